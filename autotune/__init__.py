@@ -1,0 +1,39 @@
+"""autotune: the fastest way to train this PyTorch model on this machine, found by really training it.
+
+result = autotune.search("model.py", budget="2m")
+session = autotune.prepare("model.py", result.config)
+for batch in session.loader:
+    loss = session.step(batch)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune.api import search
+    from autotune.search.reading import load_study
+    from autotune.session import Session, prepare
+    from autotune.task import Task, load_task
+
+__all__ = ["Session", "Task", "load_study", "load_task", "prepare", "search"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Session": "autotune.session",
+    "Task": "autotune.task",
+    "load_study": "autotune.search.reading",
+    "load_task": "autotune.task",
+    "prepare": "autotune.session",
+    "search": "autotune.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch, optuna and pandas take seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # else the subpackage `autotune.search` would stand in the name's place
+    return value

@@ -1,0 +1,165 @@
+"""The Python API beside `prepare`: the same search, probe and verification that the command line runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune import techniques
+from autotune.config import Choice, Config
+from autotune.devices import open_device
+from autotune.errors import ConfigError
+from autotune.outcome import Outcome
+from autotune.probe.process import ProcessProber
+from autotune.probe.settings import ProbeSettings
+from autotune.search.events import Listener
+from autotune.search.options import SearchOptions
+from autotune.search.result import Result
+from autotune.search.run import search as run_search
+from autotune.search.study import place_of
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from autotune.units import parse_bytes, parse_fraction, parse_seconds
+
+VERIFY_TIMEOUT_S = 24 * 3600.0
+PROBE_TIMEOUT_S = 600.0
+
+
+def search(
+    task: Task | str | Path,
+    *,
+    device: str = "auto",
+    objective: str = "throughput",
+    memory_limit: str | int | None = None,
+    headroom: str | float = 0.05,
+    global_batch: int | None = None,
+    budget: str | float = 300.0,
+    trials: int | None = None,
+    fix: Mapping[str, Choice] | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    sampler: str = "gp",
+    seed: int = 0,
+    probe_timeout: str | float | None = None,
+    study: str | None = None,
+    storage: str | None = None,
+    listener: Listener | None = None,
+) -> Result:
+    """Find the config that trains `task` fastest on this machine within its memory.
+
+    Args:
+        task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        objective: `throughput`, `memory` or `balanced`.
+        memory_limit: bytes, or text such as `12GiB` or `80%`; None takes what is free.
+        headroom: share of the limit that the answer leaves free, e.g. `5%`.
+        global_batch: samples per optimizer step, in place of the task's own.
+        budget: seconds, or text such as `2m`, for the whole search.
+        trials: at most that many probes before the play-off.
+        fix, include, exclude: techniques to pin to a choice, to search although optional, to leave as in the baseline.
+        sampler: `gp`, `tpe`, `random` or `grid`.
+        probe_timeout: seconds or text; None takes a multiple of the baseline's time.
+        study, storage: name and file or URL of the study; `studies/<task>.db` by default.
+        listener: watches the search.
+
+    Raises:
+        AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
+            `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
+    """
+    options = SearchOptions(
+        device=device,
+        objective=objective,
+        memory_limit_bytes=memory_limit_bytes(memory_limit, device),
+        headroom=_parsed(parse_fraction, headroom),
+        global_batch=global_batch,
+        budget_s=_parsed(parse_seconds, budget),
+        num_trials=trials,
+        fix=dict(fix or {}),
+        include=tuple(include),
+        exclude=tuple(exclude),
+        sampler=sampler,
+        seed=seed,
+        probe_timeout_s=None if probe_timeout is None else _parsed(parse_seconds, probe_timeout),
+        study=study,
+        storage=storage,
+    )
+    return run_search(TaskSource.of(task), options, listener)
+
+
+def probe(
+    task: Task | str | Path,
+    config: Mapping[str, Choice],
+    *,
+    device: str = "auto",
+    memory_limit: str | int | None = None,
+    steps: int = 0,
+    timeout: str | float | None = None,
+    global_batch: int | None = None,
+    logs: Path = Path("studies"),
+) -> Outcome:
+    """Run one config once in a process of its own, as a search's probe does.
+
+    Args:
+        steps: exactly that many timed optimizer steps; 0 stops when the throughput is known within 2 %.
+        timeout: seconds or text; by default ten minutes, a day with `steps`.
+        logs: folder for what the user's code prints.
+
+    Raises:
+        AutotuneError: as `search` does. What happens in the run itself is in the outcome.
+    """
+    opened = open_device(device)
+    info = opened.info()
+    limit = memory_limit_bytes(memory_limit, device) or info.free_bytes
+    default_timeout_s = VERIFY_TIMEOUT_S if steps else PROBE_TIMEOUT_S
+    settings = ProbeSettings(
+        device=info.name,
+        memory_limit_bytes=limit,
+        num_steps=steps,
+        timeout_s=default_timeout_s if timeout is None else _parsed(parse_seconds, timeout),
+    )
+    source = TaskSource.of(task)
+    with ProcessProber(source, logs=logs / f"{source.name}.logs", global_batch=global_batch) as prober:
+        given = prober.global_batch
+        complete = techniques.complete(config, global_batch=given)
+        _require_global_batch(complete, given)
+        return prober.run(complete, settings)
+
+
+def verify(task: Task | str | Path, config: Mapping[str, Choice], *, steps: int, **options: Any) -> Outcome:
+    """A long run of one config with real data: `probe` for exactly `steps` optimizer steps."""
+    if steps < 1:
+        raise ConfigError(f"{steps} steps are not possible; expected at least 1")
+    return probe(task, config, steps=steps, **options)
+
+
+def memory_limit_bytes(limit: str | int | None, device: str) -> int | None:
+    """A memory limit in bytes from bytes, text such as `12GiB`, or a percentage of the device's memory.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if limit is None or isinstance(limit, int):
+        return limit
+    total_bytes = open_device(device).info().total_bytes if "%" in limit else None
+    try:
+        return parse_bytes(limit, total_bytes=total_bytes)
+    except ValueError as error:
+        raise ConfigError(f"the memory limit {error}") from None
+
+
+def _require_global_batch(config: Config, global_batch: int | None) -> None:
+    if global_batch is not None and config.samples_per_step != global_batch:
+        raise ConfigError(
+            f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is {config.samples_per_step} "
+            f"samples per optimizer step, but the global batch is {global_batch}; leave accumulation_steps out of the config"
+        )
+
+
+def _parsed(parse: Any, value: str | float) -> float:
+    if not isinstance(value, str):
+        return float(value)
+    try:
+        return float(parse(value))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,203 @@
+"""The commands: each reads its arguments, calls the package, prints, and returns an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import AutotuneError, ConfigError
+
+ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def exit_code(error: AutotuneError) -> int:
+    """1 when nothing was feasible, 2 for what the user can put right."""
+    from autotune.search.run import NothingFeasible
+
+    return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
+
+
+def search(options: argparse.Namespace) -> int:
+    """`autotune search`: the result on stdout, progress on stderr."""
+    from autotune import api
+    from autotune.report.live import live_listener
+    from autotune.search.result import Result
+    from autotune.search.run import Interrupted
+
+    result: Result | None
+    code = ANSWERED
+    try:
+        result = api.search(
+            options.model,
+            device=options.device,
+            objective=options.objective,
+            memory_limit=options.memory_limit,
+            headroom=options.headroom,
+            global_batch=options.global_batch,
+            budget=options.budget,
+            trials=options.trials,
+            fix=_fixed(options.fix),
+            include=options.include,
+            exclude=options.exclude,
+            sampler=options.sampler,
+            seed=options.seed,
+            probe_timeout=options.probe_timeout,
+            study=options.study,
+            storage=options.storage,
+            listener=live_listener(sys.stderr, quiet=options.quiet),
+        )
+    except Interrupted as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        result, code = error.result, INTERRUPTED
+    document = {"error": "interrupted before anything was measured"} if result is None else result.to_dict()
+    if options.out:
+        _write(Path(options.out), json.dumps(document, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(document))
+    elif result is not None:
+        from autotune.report.text import render_result
+
+        render_result(result, _console())
+    return code
+
+
+def probe(options: argparse.Namespace) -> int:
+    """`autotune probe`: one config, once."""
+    return _run_one(options, steps=0)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """`autotune verify`: a long run of one config."""
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps} is not possible; expected at least 1")
+    return _run_one(options, steps=options.steps)
+
+
+def _run_one(options: argparse.Namespace, *, steps: int) -> int:
+    from autotune import api
+
+    config = _config(options.config)
+    outcome = api.probe(
+        options.model,
+        config,
+        device=options.device,
+        memory_limit=options.memory_limit,
+        global_batch=options.global_batch,
+        timeout=options.timeout,
+        steps=steps,
+    )
+    if options.json:
+        print(json.dumps({"config": config, **outcome.to_dict()}))
+    else:
+        from autotune.report.outcome import render_outcome
+
+        render_outcome(outcome, config, _console())
+    return ANSWERED if outcome.ok else NOTHING_FEASIBLE
+
+
+def show(options: argparse.Namespace) -> int:
+    """`autotune show`: what a study holds."""
+    from autotune.report import export
+    from autotune.report.text import render_study
+    from autotune.search.reading import load_study
+
+    study = load_study(options.study_file, study=options.study)
+    if options.json:
+        print(export.to_json(study))
+    elif options.csv:
+        sys.stdout.write(export.to_csv(study))
+    else:
+        render_study(study, _console())
+    return ANSWERED
+
+
+def devices(options: argparse.Namespace) -> int:
+    """`autotune devices`: what there is to train on."""
+    from autotune.report.devices import render_devices, watch_devices
+
+    if options.watch:
+        watch_devices(sys.stdout)
+    else:
+        print(render_devices(as_json=options.json))
+    return ANSWERED
+
+
+def init(options: argparse.Namespace) -> int:
+    """`autotune init`: a starting file."""
+    from autotune.task.template import write_template
+
+    write_template(Path(options.file))
+    print(f"wrote {options.file}; try it: autotune search {options.file} --budget 1m")
+    return ANSWERED
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "search": search,
+    "probe": probe,
+    "verify": verify,
+    "show": show,
+    "devices": devices,
+    "init": init,
+}
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False)
+
+
+def _fixed(items: list[str]) -> dict[str, Any]:
+    """`--fix amp=bf16 --fix batch_size=8` as a dict; a choice is read as JSON where it is JSON.
+
+    Raises:
+        ConfigError: an item is not NAME=CHOICE.
+    """
+    fixed = {}
+    for item in items:
+        name, separator, choice = item.partition("=")
+        if not separator:
+            raise ConfigError(f"--fix {item} is not NAME=CHOICE; expected for example --fix amp=bf16")
+        try:
+            fixed[name] = json.loads(choice)
+        except json.JSONDecodeError:
+            fixed[name] = choice
+    return fixed
+
+
+def _config(text: str) -> dict[str, Any]:
+    """A config dict from JSON text or a file; a search's whole JSON document counts, too.
+
+    Raises:
+        ConfigError: neither JSON nor a readable file with a JSON object.
+    """
+    is_json = text.lstrip().startswith("{")
+    try:
+        content = text if is_json else Path(text).read_text()
+    except OSError as error:
+        raise ConfigError(f"--config {text!r} is neither a JSON object nor a file: {error.strerror}") from None
+    try:
+        config = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config {text!r} holds no JSON: {error}") from None
+    if isinstance(config, dict) and isinstance(config.get("config"), dict):
+        config = config["config"]
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f'--config {text!r} holds a {type(config).__name__}; expected a JSON object such as {{"batch_size": 16}}'
+        )
+    return config
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None
+
+
+__all__ = ["COMMANDS", "exit_code"]

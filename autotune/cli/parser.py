@@ -1,0 +1,115 @@
+"""The command line's grammar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from autotune import __version__
+from autotune.units import parse_bytes, parse_fraction, parse_seconds
+
+EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; `command` in the result names the one that was given."""
+    parser = argparse.ArgumentParser(
+        prog="autotune",
+        description="Find the fastest way to train a PyTorch model on this machine, by really training it.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"autotune {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_search(commands)
+    _add_probe(commands)
+    _add_verify(commands)
+    _add_show(commands)
+    devices = commands.add_parser("devices", help="memory, utilisation, temperature, power, processes")
+    devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    devices.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    init = commands.add_parser("init", help="write a commented model.py that runs as it is")
+    init.add_argument("file", nargs="?", default="model.py", metavar="FILE")
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
+    return parser
+
+
+def _add_search(commands: Any) -> None:
+    search = commands.add_parser("search", help="find the best config of a model file", epilog=EXIT_CODES)
+    _add_model(search)
+    search.add_argument("--objective", default="throughput", choices=("throughput", "memory", "balanced"))
+    search.add_argument("--headroom", type=_checked(parse_fraction), default=0.05, metavar="5%", help="left free (5%%)")
+    search.add_argument(
+        "--budget", type=_checked(parse_seconds), default=300.0, metavar="5m", help="for everything (5m)"
+    )
+    search.add_argument("--trials", type=int, metavar="N", help="at most N probes before the play-off")
+    search.add_argument("--fix", action="append", default=[], metavar="NAME=CHOICE", help="use this choice only")
+    search.add_argument(
+        "--include", action="append", default=[], metavar="NAME", help="search an optional technique too"
+    )
+    search.add_argument("--exclude", action="append", default=[], metavar="NAME", help="leave as in the baseline")
+    search.add_argument("--sampler", default="gp", metavar="NAME", help="gp, tpe, random or grid (gp)")
+    search.add_argument("--seed", type=int, default=0, metavar="N")
+    search.add_argument("--probe-timeout", type=_checked(parse_seconds), metavar="60s", help="kill a probe after that")
+    search.add_argument("--study", metavar="NAME", help="name of the study (the task's)")
+    search.add_argument("--storage", metavar="URL", help="database file or Optuna URL (studies/<task>.db)")
+    search.add_argument("--out", metavar="FILE", help="write the JSON document there too")
+    search.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    search.add_argument("--quiet", action="store_true", help="only warnings on stderr")
+
+
+def _add_probe(commands: Any) -> None:
+    probe = commands.add_parser("probe", help="run one config once", epilog=EXIT_CODES)
+    _add_model(probe)
+    _add_config(probe)
+    probe.add_argument("--timeout", type=_checked(parse_seconds), metavar="60s")
+    probe.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser("verify", help="a long run of one config, with real data", epilog=EXIT_CODES)
+    _add_model(verify)
+    _add_config(verify)
+    verify.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps")
+    verify.add_argument("--timeout", type=_checked(parse_seconds), metavar="1h")
+    verify.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser("show", help="trials, front, recommendation, why", epilog=EXIT_CODES)
+    show.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
+    show.add_argument("--study", metavar="NAME")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    form.add_argument("--csv", action="store_true", help="one line per probe")
+
+
+def _add_model(parser: Any) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda[:i]")
+    parser.add_argument(
+        "--memory-limit", type=_checked(_bytes_or_share), metavar="12GiB|80%", help="default: what is free"
+    )
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples per optimizer step")
+
+
+def _add_config(parser: Any) -> None:
+    parser.add_argument("--config", required=True, metavar="JSON|FILE", help="a config dict, or a search's JSON")
+
+
+def _bytes_or_share(text: str) -> str:
+    parse_bytes(text, total_bytes=2**40)
+    return text
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type that shows the parser's own message."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert

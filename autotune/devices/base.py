@@ -1,0 +1,93 @@
+"""What a device is to the rest of the package: memory limit, peak, synchronize, out-of-memory classification, telemetry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """A device as plain data. `identity()` is what must not change for a study to be resumed.
+
+    Attributes:
+        name: as the user writes it: `cpu`, `cuda:0`.
+        model: the hardware's name, e.g. `NVIDIA H200` or the processor's model name.
+        total_bytes: memory of the device (on a CPU: of the machine or its cgroup, whichever is smaller).
+        free_bytes: what a new process may take now.
+        num_threads: compute threads torch uses on a CPU; 0 on a GPU.
+        driver: GPU driver version; empty on a CPU.
+        capability: CUDA compute capability, (0, 0) on a CPU.
+        torch_version: the torch that measures.
+    """
+
+    name: str
+    model: str
+    total_bytes: int
+    free_bytes: int
+    num_threads: int = 0
+    driver: str = ""
+    capability: tuple[int, int] = (0, 0)
+    torch_version: str = ""
+    notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What the device's instruments say now.
+
+    Attributes:
+        values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; missing where not supported.
+        throttle_reasons: clock-throttle reasons that are active and slow the GPU down (thermal, power), in words.
+        processes: other processes on the device: (pid, bytes used, name).
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    throttle_reasons: tuple[str, ...] = ()
+    processes: tuple[tuple[int, int, str], ...] = ()
+
+
+class Device(Protocol):
+    """One device. Methods of the first group are safe anywhere and create no CUDA context; the others belong into a probe."""
+
+    name: str  # `cpu`, `cuda:0`
+    kind: str  # `cpu` or `cuda`: torch's device type
+
+    # anywhere, also in the process that searches
+    def info(self) -> DeviceInfo:
+        """Describe the device now. Raises DeviceError when it is not there."""
+
+    def telemetry(self) -> Telemetry:
+        """Read the instruments now; empty where there are none."""
+
+    # in a probe's own process
+    @property
+    def torch_device(self) -> torch.device:
+        """The device as torch's own object."""
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """From now on fail allocations that would take this process beyond `limit_bytes`."""
+
+    def start_measuring(self) -> None:
+        """Reset the counters that `contention` reads."""
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device; nothing on a CPU."""
+
+    def peak_bytes(self) -> int:
+        """Most memory this process (with its data-loading workers) has held at once; comparable with the limit."""
+
+    def current_bytes(self) -> int:
+        """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
+
+    def memory_detail(self) -> dict[str, float]:
+        """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""
+
+    def contention(self) -> float:
+        """Share of the wall time since `start_measuring` in which others held what this process wanted to run on; 0 if unknown."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a real failed allocation."""

@@ -1,0 +1,32 @@
+"""The errors that a user can act on. Each message names the value, what was expected and the next step."""
+
+from __future__ import annotations
+
+
+class AutotuneError(Exception):
+    """Something the user can put right; the command line shows the message alone and exits with 2.
+
+    Args:
+        message: one paragraph: the value, what was expected, the next step.
+        frames: the frames of the user's own code, formatted, when the error arose there.
+    """
+
+    def __init__(self, message: str, *, frames: str = "") -> None:
+        super().__init__(message)
+        self.frames = frames
+
+
+class TaskError(AutotuneError):
+    """The model file, or what one of its functions returned, is not what the task needs."""
+
+
+class ConfigError(AutotuneError):
+    """A config, a technique's name or a technique's choice is not valid for this task."""
+
+
+class DeviceError(AutotuneError):
+    """The device asked for does not exist or cannot be used here."""
+
+
+class StudyError(AutotuneError):
+    """The study cannot be opened, is in use, or belongs to another task or machine."""

@@ -1,0 +1,107 @@
+"""What a probe found. Plain frozen data that survives JSON; every field carries its unit in its name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """How a probe ended."""
+
+    OK = "ok"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    ERROR = "error"
+    NONFINITE = "nonfinite"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a probe that ended `ok` measured.
+
+    The throughput is the median over the timed blocks; its interval is the distribution-free 95 % interval of the median.
+    """
+
+    samples_per_s: float
+    samples_per_s_low: float
+    samples_per_s_high: float
+    step_s: float  # one optimizer step
+    peak_bytes: int  # over the whole run, first steps included; comparable with the memory limit
+    block_samples_per_s: tuple[float, ...]  # every timed block, in order
+    num_steps: int  # optimizer steps taken, warm-up included
+    setup_s: float  # building model, optimizer and loader
+    warmup_s: float
+    timed_s: float
+    compile_s: float = 0.0  # time of the first step beyond a typical one
+    phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
+    final_loss: float = 0.0
+    growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
+    skipped_steps: int = 0  # optimizer steps that GradScaler skipped
+    num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
+    num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
+    contention: float = 0.0  # share of the timed wall time in which others held the processor or GPU
+    disturbances: tuple[str, ...] = ()  # what was seen to disturb the timing, in words
+    memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
+    telemetry: dict[str, float] = field(
+        default_factory=dict
+    )  # device-specific: gpu_utilization, temperature_c, power_w
+
+    @property
+    def train_s(self) -> float:
+        """Seconds inside training steps."""
+        return self.warmup_s + self.timed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One probe's result, whatever it was.
+
+    Attributes:
+        cause: one line in plain words; empty when `kind` is `ok`.
+        detail: the traceback in the user's code, or other evidence; may be empty.
+        stage: where the probe was: `setup`, `warmup`, `timing`, `checks`.
+        log: path of the file that holds what the user's code printed.
+        attempted_bytes: for `oom`: what the failed allocation asked for, when known.
+        train_s: seconds spent inside training steps, also in a probe that failed.
+    """
+
+    kind: Kind
+    measurement: Measurement | None = None
+    cause: str = ""
+    detail: str = ""
+    stage: str = ""
+    log: str = ""
+    wall_s: float = 0.0
+    train_s: float = 0.0
+    peak_bytes: int = 0
+    attempted_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the probe ran to its end and was measured."""
+        return self.kind is Kind.OK
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data; `from_dict` reverses it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Outcome:
+        """Rebuild an outcome from `to_dict`'s data; keys of newer versions are ignored."""
+        known = _known(Outcome, data)
+        known["kind"] = Kind(known["kind"])
+        if known.get("measurement"):
+            measured = _known(Measurement, known["measurement"])
+            for name in ("block_samples_per_s", "disturbances"):
+                measured[name] = tuple(measured.get(name, ()))
+            known["measurement"] = Measurement(**measured)
+        return Outcome(**known)
+
+
+def _known(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(cls)}
+    return {key: value for key, value in data.items() if key in names}

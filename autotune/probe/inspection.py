@@ -1,0 +1,82 @@
+"""What a task is and which techniques apply to it, found out in a process of its own and handed on as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autotune.config import Choice
+from autotune.devices.base import DeviceInfo
+from autotune.techniques.base import Support
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What the search knows before its first probe.
+
+    Attributes:
+        facts: `autotune.task.facts.TaskFacts` as a dict.
+        baseline: the user's baseline, complete; `baseline_given` when the task states one.
+        support: per technique what may be searched.
+    """
+
+    facts: dict[str, Any]
+    device: DeviceInfo
+    global_batch: int | None
+    baseline: dict[str, Choice]
+    baseline_given: bool
+    support: dict[str, Support]
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Inspection:
+        """Rebuild an inspection from the plain data that a process sent."""
+        device = dict(data["device"])
+        device["capability"], device["notes"] = tuple(device["capability"]), tuple(device["notes"])
+        support = {
+            name: Support(**item | {"choices": tuple(item["choices"]), "optional": tuple(item["optional"])})
+            for name, item in data["support"].items()
+        }
+        return Inspection(**{**data, "device": DeviceInfo(**device), "support": support})
+
+
+def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
+
+    Raises:
+        TaskError: the task is not valid.
+        ConfigError: its baseline is not valid.
+    """
+    from autotune import techniques
+    from autotune.batches import map_tensors
+    from autotune.devices import open_device
+    from autotune.task.facts import check_task, gather_facts
+
+    opened = open_device(device)
+    info = opened.info()
+    if memory_limit_bytes is not None:
+        opened.limit_memory(memory_limit_bytes)
+    check_task(task, opened.torch_device)
+    facts = gather_facts(task)
+    given: dict[str, Any] = dict(task.baseline or {})
+    if "batch_size" not in given and task.global_batch is None and facts.dataset_size is not None:
+        given["batch_size"] = min(32, facts.dataset_size)
+    baseline = techniques.complete(given, global_batch=task.global_batch).as_dict()
+    model = task.model().to(opened.torch_device)
+    setting = techniques.Setting(
+        task=task,
+        device=opened,
+        model=model,
+        optimizer=task.optimizer(model),
+        batch=map_tensors(lambda tensor: tensor.to(opened.torch_device), task.batch(2)),
+        baseline=baseline,
+        global_batch=task.global_batch,
+        dataset_size=facts.dataset_size,
+    )
+    return {
+        "facts": asdict(facts),
+        "device": asdict(info),
+        "global_batch": task.global_batch,
+        "baseline": baseline,
+        "baseline_given": task.baseline is not None,
+        "support": {name: asdict(technique.support(setting)) for name, technique in techniques.REGISTRY.items()},
+    }

@@ -1,0 +1,268 @@
+"""One measured training run inside a probe's process: warm up, time in blocks, take the peak, look for trouble."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from autotune.batches import StepBatch, num_samples
+from autotune.devices import Device
+from autotune.outcome import Measurement
+from autotune.probe.settings import ProbeSettings
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm, median_interval
+from autotune.session import Session
+
+MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
+SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
+DISTURBED = 0.1  # share of the wall time that others may hold
+LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
+
+
+class NonFiniteError(Exception):
+    """The loss or a gradient is NaN or infinite."""
+
+
+@dataclass
+class Run:
+    """One probe's run in progress; what it has done so far survives its failure."""
+
+    session: Session
+    device: Device
+    settings: ProbeSettings
+    report: Callable[[str, float], None]  # stage and seconds inside training steps, for a process that may be killed
+    num_steps: int = 0
+    train_s: float = 0.0
+    warmup_step_s: list[float] = field(default_factory=list)
+    data_wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
+        self._loss = torch.zeros((), device=self.session.device)
+        self._micro_batches = micro_batches(self.session)
+
+    def measure(self, setup_s: float) -> Measurement:
+        """Warm up, time, and measure.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite.
+            Exception: whatever the user's code or an allocation raises.
+        """
+        self.report("warmup", 0.0)
+        self._warm_up()
+        warmup_s = self.train_s
+        self.report("timing", self.train_s)
+        blocks, growth = self._time()
+        contention = self.device.contention()
+        before_phases = self.train_s
+        phases = self._phases()
+        detail = self.device.memory_detail()
+        low, high = median_interval(blocks.samples_per_s)
+        speed = median(blocks.samples_per_s)
+        typical = median(self.warmup_step_s[1:])
+        telemetry = self.device.telemetry()
+        throttled = tuple(f"clock throttled: {reason}" for reason in telemetry.throttle_reasons)
+        contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
+        return Measurement(
+            samples_per_s=speed,
+            samples_per_s_low=low,
+            samples_per_s_high=high,
+            step_s=self.session.config.samples_per_step / speed,
+            peak_bytes=self.device.peak_bytes(),
+            block_samples_per_s=tuple(blocks.samples_per_s),
+            num_steps=self.num_steps,
+            setup_s=setup_s,
+            warmup_s=warmup_s,
+            timed_s=before_phases - warmup_s,
+            compile_s=max(0.0, self.warmup_step_s[0] - typical),
+            phases_s=phases,
+            final_loss=float(self._loss),
+            growth_bytes_per_step=growth,
+            skipped_steps=self._skipped_steps(),
+            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
+            num_ooms=int(detail.get("num_ooms", 0)),
+            contention=contention,
+            disturbances=contended + throttled,
+            memory=detail,
+            telemetry=telemetry.values,
+        )
+
+    def _warm_up(self) -> None:
+        """At least three optimizer steps and one accumulation cycle (cut after a second), then until steps settle.
+
+        The first step takes the largest batch, so that the peak includes it. Two micro batches a step reach the peak of
+        any accumulation: gradients and activations together.
+        """
+        accumulation_steps = self.session.config.accumulation_steps
+        first = largest_step_batch(self.session, min(2, accumulation_steps))
+        self._warm_step(first)
+        while True:
+            self._warm_step(self._take(min(2, accumulation_steps)))
+            enough = len(self.warmup_step_s) >= MIN_WARMUP_STEPS and self._scaler_settled()
+            if enough and (is_warm(self.warmup_step_s[1:]) or self.train_s > self.settings.max_warmup_s):
+                break
+        cycle_started_s = self.train_s
+        remaining = accumulation_steps if accumulation_steps > 2 else 0
+        while remaining > 0 and self.train_s - cycle_started_s < 1.0:
+            taken = min(2, remaining)
+            self._clock(partial(self._accumulate_next, taken))
+            remaining -= taken
+        if accumulation_steps > 2:
+            self._clock(self._update)
+
+    def _warm_step(self, batch: StepBatch) -> None:
+        self.warmup_step_s.append(self._clock(lambda: self._accumulate(batch)))
+        if len(self.warmup_step_s) == MIN_WARMUP_STEPS and self.session.scaler is None:
+            self._require_finite_gradients()
+        self.warmup_step_s[-1] += self._clock(self._update)
+        self._require_finite_loss()
+        self.report("warmup", self.train_s)
+
+    def _scaler_settled(self) -> bool:
+        """A GradScaler that still skips steps has not let the optimizer allocate its state: the peak would be too low."""
+        if self.session.scaler is None:
+            return True
+        if self._skipped_steps() < self.num_steps - 1 and self.session.optimizer.state:
+            return True
+        if self.num_steps >= MAX_SCALER_STEPS:
+            raise NonFiniteError(f"GradScaler skipped {self._skipped_steps()} of the first {self.num_steps} steps")
+        return False
+
+    def _skipped_steps(self) -> int:
+        """Every skipped step halves the scale; it grows only every 2000 steps."""
+        scaler = self.session.scaler
+        if scaler is None or not scaler.is_enabled():
+            return 0
+        return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
+
+    def _time(self) -> tuple[Blocks, float]:
+        """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
+        config = self.session.config
+        micro_s = median(self.warmup_step_s[1:]) / min(2, config.accumulation_steps)
+        step_s = micro_s * config.accumulation_steps
+        exact = self.settings.num_steps
+        sliced = not exact and config.accumulation_steps > 2 and step_s > SLICE_ABOVE_S
+        num_micro = max(2, min(config.accumulation_steps, math.ceil(2 * MIN_BLOCK_S / micro_s)))
+        steps_per_block = 1 if sliced else max(1, math.ceil(MIN_BLOCK_S / step_s))
+        blocks = Blocks(interval=self.settings.interval, max_timed_s=self.settings.max_timed_s)
+        held: list[tuple[int, int]] = []
+        self.device.start_measuring()
+        done = 0
+        while done < exact if exact else not blocks.enough:
+            if sliced and num_micro < config.accumulation_steps:
+                slice_s = self._clock(partial(self._accumulate_next, num_micro))
+                update_s = self._clock(self._update)
+                full_s = slice_s * config.accumulation_steps / num_micro + update_s
+                blocks.add(config.samples_per_step / full_s, slice_s + update_s)
+            else:
+                count = min(steps_per_block, exact - done) if exact else steps_per_block
+                block_s = self._clock(partial(self._steps, count))
+                blocks.add(count * config.samples_per_step / block_s, block_s)
+                done += count
+            self._require_finite_loss()
+            held.append((self.num_steps, self.device.current_bytes()))
+        return blocks, growth_per_step(held)
+
+    def _phases(self) -> dict[str, float]:
+        """Seconds of one optimizer step by phase, synchronized between phases: for explanation, never for the throughput."""
+        accumulation_steps = self.session.config.accumulation_steps
+        phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        repeats = 2
+        for _ in range(repeats):
+            batch: list[Any] = []
+            phases["data"] += self._clock(partial(self._take_into, batch)) * accumulation_steps
+            loss: list[torch.Tensor] = []
+            phases["forward"] += self._clock(partial(self._forward, batch, loss)) * accumulation_steps
+            scaler = self.session.scaler
+            scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
+            phases["backward"] += self._clock(scaled.backward) * accumulation_steps
+            phases["optimizer"] += self._clock(self._update)
+        return {name: seconds / repeats for name, seconds in phases.items()}
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self._accumulate(self._take(self.session.config.accumulation_steps))
+            self._update()
+
+    def _take(self, count: int) -> StepBatch:
+        return StepBatch(next(self._micro_batches) for _ in range(count))
+
+    def _accumulate_next(self, count: int) -> None:
+        self._accumulate(self._take(count))
+
+    def _take_into(self, batch: list[Any]) -> None:
+        batch.extend(self._take(1))
+
+    def _forward(self, batch: list[Any], loss: list[torch.Tensor]) -> None:
+        loss.append(self.session.loss(batch[0]))
+
+    def _accumulate(self, batch: StepBatch) -> None:
+        self._loss = self.session.accumulate(batch)
+        self._finite &= torch.isfinite(self._loss)
+
+    def _update(self) -> None:
+        self.session.update()
+        self.num_steps += 1
+
+    def _clock(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes on the device. Counts as time inside training steps."""
+        started = time.perf_counter()
+        work()
+        self.device.synchronize()
+        elapsed = time.perf_counter() - started
+        self.train_s += elapsed
+        return elapsed
+
+    def _require_finite_loss(self) -> None:
+        if not bool(self._finite):
+            raise NonFiniteError(f"the loss was {float(self._loss)} by optimizer step {self.num_steps}")
+
+    def _require_finite_gradients(self) -> None:
+        for name, parameter in self.session.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                raise NonFiniteError(f"the gradient of {name} was not finite at optimizer step {self.num_steps + 1}")
+
+
+def micro_batches(session: Session) -> Iterator[Any]:
+    """Full micro batches without end: from the data loader where there is a dataset, so that loading is timed, else prepared ones."""
+    if session.task.dataset() is None:
+        prepared = [session.task.batch(session.config.batch_size) for _ in range(NUM_PREPARED)]
+        while True:
+            yield from prepared
+    full = 0
+    while True:
+        for micro in session.loader.micro_batches():
+            full = full or num_samples(micro)
+            if num_samples(micro) >= full:  # an epoch's last one may be smaller
+                yield micro
+
+
+def largest_step_batch(session: Session, num_micro: int) -> StepBatch:
+    """The largest shape that training meets: what the task's `make_batch` returns, or its widest samples."""
+    batch = session.task.batch(session.config.batch_size)
+    return StepBatch([batch] * num_micro)
+
+
+def growth_per_step(held: list[tuple[int, int]]) -> float:
+    """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
+
+    The first blocks are left out (allocators settle); growth counts when it is steady (most blocks grow) and beyond what
+    allocators do by themselves.
+    """
+    settled = held[len(held) // 3 :]
+    if len(settled) < 4:
+        return 0.0
+    increments = [after - before for (_, before), (_, after) in zip(settled, settled[1:], strict=False)]
+    total = settled[-1][1] - settled[0][1]
+    steady = sum(increment > 0 for increment in increments) >= 0.7 * len(increments)
+    if not steady or total < LEAK_BYTES:
+        return 0.0
+    return total / (settled[-1][0] - settled[0][0])

@@ -1,0 +1,39 @@
+"""How a probe is to be run: plain frozen data that travels to the probe's process as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """One rule of warming up, timing and stopping for all probes of a study.
+
+    Attributes:
+        device: `cpu`, `cuda:0`.
+        memory_limit_bytes: allocations beyond it fail; None for no limit.
+        interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
+        max_timed_s: timing stops then, if the noise has not let it stop before.
+        max_warmup_s: warming up stops then, once the minimum is done.
+        num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
+        seed: of torch, numpy and random, set before the model is built.
+        timeout_s: the probe is killed then.
+    """
+
+    device: str
+    memory_limit_bytes: int | None
+    interval: float = 0.02
+    max_timed_s: float = 3.0
+    max_warmup_s: float = 5.0
+    num_steps: int = 0
+    seed: int = 0
+    timeout_s: float = 60.0
+
+    def replace(self, **changes: Any) -> ProbeSettings:
+        """The same settings with changes."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data."""
+        return asdict(self)

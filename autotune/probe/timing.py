@@ -1,0 +1,80 @@
+"""When a probe is warm, when it has been timed long enough, and how sure its throughput is. Pure rules, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled
+WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
+MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
+MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
+STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
+
+
+def is_warm(step_s: Sequence[float]) -> bool:
+    """Whether steps of these durations, in order, have settled: the medians of the last two windows of three agree."""
+    if len(step_s) < MIN_WARMUP_STEPS + 1:
+        return False
+    now, before = median(step_s[-3:]), median(step_s[-4:-1])
+    return abs(now - before) < WARM_DIFFERENCE * before
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Distribution-free interval of the median, from order statistics.
+
+    Source: Hahn and Meeker, Statistical Intervals (1991), section 5.2; also Le Boudec, Performance Evaluation (2010),
+    theorem 2.1. With fewer than six values no such interval reaches 95 %, and the whole range is returned.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    tail, rank = 0.0, 0
+    while rank < (count - 1) // 2:
+        tail += math.comb(count, rank) / 2**count
+        if 2 * tail > 1 - confidence:
+            break
+        rank += 1
+    index = max(rank - 1, 0)
+    return ordered[index], ordered[count - 1 - index]
+
+
+@dataclass
+class Blocks:
+    """The throughputs of timed blocks so far, and whether there are enough of them.
+
+    Attributes:
+        interval: half-width of the 95 % interval to reach, as a share of the median.
+        max_timed_s: time after which no further block is worth it.
+    """
+
+    interval: float
+    max_timed_s: float
+    samples_per_s: list[float] = field(default_factory=list)
+    timed_s: float = 0.0
+    _narrowest: float = math.inf
+    _narrowest_at: int = 0
+
+    def add(self, samples_per_s: float, block_s: float) -> None:
+        """Add one block."""
+        self.samples_per_s.append(samples_per_s)
+        self.timed_s += block_s
+        width = self.half_width
+        if len(self.samples_per_s) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
+            self._narrowest, self._narrowest_at = width, len(self.samples_per_s)
+
+    @property
+    def half_width(self) -> float:
+        """Half the 95 % interval, as a share of the median."""
+        low, high = median_interval(self.samples_per_s)
+        return (high - low) / 2 / median(self.samples_per_s)
+
+    @property
+    def enough(self) -> bool:
+        """Whether the interval is reached, the noise no longer shrinks, or the time is up."""
+        count = len(self.samples_per_s)
+        if count < MIN_BLOCKS:
+            return False
+        stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
+        return self.half_width <= self.interval or stalled or self.timed_s >= self.max_timed_s

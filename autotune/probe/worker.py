@@ -1,0 +1,222 @@
+"""What runs inside a probe's own process: one job on the user's task, and its result as plain data.
+
+Isolation, time-outs and clean-up are the supervisor's; this file turns whatever happens in the user's code into an outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.outcome import Kind, Outcome
+from autotune.probe.settings import ProbeSettings
+from autotune.task import Task
+
+Report = Callable[[str, float], None]
+_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
+_PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """The way back to the search: JSON lines through a named pipe, opened for each line.
+
+    A name rather than a descriptor: user code that closes every descriptor, or prints what it likes, does not cut it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message."""
+        descriptor = os.open(self._path, os.O_WRONLY)
+        try:
+            data = json.dumps(message).encode() + b"\n"
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+
+
+def run_job(task: Task, request: dict[str, Any]) -> None:
+    """Run one job and leave the process. Never returns.
+
+    Args:
+        task: the user's task, loaded.
+        request: `job` (a key of `JOBS`), `arguments` for it, `global_batch` in place of the task's own (or None),
+            `channel` (path of the named pipe), `log` (path).
+    """
+    channel = Channel(request["channel"])
+    reserve = bytearray(_RESERVE_BYTES)
+    stage = ["setup", 0.0]
+
+    def report(name: str, train_s: float) -> None:
+        stage[:] = [name, train_s]
+        channel.send({"stage": name, "train_s": train_s})
+
+    if request["global_batch"] is not None:
+        task = replace(task, global_batch=request["global_batch"])
+    try:
+        message = JOBS[request["job"]](task, request["arguments"], report)
+    except BaseException as error:
+        del reserve
+        message = {"outcome": _failure(error, str(stage[0]), float(stage[1])).to_dict()}  # type: ignore[arg-type]
+    channel.send({"result": message})
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+def enter(request: dict[str, Any]) -> None:
+    """Make this process a probe's: own process group, dies with its supervisor, prints into the log."""
+    with contextlib.suppress(PermissionError):  # a new interpreter was started as a leader already
+        os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
+
+
+def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Measure one config: arguments `config` and `settings`."""
+    from autotune.devices import open_device
+    from autotune.probe.measure import NonFiniteError, Run
+    from autotune.session import prepare
+
+    settings = ProbeSettings(**arguments["settings"])
+    device = open_device(settings.device)
+    seed_everything(settings.seed)
+    if settings.memory_limit_bytes is not None:
+        device.limit_memory(settings.memory_limit_bytes)
+    started = time.perf_counter()
+    run: Run | None = None
+    try:
+        session = prepare(task, arguments["config"], device=device)
+        run = Run(session, device, settings, report)
+        outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
+    except BaseException as error:
+        oom = device.is_out_of_memory(error)
+        kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
+        train_s = run.train_s if run else 0.0
+        stage = "setup" if run is None else "warmup" if run.num_steps < 1 or not run.warmup_step_s else "timing"
+        outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=_quietly(device.peak_bytes))
+    return {"outcome": outcome.to_dict()}
+
+
+def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Validate the task and say what applies to it: arguments `device`, `memory_limit_bytes`."""
+    from autotune.probe.inspection import inspect_task
+
+    seed_everything(0)
+    return {"inspection": inspect_task(task, **arguments)}
+
+
+def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
+    from autotune import techniques
+    from autotune.checks import run_checks
+    from autotune.devices import open_device
+
+    seed_everything(0)
+    device = open_device(arguments["device"])
+    if arguments["memory_limit_bytes"] is not None:
+        device.limit_memory(arguments["memory_limit_bytes"])
+    config = techniques.complete(arguments["config"])
+    return {"check": asdict(run_checks(task, config, device, batch_size=arguments["batch_size"]))}
+
+
+JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
+    "probe": _probe,
+    "inspect": _inspect,
+    "check": _check,
+}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, random and (where it is in use) numpy."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _failure(
+    error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
+) -> Outcome:
+    from autotune.devices.oom import attempted_bytes
+    from autotune.errors import AutotuneError
+    from autotune.techniques.base import UnsupportedError
+
+    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
+    if kind is None:
+        kind = Kind.UNSUPPORTED if isinstance(error, UnsupportedError) else Kind.ERROR
+        if isinstance(error, SystemExit):
+            kind = Kind.CRASHED
+    if isinstance(error, SystemExit):
+        cause = f"the training code called sys.exit({error.code!r})"
+    elif isinstance(error, AutotuneError | UnsupportedError):
+        cause = str(error)
+    else:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    frames = error.frames if isinstance(error, AutotuneError) and error.frames else ""
+    detail = frames or "".join(traceback.format_exception(error))[-8000:]
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+    gc.collect()
+    return Outcome(
+        kind=kind,
+        cause=cause[:500],
+        detail=detail,
+        stage=stage,
+        train_s=train_s,
+        peak_bytes=peak_bytes,
+        attempted_bytes=attempted,
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _quietly(read: Callable[[], int]) -> int:
+    try:
+        return read()
+    except Exception:
+        return 0
+
+
+def main() -> None:
+    """Entry of a probe in a new interpreter (the fall-back): loads the task itself. Takes the request's path."""
+    from autotune.task.source import TaskSource
+
+    request = json.loads(Path(sys.argv[1]).read_text())
+    enter(request)
+    run_job(TaskSource.from_dict(request["source"]).load(), request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The live table of a search on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from autotune.config import Config
+from autotune.outcome import Outcome
+from autotune.report.figures import counts, measured_rate, plural, times
+from autotune.report.live import best_speed, introduction, is_best, summary
+from autotune.report.words import describe
+from autotune.search.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from autotune.search.front import pareto_front
+from autotune.units import format_bytes, format_seconds
+
+NUM_FRONT = 6
+NUM_LAST = 5
+REFRESHES_PER_S = 4
+SPARE_LINES = 10  # of everything that is neither the front nor the last probes
+
+
+class Dashboard(Listener):
+    """Running probe, best so far, baseline, front, last probes, time left. Gone when the search ends; notes stay."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._began = time.monotonic()
+        self._budget_s: float | None = None
+        self._running: ProbeStarted | None = None
+        self._running_since = 0.0
+        self._best: tuple[Config, Outcome] | None = None
+        self._baseline: Outcome | None = None
+        self._feasible: dict[Config, Outcome] = {}
+        self._last: deque[ProbeEnded] = deque(maxlen=NUM_LAST)
+        self._outcomes: Counter[str] = Counter()
+
+    def __enter__(self) -> Listener:
+        self._began = time.monotonic()
+        with contextlib.suppress(Exception):
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(Exception):
+            self._live.stop()
+
+    def on(self, event: Event) -> None:
+        """Take note of an event; the table follows at its next refresh."""
+        with contextlib.suppress(Exception):  # a view must not end a search
+            self._take(event)
+
+    def refresh(self) -> None:
+        """Draw now."""
+        with contextlib.suppress(Exception):
+            self._live.refresh()
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case SearchStarted():
+                self._budget_s = event.budget_s
+                self._console.print(Text(introduction(event)))
+            case ProbeStarted():
+                self._began = time.monotonic() - event.elapsed_s
+                self._running, self._running_since = event, time.monotonic()
+            case ProbeEnded():
+                self._running, self._best, self._baseline = None, event.best, event.baseline
+                self._outcomes[event.outcome.kind] += 1
+                self._last.append(event)
+                if event.feasible:
+                    self._feasible[event.config] = event.outcome
+            case Note():
+                style = "yellow" if event.warning else "dim"
+                self._console.print(Text(f"{'warning: ' if event.warning else ''}{event.text}", style=style))
+
+    def _render(self) -> RenderableType:
+        # drawn by a thread of its own while `on` runs: work on copies, and draw nothing rather than fail
+        try:
+            return Group(*self._parts())
+        except Exception:
+            return Text("")
+
+    def _parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = [Text(""), self._state(), Text("")]
+        room = self._console.height - SPARE_LINES
+        num_last = min(len(self._last), max(room // 3, 1))
+        front = self._front()[-max(min(NUM_FRONT, room - num_last), 1) :]
+        if front:
+            parts += [self._front_table(front), Text("")]
+        if num_last:
+            parts += [self._last_table(list(self._last)[-num_last:]), Text("")]
+        return [*parts, self._clock()]
+
+    def _state(self) -> Table:
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(style="dim", width=8)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        running = self._running
+        if running is not None:
+            elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
+            head = (f"#{running.number} {running.stage}, {elapsed}  ", "bold cyan")
+            grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
+        else:
+            grid.add_row(
+                "running", Text("between probes" if self._last else "importing torch and the model", style="dim")
+            )
+        if self._best is not None:
+            ratio = best_speed(self._best, self._baseline)
+            over = f", {times(ratio)}" if ratio else ""
+            figures = summary(self._best[1], feasible=True)
+            grid.add_row("best", Text.assemble((f"{figures}{over}  ", "bold green"), describe(self._best[0])))
+        if self._baseline is not None:
+            grid.add_row("baseline", Text(summary(self._baseline, feasible=True)))
+        return grid
+
+    def _front(self) -> list[tuple[Config, Outcome]]:
+        known = [(config, outcome) for config, outcome in self._feasible.copy().items() if outcome.measurement]
+        points = [(o.measurement.peak_bytes, o.measurement.samples_per_s) for _, o in known if o.measurement]
+        return [known[index] for index in pareto_front(points)]
+
+    def _front_table(self, front: list[tuple[Config, Outcome]]) -> Table:
+        table = _table("front")
+        best = self._best[0] if self._best else None
+        for config, outcome in front:
+            assert outcome.measurement is not None
+            style = "green" if config == best else ""
+            speed, peak = measured_rate(outcome.measurement), format_bytes(outcome.measurement.peak_bytes)
+            table.add_row("", speed, peak, Text(describe(config)), style=style)
+        return table
+
+    def _last_table(self, last: list[ProbeEnded]) -> Table:
+        table = _table("last")
+        for event in last:
+            found = event.outcome.measurement
+            if found is None:
+                speed, peak = Text(str(event.outcome.kind), style="red"), ""
+            else:
+                speed = Text(measured_rate(found), style="green" if is_best(event) else "")
+                peak = format_bytes(found.peak_bytes)
+            cause = f"  {event.outcome.cause}" if found is None else "" if event.feasible else "  not feasible"
+            table.add_row(f"#{event.number}", speed, peak, Text.assemble(describe(event.config), (cause, "red")))
+        return table
+
+    def _clock(self) -> RenderableType:
+        elapsed_s = time.monotonic() - self._began
+        done = f"{plural(self._outcomes.total(), 'probe')}" + (f": {counts(self._outcomes)}" if self._outcomes else "")
+        if self._budget_s is None:
+            return Text(f"{format_seconds(max(1.0, elapsed_s))}  {done}", style="dim")
+        left_s = max(0.0, self._budget_s - elapsed_s)
+        left = f"at most {format_seconds(round(left_s))} left" if left_s >= 1 else "ending"
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._budget_s, completed=min(elapsed_s, self._budget_s), width=20)
+        grid.add_row(bar, Text(left), Text(done, style="dim", overflow="ellipsis", no_wrap=True))
+        return grid
+
+
+def _table(title: str) -> Table:
+    """A table of one line a row and fixed columns, so that the view does not jump."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
+    table.add_column(title, style="dim", width=8)
+    table.add_column("samples/s", justify="right", width=12, no_wrap=True)
+    table.add_column("peak", justify="right", width=8, no_wrap=True)
+    table.add_column("config", ratio=1, no_wrap=True, overflow="ellipsis")
+    return table

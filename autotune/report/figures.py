@@ -1,0 +1,52 @@
+"""Figures as people read them: throughput, intervals, ratios, counts. Used by every view, so that they agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autotune.outcome import Kind, Measurement
+from autotune.search.result import Measured
+
+
+def rate(samples_per_s: float) -> str:
+    """`84.1`, `1,240`, `0.052`: three significant figures or all digits before the point."""
+    if samples_per_s >= 100:
+        return f"{samples_per_s:,.0f}"
+    return f"{samples_per_s:.1f}" if samples_per_s >= 10 else f"{samples_per_s:.3g}"
+
+
+def spread(value: float, low: float, high: float) -> str:
+    """Half the width of an interval as a share of the value: `±1.2%`; empty for an endless one."""
+    if not (value > 0 and math.isfinite(high)):
+        return ""
+    return f"±{(high - low) / 2 / value:.1%}"
+
+
+def measured_rate(found: Measured | Measurement) -> str:
+    """`84.1 ±1.2%`."""
+    if isinstance(found, Measured):
+        low, high = found.samples_per_s_ci
+    else:
+        low, high = found.samples_per_s_low, found.samples_per_s_high
+    return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
+
+
+def times(ratio: float | None) -> str:
+    """`1.87x`; a dash for what was not measured."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def interval(low: float, high: float) -> str:
+    """`1.81x to 1.93x`."""
+    return f"{low:.2f}x to {high:.2f}x"
+
+
+def counts(outcomes: Mapping[str, int]) -> str:
+    """`20 ok, 3 oom, 1 timeout`, in the order of `Kind`."""
+    return ", ".join(f"{outcomes[kind]} {kind}" for kind in Kind if outcomes.get(kind))
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 probe`, `3 probes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,108 @@
+"""What a person sees while a search runs: a live table on a terminal, a line a probe elsewhere. Never raises into the search."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TextIO
+
+from autotune.config import Config
+from autotune.outcome import Outcome
+from autotune.report.figures import measured_rate
+from autotune.report.words import describe
+from autotune.search.events import Event, Listener, Note, ProbeEnded, SearchStarted
+from autotune.units import format_bytes, format_seconds
+
+
+def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
+    """The view that suits a stream, which should be stderr.
+
+    A live table on a terminal (none with `TERM=dumb`), one plain line a probe elsewhere, warnings alone when `quiet`.
+    `NO_COLOR` is honoured.
+    """
+    if quiet:
+        return WarningsOnly(stream)
+    if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        from autotune.report.dashboard import Dashboard
+
+        return Dashboard(stream)
+    return Lines(stream)
+
+
+class WarningsOnly(Listener):
+    """Prints warnings, a line each."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def on(self, event: Event) -> None:
+        """Print what this view prints of an event; an event or a stream that fails is left alone."""
+        with contextlib.suppress(Exception):  # a view must not end a search, e.g. by a closed pipe
+            for line in self.lines(event):
+                self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def lines(self, event: Event) -> list[str]:
+        """What to print of an event."""
+        return [f"warning: {event.text}"] if isinstance(event, Note) and event.warning else []
+
+
+class Lines(WarningsOnly):
+    """One plain line a probe, and the notes between them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._budget_s = 0.0
+
+    def lines(self, event: Event) -> list[str]:
+        """The start of the search, every note and every finished probe."""
+        if isinstance(event, SearchStarted):
+            self._budget_s = event.budget_s
+            return [introduction(event), f"searching {searched(event)}"]
+        if isinstance(event, ProbeEnded):
+            return [self._probe(event)]
+        if isinstance(event, Note) and not event.warning:
+            return [f"note: {event.text}"]
+        return super().lines(event)
+
+    def _probe(self, event: ProbeEnded) -> str:
+        clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
+        found = f"{describe(event.config)}: {summary(event.outcome, feasible=event.feasible)}"
+        return f"{clock} #{event.number} {event.stage:8} {found}{' (best)' if is_best(event) and event.stage != 'baseline' else ''}"
+
+
+def introduction(event: SearchStarted) -> str:
+    """What is searched for, and where it is kept."""
+    known = f", {event.num_resumed} probes known" if event.num_resumed else ""
+    return (
+        f"{event.task} on {event.device}: {event.objective} within {format_bytes(event.memory_limit_bytes)} "
+        f"({event.headroom:.0%} of it kept free), budget {format_seconds(event.budget_s)}; "
+        f"study {event.storage.removeprefix('sqlite:///')}{known}"
+    )
+
+
+def searched(event: SearchStarted) -> str:
+    """`batch_size (7 choices), amp (2 choices): 14 configs`."""
+    free = [f"{name} ({len(choices)})" for name, choices in event.space.items() if len(choices) > 1]
+    return f"{', '.join(free)}: {event.num_configs:,} configs"
+
+
+def summary(outcome: Outcome, *, feasible: bool) -> str:
+    """`84.1 samples/s ±1.2%, 612 MiB`, or how the probe failed and why, on one line."""
+    found = outcome.measurement
+    if found is None:
+        return " ".join(f"{outcome.kind}: {outcome.cause}".split()) if outcome.cause else str(outcome.kind)
+    speed, _, noise = measured_rate(found).partition(" ")
+    return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{'' if feasible else ', not feasible'}"
+
+
+def is_best(event: ProbeEnded) -> bool:
+    """Whether this very probe is the best so far."""
+    return event.best is not None and event.best == (event.config, event.outcome)
+
+
+def best_speed(best: tuple[Config, Outcome] | None, baseline: Outcome | None) -> float | None:
+    """Throughput of the best so far over the baseline's, as single processes saw them."""
+    if best is None or baseline is None or best[1].measurement is None or baseline.measurement is None:
+        return None
+    return best[1].measurement.samples_per_s / baseline.measurement.samples_per_s

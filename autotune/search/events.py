@@ -1,0 +1,75 @@
+"""What a running search tells whoever watches it. The search knows nothing of terminals; views implement `Listener`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.config import Config
+from autotune.outcome import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchStarted:
+    """The study is open and the space is known."""
+
+    task: str
+    device: str  # in words, e.g. `cpu (AMD EPYC, 2 threads)`
+    study: str
+    storage: str
+    objective: str
+    memory_limit_bytes: int
+    headroom: float
+    budget_s: float
+    space: dict[str, tuple[int | str | bool, ...]]  # technique -> choices that are searched
+    num_configs: int
+    unsupported: dict[str, str]  # technique -> why it does not apply
+    num_resumed: int  # finished probes found in the study
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeStarted:
+    """A probe starts. `stage` is `baseline`, `search` or `play-off`; `reason` says why this config, in a few words."""
+
+    number: int
+    stage: str
+    config: Config
+    reason: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeEnded:
+    """A probe ended. `score` is what the study was told; `feasible` includes the headroom."""
+
+    number: int
+    stage: str
+    config: Config
+    outcome: Outcome
+    feasible: bool
+    best: tuple[Config, Outcome] | None  # the best feasible so far
+    baseline: Outcome | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something to tell the user: a warning, a technique dropped, a phase of the search begun."""
+
+    text: str
+    warning: bool = False
+
+
+Event = SearchStarted | ProbeStarted | ProbeEnded | Note
+
+
+class Listener:
+    """Watches a search; this one ignores everything. Used as a context manager around the search."""
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def on(self, event: Event) -> None:
+        """Take note of an event. Must not raise and must return at once."""

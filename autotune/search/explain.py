@@ -1,0 +1,139 @@
+"""Why this answer: what each technique did, what limits the speed now, and what the user has to know. Pure functions of the study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from autotune.config import Config
+from autotune.outcome import Kind, Measurement, Outcome
+from autotune.search.front import pareto_front
+from autotune.search.objective import Objective
+from autotune.search.result import Effect, Measured
+from autotune.search.study import Probed
+from autotune.units import format_bytes
+
+DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
+GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
+
+
+def effects(answer: Config, baseline: Config, probed: Sequence[Probed]) -> tuple[Effect, ...]:
+    """What each choice of the answer that differs from the baseline did, from probes that differ in it alone."""
+    measured = [(probe.config, probe.outcome.measurement) for probe in probed if probe.outcome.measurement]
+    found = []
+    for name, choice in answer.differences(baseline).items():
+        if name == "accumulation_steps":
+            continue
+        pairs = [
+            (with_it, without)
+            for config, with_it in measured
+            for other, without in measured
+            if config[name] == choice and other[name] == baseline[name] and set(_differ(config, other)) == {name}
+        ]
+        found.append(
+            Effect(
+                technique=name,
+                choice=choice,
+                baseline_choice=baseline[name],
+                speed_ratio=_mean_ratio([(a.samples_per_s, b.samples_per_s) for a, b in pairs]),
+                memory_ratio=_mean_ratio([(a.peak_bytes, b.peak_bytes) for a, b in pairs]),
+                num_pairs=len(pairs),
+            )
+        )
+    return tuple(found)
+
+
+def _differ(config: Config, other: Config) -> list[str]:
+    return [name for name in config.differences(other) if name != "accumulation_steps"]
+
+
+def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
+
+
+def front(probed: Sequence[Probed]) -> tuple[Measured, ...]:
+    """The memory/throughput front of what is feasible, by increasing memory."""
+    points = [
+        (probe.config, probe.outcome.measurement) for probe in probed if probe.feasible and probe.outcome.measurement
+    ]
+    chosen = pareto_front([(found.peak_bytes, found.samples_per_s) for _, found in points])
+    kept = [measured_once(points[index][0], points[index][1]) for index in chosen]
+    return tuple(sorted(kept, key=lambda measured: measured.peak_bytes))
+
+
+def measured_once(config: Config, found: Measurement) -> Measured:
+    """One process's measurement in the form of the answer's."""
+    return Measured(
+        config=config.as_dict(),
+        samples_per_s=found.samples_per_s,
+        samples_per_s_ci=(found.samples_per_s_low, found.samples_per_s_high),
+        peak_bytes=found.peak_bytes,
+        step_s=found.step_s,
+        num_processes=1,
+    )
+
+
+def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objective: Objective) -> str:
+    """What limits the speed of the answer now, in one sentence."""
+    total_s = sum(found.phases_s.values())
+    share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
+    if share.get("data", 0.0) > DATA_BOUND:
+        return f"Data loading: {share['data']:.0%} of a step waits for data; faster samples or more workers would help."
+    slower = [
+        probe.outcome.measurement
+        for probe in probed
+        if probe.outcome.measurement
+        and probe.config.batch_size < answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+    ]
+    larger_failed = any(
+        not probe.feasible
+        and probe.config.batch_size > answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+        for probe in probed
+    )
+    growing = any(found.samples_per_s > GROWING * measurement.samples_per_s for measurement in slower)
+    if larger_failed and growing:
+        return f"Memory: throughput still rises with the batch, and a larger one does not fit {format_bytes(objective.usable_bytes)}."
+    utilization = found.telemetry.get("gpu_utilization")
+    if utilization is not None and utilization < 70:
+        return (
+            f"Launching work: the GPU was busy {utilization:.0f} % of the time, so the host cannot feed it fast enough."
+        )
+    if share.get("optimizer", 0.0) > DATA_BOUND:
+        return f"The optimizer step: {share['optimizer']:.0%} of the time; more samples per optimizer step would spread it."
+    parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
+    return f"Compute: a step is {parts}; a larger batch was not faster."
+
+
+def no_fit(probed: Sequence[Probed], limit_bytes: int) -> str:
+    """Why nothing was feasible, by how much, and what to try."""
+    failed = [probe.outcome for probe in probed]
+    kinds = {outcome.kind for outcome in failed}
+    over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
+    if over:
+        return (
+            f"the smallest config that ran needs {format_bytes(min(over))} of a limit of {format_bytes(limit_bytes)} less headroom; "
+            "raise --memory-limit, lower --headroom, or make the model or the sample smaller"
+        )
+    if kinds <= {Kind.OOM}:
+        return (
+            f"{describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
+        )
+    listed = "; ".join(
+        sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
+    )
+    return f"no config ran through ({listed}); `autotune probe` runs one and shows its log"
+
+
+def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
+    """By how much the least demanding of the failed configs was beyond the limit, as far as it can be told."""
+    needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
+    smallest = min(needs, default=0)
+    if smallest <= limit_bytes:
+        return f"every config ran out of memory within a limit of {format_bytes(limit_bytes)}"
+    return (
+        f"the least demanding config needs at least {format_bytes(smallest)}, "
+        f"{format_bytes(smallest - limit_bytes)} more than the limit of {format_bytes(limit_bytes)}"
+    )

@@ -1,0 +1,304 @@
+"""The search loop: baseline, starting design, sampler, undoing changes, play-off. One probe at a time, nothing lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from optuna.trial import Trial
+
+from autotune.config import Config
+from autotune.outcome import Kind, Outcome
+from autotune.probe.process import ProbeFault
+from autotune.probe.prober import Prober
+from autotune.probe.settings import ProbeSettings
+from autotune.search.events import Listener, Note, ProbeEnded, ProbeStarted
+from autotune.search.objective import Objective
+from autotune.search.playoff import MIN_ROUNDS, Standing, play_off
+from autotune.search.sampler import AdmissibleSampler, make_sampler
+from autotune.search.space import Space, SpaceExhausted
+from autotune.search.start import one_change_back, starting_configs
+from autotune.search.study import Probed, Store
+
+MIN_TIMEOUT_S = 20.0
+TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
+NUM_FINALISTS = 3
+NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
+PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
+BETTER = 1.01
+PLAY_OFF_INTERVAL = 0.01
+MAX_PLAY_OFF_SHARE = 0.4  # of the budget
+MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
+
+
+@dataclass
+class Loop:
+    """One run of a search over a space.
+
+    Attributes:
+        prober: runs the configs.
+        store: keeps them; finished probes of an earlier run count as measured.
+        settings: of every probe; the time-out is replaced once the baseline's time is known.
+        interrupted: asked before every probe.
+        started: `time.monotonic()` when the user started to wait.
+    """
+
+    prober: Prober
+    store: Store
+    space: Space
+    objective: Objective
+    settings: ProbeSettings
+    listener: Listener
+    interrupted: Callable[[], bool]
+    budget_s: float
+    started: float
+    num_trials: int | None
+    sampler: str
+    seed: int
+    timeout_s: float | None
+    wall_s: list[float] = field(default_factory=list)
+    train_s: float = 0.0
+    best: tuple[Config, Outcome] | None = None
+    baseline: Outcome | None = None
+    _faults: int = 0
+    _num_probes: int = 0
+
+    def __post_init__(self) -> None:
+        self._known: dict[Config, Outcome] = {}
+        self._memory_walls: dict[
+            Config, int
+        ] = {}  # config with batch size 1 in its place -> smallest batch that failed
+        for probe in self.store.probed():
+            if probe.stage != "play-off":
+                self._learn(probe.config, probe.outcome)
+        if self.baseline is not None and self.timeout_s is None:
+            self._set_timeout(self.baseline)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the user started to wait."""
+        return time.monotonic() - self.started
+
+    def measure_baseline(self, *, given: bool) -> None:
+        """Probe the baseline; one that the user did not state is halved until it fits."""
+        while True:
+            self._probe_once(self.space.baseline, "baseline", "what you run today" if given else "plain fp32")
+            outcome = self._known.get(self.space.baseline)
+            smaller = [
+                size for size in self.space.choices["batch_size"] if 2 * int(size) <= self.space.baseline.batch_size
+            ]
+            if given or outcome is None or outcome.kind is not Kind.OOM or not smaller:
+                break
+            smaller_baseline = self.space.complete({"batch_size": smaller[-1]})
+            self.space = self.space.with_baseline(smaller_baseline)
+            self.store.set_attribute("baseline_config", smaller_baseline.as_dict())
+        self.baseline = self._known.get(self.space.baseline)
+        if self.baseline is not None and self.baseline.ok:
+            self.objective = self.objective.with_baseline(self.baseline)
+            self._set_timeout(self.baseline)
+
+    def explore(self) -> None:
+        """Probe what the starting design and then the sampler propose, until the play-off's time has come."""
+        for config, reason in starting_configs(
+            self.space, baseline_fits=self.baseline is not None and self.baseline.ok
+        ):
+            if not self._may_go_on():
+                return
+            self._probe_once(config, "search", reason)
+        sampler = make_sampler(self.sampler, self.space, self._admissible, self.seed)
+        self.store.use_sampler(sampler)
+        since_better = 0
+        while self._may_go_on() and (self.sampler == "grid" or since_better < PATIENCE):
+            best_before = self._best_score()
+            if not self._probe_proposed(sampler):
+                break
+            improved = best_before is None or (self._best_score() or best_before) > best_before + abs(best_before) * (
+                BETTER - 1
+            )
+            since_better = 0 if improved else since_better + 1
+
+    def undo_changes(self) -> None:
+        """Probe the best with each change undone, best first again when one of those is better."""
+        tried: set[Config] = set()
+        while self.best is not None and self.best[0] not in tried and self._may_go_on():
+            tried.add(self.best[0])
+            for config, reason in one_change_back(self.best[0], self.space):
+                if self._may_go_on():
+                    self._probe_once(config, "ablation", reason)
+
+    def run_play_off(self) -> Standing:
+        """Confirm the best few and the baseline in fresh processes."""
+        settings = self.settings.replace(interval=PLAY_OFF_INTERVAL, max_timed_s=2 * self.settings.max_timed_s)
+        finalists = self._finalists()
+        if finalists:
+            self.listener.on(Note(text=f"play-off: {len(finalists)} configs and the baseline, in fresh processes"))
+
+        def run(config: Config, number: int) -> Outcome | None:
+            if self.interrupted():
+                return None
+            trial = self.store.begin(config, self.space)
+            return self._run_trial(trial, config, "play-off", f"round {number + 1}", settings=settings, round=number)
+
+        def has_time(round_s: float, number: int) -> bool:
+            return number < 1 or self.elapsed_s + round_s < self.budget_s
+
+        baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline)
+        return play_off(
+            finalists,
+            self.space.baseline if baseline_runs else None,
+            run=run,
+            objective=self.objective,
+            has_time=has_time,
+            seed=self.seed,
+        )
+
+    def known(self) -> list[tuple[Config, Outcome]]:
+        """Every config that was probed, with its outcome."""
+        return list(self._known.items())
+
+    def probed(self) -> list[Probed]:
+        """Every probe of the study but the play-off's."""
+        return [probe for probe in self.store.probed() if probe.stage != "play-off"]
+
+    def _probe_once(self, config: Config, stage: str, reason: str) -> None:
+        if config not in self._known and self._admissible(config, outside_space=True) and not self.interrupted():
+            self._run_trial(self.store.begin(config, self.space), config, stage, reason)
+
+    def _probe_proposed(self, sampler: AdmissibleSampler) -> bool:
+        small = self.space.num_combinations <= 2000
+        if small and not any(self._admissible(config) for config in self.space):
+            return False
+        try:
+            trial, config = self.store.propose(self.space)
+        except SpaceExhausted:
+            self.store.abandon_running()
+            return False
+        self._run_trial(trial, config, "search", f"proposed by {self.sampler}")
+        return True
+
+    def _run_trial(
+        self,
+        trial: Trial,
+        config: Config,
+        stage: str,
+        reason: str,
+        *,
+        settings: ProbeSettings | None = None,
+        **extra: int,
+    ) -> Outcome | None:
+        """Run one probe, once more when it was disturbed, and tell the study. None when the machinery itself failed."""
+        settings = settings or self.settings
+        number = trial.number
+        self.store.describe(trial, config, stage=stage, reason=reason, **extra)
+        self.listener.on(
+            ProbeStarted(number=number, stage=stage, config=config, reason=reason, elapsed_s=self.elapsed_s)
+        )
+        try:
+            outcome = self._run(config, settings)
+            disturbed = outcome.measurement is not None and bool(outcome.measurement.disturbances)
+            if disturbed and not self.interrupted() and self.elapsed_s + outcome.wall_s < self.budget_s:
+                again = self._run(config, settings)
+                if (
+                    again.measurement
+                    and outcome.measurement
+                    and again.measurement.contention < outcome.measurement.contention
+                ):
+                    outcome = again
+        except ProbeFault as fault:
+            self.store.fail(trial, str(fault))
+            self._faults += 1
+            self.listener.on(Note(text=str(fault), warning=True))
+            if self._faults >= MAX_FAULTS:
+                raise
+            return None
+        except BaseException:
+            self.store.fail(trial, "interrupted")
+            raise
+        self.store.finish(trial, outcome, self.objective, worst=self._worst(), disturbed=disturbed)
+        if stage != "play-off":
+            self._num_probes += 1
+            self._learn(config, outcome)
+        self.listener.on(
+            ProbeEnded(
+                number=number,
+                stage=stage,
+                config=config,
+                outcome=outcome,
+                feasible=self.objective.feasible(outcome),
+                best=self.best,
+                baseline=self.baseline,
+                elapsed_s=self.elapsed_s,
+            )
+        )
+        return outcome
+
+    def _run(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = self.prober.run(config, settings)
+        self.wall_s.append(outcome.wall_s)
+        self.train_s += outcome.measurement.train_s if outcome.measurement else outcome.train_s
+        return outcome
+
+    def _learn(self, config: Config, outcome: Outcome) -> None:
+        self._known[config] = outcome
+        if config == self.space.baseline:
+            self.baseline = outcome
+            if outcome.ok:
+                self.objective = self.objective.with_baseline(outcome)
+        if outcome.kind is Kind.OOM or (outcome.measurement and self.objective.beyond_memory(outcome)):
+            key = _without_batch(config)
+            self._memory_walls[key] = min(config.batch_size, self._memory_walls.get(key, config.batch_size))
+        if self.objective.feasible(outcome) and self.space.contains(config):
+            score = self.objective.score(outcome)
+            if self.best is None or score > self.objective.score(self.best[1]):
+                self.best = (config, outcome)
+
+    def _admissible(self, config: Config, *, outside_space: bool = False) -> bool:
+        """Neither measured, nor larger than what ran out of memory, nor outside the space."""
+        wall = self._memory_walls.get(_without_batch(config))
+        return (
+            config not in self._known
+            and (wall is None or config.batch_size < wall)
+            and (outside_space or self.space.contains(config))
+        )
+
+    def _may_go_on(self) -> bool:
+        if self.interrupted() or (self.num_trials is not None and self._num_probes >= self.num_trials):
+            return False
+        expected_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
+        return self.elapsed_s + expected_s < self.budget_s - self._play_off_s()
+
+    def _play_off_s(self) -> float:
+        """Time to leave for the play-off: its fewest rounds, which time twice as long, up to a share of the budget."""
+        typical_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
+        return min(MIN_ROUNDS * (NUM_FINALISTS + 1) * 1.3 * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
+
+    def _finalists(self) -> list[Config]:
+        feasible = [
+            (self.objective.score(outcome), config)
+            for config, outcome in self._known.items()
+            if self.objective.feasible(outcome) and self.space.contains(config)
+        ]
+        ranked = sorted(feasible, key=lambda pair: pair[0], reverse=True)
+        if not ranked:
+            return []
+        merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
+        best = merits[ranked[0][1]]
+        return [config for _, config in ranked if merits[config] >= NEAR_BEST * best][:NUM_FINALISTS]
+
+    def _set_timeout(self, baseline: Outcome) -> None:
+        if self.timeout_s is None and baseline.ok:
+            self.settings = self.settings.replace(timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * baseline.wall_s))
+
+    def _best_score(self) -> float | None:
+        return self.objective.score(self.best[1]) if self.best else None
+
+    def _worst(self) -> float:
+        """The worst feasible score so far, so that a sampler's model is not bent by an arbitrary figure."""
+        scores = [self.objective.score(outcome) for outcome in self._known.values() if self.objective.feasible(outcome)]
+        return min(scores, default=self.objective.worst())
+
+
+def _without_batch(config: Config) -> Config:
+    return config.replace(batch_size=1, accumulation_steps=1)

@@ -1,0 +1,198 @@
+"""The play-off: fresh, interleaved, shuffled processes of the best few and the baseline, compared in pairs.
+
+The search's own figures choose who takes part and decide nothing: the best of many noisy figures is too good to be true.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+
+from autotune.config import Config
+from autotune.outcome import Outcome
+from autotune.search.objective import Objective
+from autotune.search.result import Measured
+
+MIN_ROUNDS = 3
+MAX_ROUNDS = 8
+DECIDED = 0.01  # half-width of the gain's interval at which more rounds tell nothing new
+LOST = 0.99  # confidence at which a loser is dropped: it is looked at after every round
+CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
+
+
+@dataclass
+class Entrant:
+    """One config in the play-off; `outcomes` by round."""
+
+    config: Config
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    dropped: str = ""  # why it is out
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak over its processes."""
+        return max(outcome.measurement.peak_bytes for outcome in self.outcomes.values() if outcome.measurement)
+
+    def measured(self) -> Measured:
+        """Throughput over its fresh processes, with the interval between processes."""
+        found = [outcome.measurement for outcome in self.outcomes.values() if outcome.measurement]
+        speeds = [measurement.samples_per_s for measurement in found]
+        ratio, low, high = ratio_interval([math.log(speed) for speed in speeds])
+        if len(found) == 1:
+            low, high = found[0].samples_per_s_low, found[0].samples_per_s_high
+        return Measured(
+            config=self.config.as_dict(),
+            samples_per_s=ratio,
+            samples_per_s_ci=(low, high),
+            peak_bytes=self.peak_bytes,
+            step_s=median(measurement.step_s for measurement in found),
+            num_processes=len(found),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How the play-off ended.
+
+    Attributes:
+        answer: the entrant to recommend; None when no entrant ran through.
+        gain: merit of the answer over the baseline's, with its 95 % interval; None without a baseline that runs.
+        speedup: the same for the throughput, which is the merit where the objective is `throughput`.
+    """
+
+    answer: Entrant | None
+    baseline: Entrant | None
+    gain: tuple[float, float, float] | None
+    speedup: tuple[float, float, float] | None
+    entrants: tuple[Entrant, ...]
+    num_rounds: int
+
+
+def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Geometric mean and its Student interval, from logarithms. One value alone has an unbounded interval."""
+    from scipy.stats import t
+
+    mean = fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), 0.0, math.inf
+    half = float(t.ppf((1 + confidence) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def paired_ratio(
+    a: Entrant, b: Entrant, merit: Callable[[Outcome], float], confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Merit of `a` over `b` from the rounds that both ran, with its interval."""
+    rounds = [
+        number
+        for number, outcome in a.outcomes.items()
+        if outcome.ok and number in b.outcomes and b.outcomes[number].ok
+    ]
+    return ratio_interval([math.log(merit(a.outcomes[n]) / merit(b.outcomes[n])) for n in rounds], confidence)
+
+
+def play_off(
+    candidates: Iterable[Config],
+    baseline: Config | None,
+    *,
+    run: Callable[[Config, int], Outcome | None],
+    objective: Objective,
+    has_time: Callable[[float, int], bool],
+    seed: int,
+) -> Standing:
+    """Run rounds until the answer and its gain are known or the time is up.
+
+    Args:
+        candidates: the best few, best first.
+        baseline: the user's baseline; None when it does not run.
+        run: runs a config in a fresh process for a round; None when the user interrupts.
+        has_time: whether a round of that many seconds still fits, given the number of rounds already done.
+    """
+    order = random.Random(seed)
+    base = Entrant(baseline) if baseline is not None else None
+    entrants = [Entrant(config) for config in candidates if config != baseline]
+    everyone = entrants + ([base] if base else [])
+    round_s, number = 0.0, 0
+    while number < MAX_ROUNDS and has_time(round_s, number):
+        playing = [entrant for entrant in everyone if not entrant.dropped]
+        order.shuffle(playing)
+        round_s = 0.0
+        for entrant in playing:
+            outcome = run(entrant.config, number)
+            if outcome is None:
+                return _standing(entrants, base, objective, number)
+            round_s += outcome.wall_s
+            entrant.outcomes[number] = outcome
+            if not objective.feasible(outcome) and entrant is not base:
+                entrant.dropped = (
+                    f"{outcome.kind}: {outcome.cause}" if not outcome.ok else "beyond the memory limit or too slow"
+                )
+        number += 1
+        if number >= MIN_ROUNDS and _settle(entrants, base, objective):
+            break
+    return _standing(entrants, base, objective, number)
+
+
+def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective) -> bool:
+    """Drop who has lost; whether what remains is decided."""
+    remaining = [entrant for entrant in entrants if not entrant.dropped]
+    if not remaining:
+        return True
+    leader = _leader(remaining, objective)
+    for entrant in remaining:
+        if entrant is not leader and paired_ratio(entrant, leader, objective.merit, LOST)[2] < 1:
+            entrant.dropped = "slower" if objective.name == "throughput" else "worse"
+    alone = sum(not entrant.dropped for entrant in remaining) == 1
+    if base is None or base.dropped or not any(outcome.ok for outcome in base.outcomes.values()):
+        return alone
+    ratio, low, high = paired_ratio(leader, base, objective.merit)
+    return alone and (high - low) / 2 / ratio <= DECIDED
+
+
+def _leader(entrants: Sequence[Entrant], objective: Objective) -> Entrant:
+    def mean_merit(entrant: Entrant) -> float:
+        return fmean(math.log(objective.merit(outcome)) for outcome in entrant.outcomes.values() if outcome.ok)
+
+    return max(entrants, key=mean_merit)
+
+
+def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objective, rounds: int) -> Standing:
+    """Choose: on a tie less memory, then fewer techniques; the baseline unless the answer beats it beyond the noise."""
+    _settle([entrant for entrant in entrants if entrant.outcomes], base, objective)
+    remaining = [entrant for entrant in entrants if not entrant.dropped and entrant.outcomes]
+    base_runs = base is not None and any(objective.feasible(outcome) for outcome in base.outcomes.values())
+    answer: Entrant | None = None
+    if remaining:
+        leader = _leader(remaining, objective)
+        tied = [e for e in remaining if e is leader or paired_ratio(e, leader, objective.merit)[0] > 1 - CLOSE]
+        reference = base.config if base else None
+
+        def cost(entrant: Entrant) -> tuple[int, int]:
+            peak_step = round(math.log(entrant.peak_bytes) / math.log(1 + CLOSE))
+            changes = len(entrant.config.differences(reference)) if reference else 0
+            return peak_step, changes
+
+        answer = min(tied, key=cost)
+    gain = speedup = None
+    if base_runs:
+        assert base is not None
+        if answer is not None:
+            gain, speedup = paired_ratio(answer, base, objective.merit), paired_ratio(answer, base, _samples_per_s)
+        if gain is None or gain[1] <= 1:
+            answer, gain, speedup = base, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
+    return Standing(
+        answer=answer,
+        baseline=base if base_runs else None,
+        gain=gain,
+        speedup=speedup,
+        entrants=tuple(entrants),
+        num_rounds=rounds,
+    )
+
+
+def _samples_per_s(outcome: Outcome) -> float:
+    assert outcome.measurement is not None
+    return outcome.measurement.samples_per_s

@@ -1,0 +1,192 @@
+"""The search space: which configs may be probed, and how they look to Optuna."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+from autotune import techniques
+from autotune.config import Choice, Config
+from autotune.errors import ConfigError
+from autotune.probe.inspection import Inspection
+
+ACCUMULATION = "accumulation_steps"
+
+
+class SpaceExhausted(Exception):
+    """Every config of the space is measured or ruled out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The configs that may be probed.
+
+    Attributes:
+        choices: per technique the choices that are searched, in order; one choice means fixed. Accumulation is not among them
+            when there is a global batch: it follows from the batch size.
+        distributions: the techniques with a choice to make, as Optuna sees them. They cover every supported choice, also those
+            left out of this search, because Optuna does not let a categorical distribution change within a study.
+        baseline: always part of the space.
+        accumulations: the accumulation steps that may be used.
+    """
+
+    choices: Mapping[str, tuple[Choice, ...]]
+    distributions: Mapping[str, BaseDistribution]
+    baseline: Config
+    global_batch: int | None
+    accumulations: frozenset[Choice]
+
+    def complete(self, choices: Mapping[str, Choice]) -> Config:
+        """A full config: what is missing is as in the baseline, accumulation follows."""
+        full = {**self.baseline.as_dict(), **choices}
+        if self.global_batch is not None:
+            full[ACCUMULATION] = self.global_batch // int(full["batch_size"])
+        return Config(tuple(full.items()))
+
+    def contains(self, config: Config) -> bool:
+        """Whether a config belongs to the space."""
+        if config == self.baseline:
+            return True
+        return (
+            all(config[name] in choices for name, choices in self.choices.items())
+            and config[ACCUMULATION] in self.accumulations
+            and (self.global_batch is None or config.samples_per_step == self.global_batch)
+            and not any(config[name] != t.off and t.is_redundant(config) for name, t in techniques.REGISTRY.items())
+        )
+
+    def __iter__(self) -> Iterator[Config]:
+        for values in itertools.product(*self.choices.values()):
+            config = self.complete(dict(zip(self.choices, values, strict=True)))
+            if self.contains(config):
+                yield config
+
+    @property
+    def num_combinations(self) -> int:
+        """Size of the product of choices: an upper bound on the number of configs."""
+        return math.prod(len(choices) for choices in self.choices.values())
+
+    def without(self, name: str, dropped: set[Choice]) -> Space:
+        """The space without some choices of a technique."""
+        kept = tuple(choice for choice in self.choices[name] if choice not in dropped)
+        return replace(self, choices={**self.choices, name: kept})
+
+    def with_baseline(self, baseline: Config) -> Space:
+        """The space with another baseline."""
+        return replace(self, baseline=baseline)
+
+    def params(self, config: Config) -> dict[str, Any]:
+        """The config as Optuna's trial parameters."""
+        return {name: config[name] for name in self.distributions}
+
+    def nearest(self, proposal: Mapping[str, Any], admissible: Callable[[Config], bool]) -> Config:
+        """The admissible config nearest to a proposal: snapped to the choices, then outwards one step at a time.
+
+        Raises:
+            SpaceExhausted: there is none.
+        """
+        snapped = {
+            name: _snap(proposal.get(name, self.baseline[name]), choices) for name, choices in self.choices.items()
+        }
+        start = self.complete(snapped)
+        seen, queue = {start}, deque([start])
+        while queue:
+            config = queue.popleft()
+            if self.contains(config) and admissible(config):
+                return config
+            for neighbour in self.neighbours(config):
+                if neighbour not in seen:
+                    seen.add(neighbour)
+                    queue.append(neighbour)
+        raise SpaceExhausted
+
+    def neighbours(self, config: Config) -> Iterator[Config]:
+        """Configs one step away: the next choice up or down on a scale, any other choice of a category."""
+        for name, choices in self.choices.items():
+            if config[name] in choices and techniques.REGISTRY[name].ordered:
+                index = choices.index(config[name])
+                near = choices[max(index - 1, 0) : index] + choices[index + 1 : index + 2]
+            else:
+                near = tuple(choice for choice in choices if choice != config[name])
+            yield from (self.complete({**config.as_dict(), name: choice}) for choice in near)
+
+
+def build_space(
+    inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
+) -> tuple[Space, list[str]]:
+    """The space of a task on a device, with what the user fixed, included and excluded, and notes on what was left out.
+
+    Raises:
+        ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
+    """
+    for name in (*fix, *include, *exclude):
+        techniques.known(name)
+    if twice := set(exclude) & {*fix, *include}:
+        raise ConfigError(f"{min(twice)!r} is both excluded and fixed or included; leave one of the options out")
+    fixed = {name: techniques.validate(name, choice) for name, choice in fix.items()}
+    baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+    derived = inspection.global_batch is not None
+    choices: dict[str, tuple[Choice, ...]] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    accumulations: frozenset[Choice] = frozenset()
+    notes: list[str] = []
+    for name, technique in techniques.REGISTRY.items():
+        support = inspection.support[name]
+        optional = support.optional if name in include else ()
+        everything = tuple(dict.fromkeys((*support.choices, *support.optional, baseline[name])))
+        searched = tuple(dict.fromkeys((*support.choices, *optional, baseline[name])))
+        if technique.ordered:
+            everything, searched = tuple(sorted(everything)), tuple(sorted(searched))
+        if name in fixed:
+            searched = (
+                _supported(name, fixed[name], everything, support.reason, derived=name == ACCUMULATION and derived),
+            )
+        elif name in exclude:
+            searched = (baseline[name],)
+        elif support.optional and name not in include and support.reason:
+            notes.append(f"{name}: {support.reason}; --include {name} searches it all the same")
+        if name == ACCUMULATION and derived:
+            accumulations = frozenset(searched)
+            continue
+        choices[name] = searched
+        if name == ACCUMULATION:
+            accumulations = frozenset(searched)
+        if len(everything) > 1 and len(searched) > 1:
+            distributions[name] = _distribution(everything, ordered=technique.ordered)
+    space = Space(
+        choices=choices,
+        distributions=distributions,
+        baseline=baseline,
+        global_batch=inspection.global_batch,
+        accumulations=accumulations,
+    )
+    return space, notes
+
+
+def _supported(name: str, choice: Choice, supported: tuple[Choice, ...], reason: str, *, derived: bool) -> Choice:
+    if choice not in supported:
+        because = f": {reason}" if reason else ""
+        what = "follows from the global batch and " if derived else ""
+        listed = ", ".join(str(option) for option in supported[:20])
+        raise ConfigError(
+            f"{name}={choice} {what}is not supported for this task on this device{because}; supported: {listed}"
+        )
+    return choice
+
+
+def _distribution(choices: tuple[Choice, ...], *, ordered: bool) -> BaseDistribution:
+    if ordered:
+        low, high = int(choices[0]), int(choices[-1])
+        return IntDistribution(low, high, log=low > 0)
+    return CategoricalDistribution(choices)
+
+
+def _snap(value: Any, choices: tuple[Choice, ...]) -> Choice:
+    if value in choices or isinstance(value, str | bool):
+        return value if value in choices else choices[0]
+    return min(choices, key=lambda choice: abs(math.log1p(int(choice)) - math.log1p(value)))

@@ -1,0 +1,203 @@
+"""`prepare(task, config)`: the one implementation of the training step, run by probes and by users alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune import techniques
+from autotune.batches import StepBatch, map_tensors, split
+from autotune.config import Choice, Config
+from autotune.devices import Device, open_device
+from autotune.errors import ConfigError
+from autotune.task import Task, load_task
+
+
+@dataclass(kw_only=True)
+class Build:
+    """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
+
+    Attributes:
+        forward_contexts: entered around every forward pass, outermost first.
+        batch_transforms: applied in order to every micro batch once it is on the device.
+        scaler: scales the loss and unscales the gradients, or None.
+        loader_options: keyword arguments for the data loader.
+    """
+
+    task: Task
+    device: Device
+    config: Config
+    model: torch.nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    batch_transforms: list[Callable[[Any], Any]] = field(default_factory=list)
+    scaler: torch.amp.GradScaler | None = None
+    loader_options: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """A task made ready to train with a config.
+
+    Attributes:
+        model: on its device, in training mode.
+        optimizer: the task's own, with the config's implementation.
+        loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
+        config: the config that was applied.
+        device: the torch device.
+        scaler: GradScaler for fp16, else None.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.task = build.task
+        self.config = build.config
+        self.device = build.device.torch_device
+        self.model = build.model
+        self.optimizer = build.optimizer
+        self.scaler = build.scaler
+        self.loader = StepLoader(build)
+        self._forward_contexts = tuple(build.forward_contexts)
+        self._batch_transforms = tuple(build.batch_transforms)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Take one optimizer step on all the samples of `batch`.
+
+        Args:
+            batch: what `loader` yields, or any batch on any device, which is cut into micro batches along its first
+                dimension. A batch of fewer samples than a full step is weighted correctly.
+
+        Returns:
+            The mean loss over the samples: a scalar on the device, without gradient. Reading it waits for the device.
+        """
+        loss = self.accumulate(batch)
+        self.update()
+        return loss
+
+    def accumulate(self, batch: Any) -> torch.Tensor:
+        """The first half of `step`: add the gradient of the mean loss over `batch` to the parameters' gradients.
+
+        Micro batches are weighted by the number of terms in their mean loss, so that the sum is the gradient of the
+        whole batch and not the mean of means.
+        """
+        micro_batches = batch if isinstance(batch, StepBatch) else split(batch, self.config.batch_size)
+        weights = [self.task.weight(micro) for micro in micro_batches]
+        total_weight = sum(weights)
+        total = torch.zeros((), device=self.device)
+        for micro, weight in zip(micro_batches, weights, strict=True):
+            loss = self.loss(micro)
+            if len(weights) > 1:
+                loss = loss * (weight / total_weight)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            total += loss.detach()
+        return total
+
+    def loss(self, micro_batch: Any) -> torch.Tensor:
+        """Forward pass only: the mean loss of one micro batch, with gradient, as `step` computes it."""
+        micro_batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), micro_batch)
+        for transform in self._batch_transforms:
+            micro_batch = transform(micro_batch)
+        with ExitStack() as stack:
+            for context in self._forward_contexts:
+                stack.enter_context(context())
+            return self.task.loss(self.model, micro_batch)
+
+    def update(self) -> None:
+        """The second half of `step`: unscale, clip where the task asks for it, step, and clear the gradients."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.task.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class StepLoader:
+    """Groups micro batches into optimizer steps. The last group, and the last micro batch in it, may be smaller."""
+
+    def __init__(self, build: Build) -> None:
+        self._config = build.config
+        self._task = build.task
+        dataset = build.task.dataset()
+        self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
+        if dataset is not None:
+            iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+            self._micro_loader = torch.utils.data.DataLoader(
+                dataset,
+                batch_size=build.config.batch_size,
+                shuffle=None if iterable else True,
+                collate_fn=build.task.collate_fn,
+                **build.loader_options,
+            )
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        group = StepBatch()
+        for micro in self.micro_batches():
+            group.append(micro)
+            if len(group) == self._config.accumulation_steps:
+                yield group
+                group = StepBatch()
+        if group:
+            yield group
+
+    def __len__(self) -> int:
+        if self._micro_loader is None:
+            raise TypeError("a task without a dataset makes batches without end")
+        return -(-len(self._micro_loader) // self._config.accumulation_steps)
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Single micro batches, before they are grouped."""
+        if self._micro_loader is not None:
+            yield from self._micro_loader
+        else:
+            while True:
+                yield self._task.batch(self._config.batch_size)
+
+
+def prepare(
+    task: Task | str | Path, config: Mapping[str, Choice] | Config, *, device: str | Device = "auto"
+) -> Session:
+    """Make a task ready to train with a config: exactly what a probe measures.
+
+    Args:
+        task: a task, or the path of a `model.py`.
+        config: a config dict; techniques it does not name are off.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+
+    Raises:
+        TaskError: the model file or what one of its functions returns does not fit.
+        ConfigError: the config is not valid, or does not keep the task's global batch.
+        DeviceError: there is no such device.
+        UnsupportedError: a technique cannot be applied to this model on this device.
+    """
+    task = task if isinstance(task, Task) else load_task(task)
+    config = techniques.complete(
+        config.as_dict() if isinstance(config, Config) else config, global_batch=task.global_batch
+    )
+    if task.global_batch is not None and config.samples_per_step != task.global_batch:
+        raise ConfigError(
+            f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "
+            f"{config.samples_per_step} samples per optimizer step, but the task's global batch is {task.global_batch}; "
+            "choose a batch_size that divides it and leave accumulation_steps out"
+        )
+    build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
+    _apply(build, techniques.Phase.PROCESS)
+    build.model = task.model().to(build.device.torch_device)
+    _apply(build, techniques.Phase.MODEL)
+    build.optimizer = task.optimizer(build.model)
+    _apply(build, techniques.Phase.OPTIMIZER)
+    _apply(build, techniques.Phase.LOADER)
+    return Session(build)
+
+
+def _apply(build: Build, phase: techniques.Phase) -> None:
+    for technique in techniques.REGISTRY.values():
+        if technique.phase is phase and build.config[technique.name] != technique.off:
+            technique.apply(build, build.config[technique.name])

@@ -1,0 +1,185 @@
+"""What a task is, found out by building it once, and whether it can be trained at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune.config import Choice
+from autotune.errors import ConfigError, TaskError
+from autotune.task import samples
+from autotune.task.source import source_hash
+from autotune.task.usercode import user_code
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.task.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFacts:
+    """A task as plain data, JSON-ready.
+
+    Attributes:
+        source_hash: changes with the task's code.
+        num_parameters: elements of all parameters, tied ones once; `num_trainable` of those that require a gradient.
+        parameter_bytes: memory of the parameters and buffers as built.
+        dataset_size: samples in the training set; None without one, or for a stream of unknown length.
+        has_batchnorm: the micro batch is part of what is learned.
+        batchnorm_modules: names of the batch normalisation modules.
+        baseline: what the user runs today, as a partial config dict; None when not given.
+        widest: positions of up to 512 sampled members of the training set, the widest first.
+        warnings: what the user should know about how the task was read.
+    """
+
+    name: str
+    source_hash: str
+    num_parameters: int
+    num_trainable: int
+    parameter_bytes: int
+    dataset_size: int | None
+    has_batchnorm: bool
+    batchnorm_modules: tuple[str, ...]
+    global_batch: int | None
+    baseline: dict[str, Choice] | None
+    widest: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def gather_facts(task: Task) -> TaskFacts:
+    """Build the task's model, optimizer and dataset, on the CPU, and describe them.
+
+    Raises:
+        TaskError: one of them is not valid, or the user's code raised.
+    """
+    import torch
+
+    with user_code("your build_model"):
+        model = task.model()
+    with user_code("your configure_optimizers"):
+        _, num_schedulers = task.optimizer_and_schedulers(model)
+    with user_code("your train_dataset"):
+        dataset = task.dataset()
+    with user_code("reading samples of your train_dataset"):
+        widest = task.widest()
+    parameters = list(model.parameters())
+    batchnorm = tuple(
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    )
+    warnings = list(task.origin.warnings if task.origin else ())
+    if num_schedulers:
+        warnings.append(
+            "configure_optimizers also returned a learning-rate scheduler; autotune does not step it: it changes "
+            "neither speed nor memory"
+        )
+    return TaskFacts(
+        name=task.name,
+        source_hash=source_hash(task),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *model.buffers())),
+        dataset_size=None if dataset is None else samples.dataset_size(dataset),
+        has_batchnorm=bool(batchnorm),
+        batchnorm_modules=batchnorm,
+        global_batch=task.global_batch,
+        baseline=None if task.baseline is None else dict(task.baseline),
+        widest=widest,
+        warnings=tuple(warnings),
+    )
+
+
+def check_task(task: Task, device: torch.device) -> None:
+    """Build everything once and run a forward and a backward pass of two samples on `device`.
+
+    A failed allocation goes through unchanged, for the caller to classify.
+
+    Raises:
+        TaskError: something is not as a task needs it, or the user's code raised (with its frames).
+    """
+    _check_baseline(task)
+    with user_code("your build_model"):
+        model = task.model()
+    with user_code(
+        f"moving the model to {device}", f"make sure that {device} can hold it and that every module can be moved"
+    ):
+        model = model.to(device)
+    with user_code("your configure_optimizers"):
+        task.optimizer(model)
+    with user_code("your train_dataset"):
+        task.dataset()
+    if task.checkpoint_blocks is not None:
+        with user_code("your checkpoint_blocks"):
+            _check_blocks(model, task.checkpoint_blocks(model))
+    batch = _batch(task)
+    with user_code("your loss_weight" if task.loss_weight else "counting the samples of a batch"):
+        weight = task.weight(batch)
+    if not weight > 0:
+        raise TaskError(
+            f"the loss of a batch of two samples averages over {weight:g} terms; expected more than 0: "
+            + ("correct loss_weight(batch)" if task.loss_weight else "make_batch gives no label that counts")
+        )
+    _check_step(task, model, batch, device)
+
+
+def _batch(task: Task) -> Any:
+    if task.make_batch is None:
+        advice = "give a collate_fn(samples) that makes one batch of samples of unequal size, or correct it there"
+        with user_code("making a batch of two samples of your train_dataset", advice):
+            return task.batch(2)
+    for batch_size in (3, 2):  # two sizes: one alone could be the fixed one
+        with user_code(f"your make_batch({batch_size})"):
+            batch = task.batch(batch_size)
+    return batch
+
+
+def _check_step(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
+    import torch
+
+    from autotune.batches import map_tensors
+
+    what = "your training_step" if task.training_step else f"the forward pass of {type(model).__name__}"
+    moved = map_tensors(lambda tensor: tensor.to(device), batch)
+    with user_code(what, "correct it there, or what make_batch or train_dataset gives it, and run again"):
+        loss = task.loss(model, moved)
+    with user_code(
+        "the backward pass of the loss", "look for tensors changed in place or a graph used twice, and run again"
+    ):
+        torch.autograd.backward(loss)
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise TaskError(
+            f"no parameter of {type(model).__name__} has a gradient after the backward pass; expected a loss that "
+            "depends on the model given to training_step: use its argument `model`, not another one"
+        )
+
+
+def _check_blocks(model: torch.nn.Module, blocks: Any) -> None:
+    import torch
+
+    from autotune.task.describe import describe
+
+    inside = {id(module) for module in model.modules()}
+    is_list = isinstance(blocks, list | tuple | torch.nn.ModuleList | torch.nn.Sequential)
+    if not is_list or not len(blocks) or not all(id(block) in inside for block in blocks):
+        raise TaskError(
+            f"checkpoint_blocks returned {describe(blocks)}; expected a non-empty list of modules of the model it was "
+            "given, for example `return list(model.blocks)`"
+        )
+
+
+def _check_baseline(task: Task) -> None:
+    if task.baseline is None:
+        return
+    from autotune import techniques
+
+    stated = f"the baseline {dict(task.baseline)!r}"
+    try:
+        config = techniques.complete(task.baseline, global_batch=task.global_batch)
+    except ConfigError as error:
+        raise TaskError(f"{stated} is not valid: {error}; correct BASELINE") from None
+    if task.global_batch is not None and config.samples_per_step != task.global_batch:
+        raise TaskError(
+            f"{stated} makes {config.samples_per_step} samples per optimizer step ({config.batch_size} x "
+            f"{config.accumulation_steps}), but the global batch is {task.global_batch}; correct accumulation_steps or "
+            "leave it out"
+        )

@@ -1,0 +1,241 @@
+"""Loading a task from a model file: its functions by name, a LightningModule, or a `Task` object."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from autotune.errors import TaskError
+from autotune.task import adapters
+from autotune.task.source import TaskSource, origin_of
+from autotune.task.task import Task
+from autotune.task.usercode import user_code, user_frames
+from autotune.task.validation import CONSTANTS, SIGNATURES
+
+_MODULE_PREFIX = "autotune_model_"
+_GENERIC_STEMS = frozenset({"model", "train", "main"})
+_NAMES = (*SIGNATURES, *(name.upper() for name in CONSTANTS))
+_MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of ours
+
+
+def load_task(spec: str | Path) -> Task:
+    """Load a task from `model.py`, or the object `name` from `model.py:name`.
+
+    The file is run, with its folder first on `sys.path`, as a module that stays in `sys.modules`. What it holds is
+    looked for in this order: `build_model` with the other functions and constants of a model file; a `Task` named
+    `task`; one LightningModule class that needs no arguments.
+
+    Raises:
+        TaskError: no such file, an exception while it is imported (with the user's frames), or no task in it.
+    """
+    return load_file(*find_model_file(spec))
+
+
+def find_model_file(spec: str | Path) -> tuple[Path, str]:
+    """The absolute path and the attribute that `spec` names. A file whose own name holds a colon is found, too.
+
+    Raises:
+        TaskError: no such file, or it is not a Python file; the nearest names are offered.
+    """
+    path, attribute = Path(spec).expanduser(), ""
+    if not path.exists() and ":" in str(spec):
+        before, _, after = str(spec).rpartition(":")
+        if after.isidentifier():
+            path, attribute = Path(before).expanduser(), after
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.glob("*.py"))
+        named = f"; there is {' and '.join(inside[:3])} in it" if inside else ""
+        raise TaskError(
+            f"{path} is a folder; expected a Python file such as {path / (inside or ['model.py'])[0]}{named}"
+        )
+    if not path.exists():
+        raise TaskError(f"there is no file {path}{_near_files(path)}; `autotune init {path}` writes one to start from")
+    if path.suffix != ".py":
+        raise TaskError(f"{path} is not a Python file; expected a model file whose name ends in .py{_near_files(path)}")
+    return Path(os.path.abspath(path)), attribute
+
+
+def load_file(path: Path, attribute: str = "") -> Task:
+    """Load the task from an absolute path; see `load_task`."""
+    module = _run(path)
+    warnings: tuple[str, ...] = ()
+    try:
+        if attribute:
+            task = _named(module, attribute)
+        elif hasattr(module, "build_model"):
+            task, warnings = _from_functions(module, module.build_model), _misspelt(module)
+        elif isinstance(getattr(module, "task", None), Task):
+            task = module.task
+        else:
+            task, warnings = _from_lightning(module), _misspelt(module)
+    except TaskError as error:
+        raise TaskError(f"{path.name}: {error}", frames=error.frames) from None
+    if task.name == "task":
+        suffix = f"-{attribute}" if attribute not in ("", "task") else ""
+        task = replace(task, name=_name(path) + suffix)
+    source = replace(TaskSource.of(path), attribute=attribute)
+    return replace(task, origin=origin_of(task, source, warnings))
+
+
+def loaded_modules() -> list[ModuleType]:
+    """The model files that this process has run, as modules."""
+    return [module for name, module in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)]
+
+
+class _ModelLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a model file each time, without the byte-code cache: it is what its user is editing."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the file as it is now."""
+        code = self.source_to_code(self.get_data(self.path), self.path)
+        assert isinstance(code, CodeType)
+        return code
+
+
+def _run(path: Path) -> ModuleType:
+    folder = path.resolve().parent
+    _forget_siblings(folder)
+    if sys.path[:1] != [str(folder)]:
+        sys.path.insert(0, str(folder))
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+    name = f"{_MODULE_PREFIX}{re.sub(r'[^0-9A-Za-z]', '_', path.stem)}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_ModelLoader(name, str(path)))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    arguments, sys.argv = sys.argv, [str(path)]  # a parser at the top of the file must not read ours
+    sys.modules[name] = module
+    try:
+        with user_code(f"importing {path.name}", "correct it, and keep what trains under `if __name__ == '__main__':`"):
+            spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, TaskError) and not error.frames:  # a Task made in the file is not valid
+            raise TaskError(f"importing {path.name}: {error}", frames=user_frames(error)) from None
+        raise
+    finally:
+        sys.argv = arguments
+    return module
+
+
+def _forget_siblings(folder: Path) -> None:
+    """Drop imported neighbours of other model files that would hide a module of the same name in `folder`."""
+    others = {Path(module.__file__).resolve().parent for module in loaded_modules() if module.__file__} - {folder}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or name.startswith(_MODULE_PREFIX) or not (set(Path(file).parents) & others):
+            continue
+        top = folder / name.split(".")[0]
+        if top.is_dir() or top.with_suffix(".py").is_file():
+            del sys.modules[name]
+
+
+def _from_functions(module: ModuleType, build_model: Any) -> Task:
+    parts: dict[str, Any] = {name: getattr(module, name, None) for name in SIGNATURES} | {"build_model": build_model}
+    parts |= {name: getattr(module, name.upper(), None) for name in CONSTANTS}
+    if parts["make_batch"] is None and parts["train_dataset"] is None and not adapters.may_have_data(build_model):
+        own = [name for name in vars(module) if name not in _NAMES]
+        raise adapters.no_data(build_model, _did_you_mean("make_batch", own) or _did_you_mean("train_dataset", own))
+    return Task(**parts)
+
+
+def _from_lightning(module: ModuleType) -> Task:
+    classes = [
+        value
+        for value in vars(module).values()
+        if adapters.is_lightning_class(value) and value.__module__ == module.__name__
+    ]
+    leaves = [cls for cls in classes if not any(other is not cls and issubclass(other, cls) for other in classes)]
+    if len(leaves) > 1:
+        names = " and ".join(cls.__name__ for cls in leaves)
+        raise TaskError(
+            f"there are {len(leaves)} LightningModules ({names}) and no build_model(); expected one: name it as "
+            f"{Path(str(module.__file__)).name}:{leaves[0].__name__}, or write a build_model() that returns it"
+        )
+    if not leaves:
+        raise _nothing_found(module)
+    return _from_lightning_class(module, leaves[0])
+
+
+def _from_lightning_class(module: ModuleType, cls: Any) -> Task:
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise TaskError(
+            f"the LightningModule {cls.__name__} cannot be made without arguments: {error}; give them default values, "
+            f"or write `def build_model(): return {cls.__name__}(...)`"
+        ) from None
+    return _from_functions(module, cls)
+
+
+def _named(module: ModuleType, attribute: str) -> Task:
+    value = getattr(module, attribute, None)
+    if isinstance(value, Task):
+        return value
+    if adapters.is_lightning_class(value):
+        return _from_lightning_class(module, value)
+    tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
+    offered = f"; the Task objects in it are {', '.join(tasks)}" if tasks else "; there is no Task object in it"
+    if not hasattr(module, attribute):
+        raise TaskError(
+            f"there is no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
+            f"define `{attribute} = autotune.Task(...)`"
+        )
+    raise TaskError(
+        f"{attribute} is of type {type(value).__name__}; expected an autotune.Task{offered}; for a file with "
+        "build_model(), leave the name out"
+    )
+
+
+def _nothing_found(module: ModuleType) -> TaskError:
+    own = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
+    tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
+    if tasks:
+        return TaskError(
+            f"there is no build_model(), but a Task named {tasks[0]}: name it as "
+            f"{Path(str(module.__file__)).name}:{tasks[0]}"
+        )
+    near = _did_you_mean("build_model", own)
+    return TaskError(
+        f"there is no function build_model(){near}; expected build_model() that returns the model, and "
+        "make_batch(batch_size) or train_dataset(): `autotune init` writes a file to start from"
+    )
+
+
+def _misspelt(module: ModuleType) -> tuple[str, ...]:
+    """Warnings for names close to one of ours that the file lacks: they would be ignored in silence."""
+    warnings = []
+    own = [
+        name
+        for name, item in vars(module).items()
+        if name not in _NAMES and (name.isupper() or getattr(item, "__module__", None) == module.__name__)
+    ]
+    for missing in (name for name in _NAMES if not hasattr(module, name)):
+        for near in difflib.get_close_matches(missing, own, n=1, cutoff=_MISSPELT):
+            warnings.append(f"{near} in the model file is not used; if {missing} was meant, rename it")
+    return tuple(warnings)
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _near_files(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent})"
+    return _did_you_mean(path.with_suffix(".py").name, sorted(entry.name for entry in path.parent.glob("*.py")))
+
+
+def _name(path: Path) -> str:
+    return path.stem if path.stem not in _GENERIC_STEMS else path.parent.name or path.stem

@@ -1,0 +1,144 @@
+"""The losses used when the task has no `training_step`, and how many terms each of them averages over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import TaskError
+from autotune.task.describe import describe
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED_LABEL = -100  # what torch's cross entropy and Hugging Face models leave out of the mean
+
+
+def default_loss(model: torch.nn.Module, batch: Any) -> Any:
+    """The loss of a dict batch, from the model itself, or of a pair `(x, y)`.
+
+    - A dict is called as `model(**batch)`; the output's `.loss`, or its item `loss`, is the loss.
+    - A pair with integer `y` gives cross entropy: logits (N, C) with y (N,); (N, T, C) with y (N, T); or, as torch has
+      it, (N, C, ...) with y (N, ...).
+    - A pair with floating `y` gives mean squared error between tensors of one shape, singleton dimensions aside.
+
+    Raises:
+        TaskError: none of these fits; it says what was seen and shows the `training_step` to write.
+    """
+    import torch
+
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            without = (
+                "without a loss (are the labels in the batch?)" if hasattr(output, "loss") else "which has no loss"
+            )
+            raise _no_default(batch, f"model(**batch) returned {describe(output)}, {without}", output)
+        return loss
+    if _is_pair(batch):
+        x, y = batch
+        output = model(x)
+        if not isinstance(output, torch.Tensor):
+            raise _no_default(batch, f"model(x) returned {describe(output)} where a tensor was expected", output)
+        return _mean_squared_error(output, y, batch) if y.is_floating_point() else _cross_entropy(output, y, batch)
+    raise _no_default(batch, "a dict for model(**batch) or a pair (x, y) of model input and target was expected", None)
+
+
+def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
+    """Number of terms that `default_loss` averages over; None where that is the number of samples.
+
+    Args:
+        batch: a micro batch, on any device.
+        shifts_labels: the model is a causal language model that predicts label t + 1 at t and so never label 0.
+    """
+    import torch
+
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or not _is_integer(labels) or labels.dim() < 2:
+            return None
+        return float((labels[..., 1:] if shifts_labels else labels).ne(IGNORED_LABEL).sum())
+    if not _is_pair(batch):
+        return None
+    y = batch[1]
+    return float(y.numel() if y.is_floating_point() else y.ne(IGNORED_LABEL).sum())
+
+
+def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
+    import torch
+
+    scores = logits.dim() == y.dim() + 1
+    class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1
+    class_second = scores and (logits.shape[0], *logits.shape[2:]) == tuple(y.shape) and logits.shape[1] > 1
+    seen = f"the model returned {describe(logits)} for integer targets of shape {tuple(y.shape)}"
+    if y.dtype is torch.bool or not (class_last or class_second):
+        raise _no_default(batch, f"{seen}, and cross entropy needs a score for each of two or more classes", logits)
+    if class_last and class_second and y.dim() > 1:
+        raise _no_default(batch, f"{seen}: either of two dimensions can be that of the classes", logits)
+    if class_last:
+        logits, y = logits.reshape(-1, logits.shape[-1]), y.reshape(-1)
+    return torch.nn.functional.cross_entropy(logits, y.long(), ignore_index=IGNORED_LABEL)
+
+
+def _mean_squared_error(output: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
+    import torch
+
+    if output.shape != y.shape:
+        # (N, 1) against (N,) would broadcast to (N, N) without a word
+        if [size for size in output.shape if size != 1] != [size for size in y.shape if size != 1]:
+            seen = f"the model returned {describe(output)} for floating targets of shape {tuple(y.shape)}"
+            raise _no_default(batch, f"{seen}, and mean squared error needs equal shapes", output)
+        output = output.reshape(y.shape)
+    return torch.nn.functional.mse_loss(output, y)
+
+
+def _is_pair(batch: Any) -> bool:
+    import torch
+
+    return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _no_default(batch: Any, why: str, output: Any) -> TaskError:
+    return TaskError(
+        f"no default loss fits: the batch is {describe(batch)}, and {why}. Write the loss into your model file, for "
+        f"example:\n\n{_example(batch, output)}"
+    )
+
+
+def _example(batch: Any, output: Any) -> str:
+    """A `training_step` to start from: the batch's own names, and what the model returned."""
+    import torch
+
+    head = "def training_step(model, batch):\n"
+    if isinstance(batch, Mapping):
+        body = "    output = model(**batch)\n"
+    elif isinstance(batch, list | tuple) and len(batch) > 1:
+        names = ["x", "y"] if len(batch) == 2 else [*(f"x{i}" for i in range(1, len(batch))), "y"]
+        body = f"    {', '.join(names)} = batch\n    output = model({', '.join(names[:-1])})\n"
+    else:
+        body = "    output = model(batch)\n"
+    if isinstance(batch, Mapping):
+        target = next(
+            (f'batch["{name}"]' for name in ("labels", "label", "targets", "target", "y") if name in batch), "target"
+        )
+    else:
+        target = "y" if "y = batch" in body else "target"
+    logits = "output.logits" if hasattr(output, "logits") else "output"
+    integer = (
+        isinstance(batch, list | tuple)
+        and bool(batch)
+        and isinstance(batch[-1], torch.Tensor)
+        and _is_integer(batch[-1])
+    )
+    if integer and isinstance(output, torch.Tensor) and output.numel() == batch[-1].numel():
+        loss = "binary_cross_entropy_with_logits(output.flatten(), y.float().flatten())"
+    elif integer:
+        loss = f"cross_entropy({logits}.flatten(0, -2), y.flatten())  # classes in the last dimension"
+    else:
+        loss = f"mse_loss({logits}, {target})  # whatever your loss is, as a mean over the batch"
+    return f"{head}{body}    return torch.nn.functional.{loss}"

@@ -1,0 +1,113 @@
+"""How wide the samples of a training set are, and batches of the widest, for the memory that training needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autotune.errors import TaskError
+from autotune.task.describe import describe
+
+NUM_SAMPLED = 512
+MAX_SAMPLING_S = 2.0
+
+
+def check_dataset(dataset: Any) -> Any:
+    """Return `dataset` if batches can be made of it. Raises TaskError with what was seen."""
+    import torch
+
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise TaskError(
+            "train_dataset returned a DataLoader; expected its dataset, so that the batch size can be searched: "
+            "return `loader.dataset`, and give the loader's collate_fn as collate_fn(samples)"
+        )
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return dataset
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TaskError(
+            f"train_dataset returned {describe(dataset)}; expected a torch.utils.data.Dataset (or anything with "
+            "__len__ and __getitem__ by position): return the training set itself"
+        )
+    if len(dataset) == 0:
+        raise TaskError(
+            f"train_dataset returned {describe(dataset)} of 0 samples; expected at least one: check where it reads from"
+        )
+    return dataset
+
+
+def dataset_size(dataset: Any) -> int | None:
+    """Samples in the dataset; None for a stream of unknown length."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def widest_first(dataset: Any, *, seed: int = 0) -> tuple[int, ...]:
+    """Positions of up to 512 samples, drawn at random within 2 s (a stream's first ones), the widest first.
+
+    The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
+    """
+    size = None if _is_stream(dataset) else len(dataset)
+    deadline = time.monotonic() + MAX_SAMPLING_S
+    widths: list[tuple[int, int]] = []
+    samples: Iterable[tuple[int, Any]]
+    if size is None:
+        samples = enumerate(itertools.islice(dataset, NUM_SAMPLED))
+    else:
+        positions = random.Random(seed).sample(range(size), min(size, NUM_SAMPLED))
+        samples = ((position, dataset[position]) for position in positions)
+    for position, sample in samples:
+        widths.append((width(sample), position))
+        if time.monotonic() > deadline:
+            break
+    return tuple(position for _, position in sorted(widths, key=lambda pair: (-pair[0], pair[1])))
+
+
+def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]:
+    """`count` samples, the widest of those looked at; where too few were looked at, the same ones again.
+
+    Raises:
+        TaskError: the dataset has fewer samples than that.
+    """
+    stream = _is_stream(dataset)
+    size = (count if widest else 0) if stream else len(dataset)
+    if count > size:
+        raise TaskError(
+            f"a batch of {count} samples was asked for, but the training set has {size}; choose a smaller batch_size"
+        )
+    positions = list(itertools.islice(itertools.cycle(widest), count))
+    if not stream:
+        return [dataset[position] for position in positions]
+    wanted = set(positions)
+    taken = itertools.islice(dataset, max(wanted) + 1)
+    found = {position: sample for position, sample in enumerate(taken) if position in wanted}
+    return [found[position] for position in positions]
+
+
+def width(sample: Any) -> int:
+    """Elements of a sample: of its tensors and arrays, numbers and characters counted one each."""
+    if isinstance(sample, Mapping):
+        return sum(width(item) for item in sample.values())
+    if isinstance(sample, str | bytes):
+        return len(sample)
+    if isinstance(sample, list | tuple):
+        return sum(width(item) for item in sample)
+    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        return sum(width(getattr(sample, field.name)) for field in dataclasses.fields(sample))
+    if callable(numel := getattr(sample, "numel", None)):
+        return int(numel())
+    size = getattr(sample, "size", 1)  # a numpy array's elements, or an image's width and height
+    if isinstance(size, tuple):
+        return int(size[0] * size[1])
+    return size if isinstance(size, int) else 1
+
+
+def _is_stream(dataset: Any) -> bool:
+    import torch
+
+    return isinstance(dataset, torch.utils.data.IterableDataset)

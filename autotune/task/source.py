@@ -1,0 +1,183 @@
+"""How another process gets the task: the model file's path, or a Task built in Python as bytes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import TaskError
+from autotune.task.task import Task
+
+_PLAIN = frozenset(
+    {"global_batch", "baseline", "max_grad_norm", "name"}
+)  # may differ from the model file's and travel beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSource:
+    """Where a task comes from, as plain data.
+
+    Attributes:
+        path: the model file, absolute; empty for a Task built in Python.
+        attribute: name of the Task object in that file; empty for its functions.
+        overrides: constants that were replaced since the file was loaded.
+        pickled: a Task built in Python, by cloudpickle; empty for a model file.
+        sys_path: where modules were imported from.
+        cwd: the working directory, which the task's own relative paths may need.
+    """
+
+    path: str = ""
+    attribute: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    pickled: bytes = b""
+    sys_path: tuple[str, ...] = ()
+    cwd: str = ""
+
+    @staticmethod
+    def of(task: Task | str | Path) -> TaskSource:
+        """The source of a task, or of a model file (which is not run).
+
+        Raises:
+            TaskError: no such file, or a Task that cannot be pickled.
+        """
+        place = {"sys_path": tuple(os.path.abspath(entry) for entry in sys.path), "cwd": os.getcwd()}
+        if not isinstance(task, Task):
+            from autotune.task.loading import find_model_file
+
+            path, attribute = find_model_file(task)
+            return TaskSource(path=str(path), attribute=attribute, **place)  # type: ignore[arg-type]
+        if task.origin is not None:
+            changed = {name for name, value in task.origin.loaded.items() if getattr(task, name) is not value}
+            if changed <= _PLAIN:
+                return replace(task.origin.source, overrides={name: getattr(task, name) for name in sorted(changed)})
+        return TaskSource(pickled=_pickle(replace(task, origin=None)), **place)  # type: ignore[arg-type]
+
+    def load(self) -> Task:
+        """Make the task in this process. Goes to `cwd` and adds what is missing of `sys_path`.
+
+        Raises:
+            TaskError: as `load_task`.
+        """
+        if os.path.isdir(self.cwd):
+            os.chdir(self.cwd)
+        sys.path.extend(entry for entry in self.sys_path if entry not in sys.path)
+        if self.path:
+            from autotune.task.loading import load_file
+
+            task = load_file(Path(self.path), self.attribute)
+        else:
+            task = self._unpickle()
+        return replace(task, **self.overrides)
+
+    @property
+    def label(self) -> str:
+        """The task in a message: the model file's path, relative where it lies below the working directory."""
+        if not self.path:
+            return "the task built in Python"
+        here = os.path.join(os.getcwd(), "")
+        return self.path.removeprefix(here)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data; `from_dict` reverses it."""
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        return data | {
+            "pickled": base64.b64encode(self.pickled).decode(),
+            "overrides": dict(self.overrides),
+            "sys_path": list(self.sys_path),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TaskSource:
+        """Rebuild a source from `to_dict`'s data."""
+        decoded = {"pickled": base64.b64decode(data["pickled"]), "sys_path": tuple(data["sys_path"])}
+        return TaskSource(**{**data, **decoded})
+
+    def _unpickle(self) -> Task:
+        import cloudpickle  # type: ignore[import-untyped]
+
+        from autotune.task.usercode import user_code
+
+        with user_code("unpickling the task", "move its functions into a file model.py and give its path"):
+            task = cloudpickle.loads(self.pickled)
+        assert isinstance(task, Task)
+        return replace(task, origin=origin_of(task, replace(self, overrides={})))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a loaded task comes from, and what was loaded: a task changed since then is no longer that file's.
+
+    Attributes:
+        source: how to load it again.
+        loaded: the task's fields as they were loaded.
+        warnings: what its loader has to tell the user.
+    """
+
+    source: TaskSource
+    loaded: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+def origin_of(task: Task, source: TaskSource, warnings: tuple[str, ...] = ()) -> Origin:
+    """The origin to attach to a task that was just loaded from `source`."""
+    loaded = {item.name: getattr(task, item.name) for item in fields(task) if item.name != "origin"}
+    return Origin(source, loaded, warnings)
+
+
+def source_hash(task: Task | TaskSource) -> str:
+    """A sha256 that changes with the task's code: 64 hexadecimal digits.
+
+    For a model file it covers the file and the modules of its folder tree that this process has imported, so that it is
+    stable between runs where it is taken at the same point. For a Task built in Python it covers the pickled bytes,
+    which another Python process may write differently.
+    """
+    source = TaskSource.of(task) if isinstance(task, Task) else task
+    digest = hashlib.sha256(f"{source.attribute}\0".encode())
+    if not source.path:
+        digest.update(source.pickled)
+        return digest.hexdigest()
+    folder = Path(source.path).resolve().parent
+    files = {Path(source.path).resolve(), *_imported_files(folder)}
+    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
+        digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _imported_files(folder: Path) -> Iterator[Path]:
+    """Source files below `folder` of the modules imported so far, without installed packages and this package."""
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    foreign = (*installed, Path(__file__).resolve().parents[1])
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if not isinstance(name, str) or not name.endswith(".py"):
+            continue
+        file = Path(name).resolve()
+        if file.is_relative_to(folder) and file.is_file() and not any(file.is_relative_to(other) for other in foreign):
+            yield file
+
+
+def _pickle(task: Task) -> bytes:
+    import cloudpickle
+
+    from autotune.task.loading import loaded_modules
+
+    by_value = loaded_modules()
+    for module in by_value:  # another process cannot import a model file by name
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(task)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise TaskError(
+            f"the task {task.name!r} cannot be sent to another process ({type(error).__name__}: {error}); build "
+            "models, datasets and files inside its functions, or move them into a file model.py and give its path"
+        ) from error
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)

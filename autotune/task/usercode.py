@@ -1,0 +1,109 @@
+"""Exceptions that arise in the user's own code, turned into one paragraph and the user's own frames."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autotune.errors import AutotuneError, TaskError
+
+_MAX_TEXT = 400  # characters of an exception's own text in a message; the frames hold it whole
+_ALLOCATION_FAILURES = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+@contextmanager
+def user_code(what: str, next_step: str = "correct it there and run again") -> Iterator[None]:
+    """Run user code; its exceptions become a TaskError that names them, the line, and the next step.
+
+    A failed allocation goes through unchanged, also one that the user's code wrapped: that is a finding, not a mistake.
+
+    Args:
+        what: whose code runs, e.g. `your training_step`.
+        next_step: what to do about an exception in it.
+    """
+    try:
+        yield
+    except AutotuneError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_allocation_failure(error):
+            raise
+        if isinstance(error, SyntaxError):
+            next_step = "correct that line and run again"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            next_step = f"install {error.name} into this environment ({sys.executable}), or put it beside the file"
+        raise TaskError(f"{what} {_happened(error)}; {next_step}", frames=user_frames(error)) from error
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether `error`, or an exception that led to it, is a failed allocation of torch or Python."""
+    import torch
+
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(link, RuntimeError) and any(mark in str(link) for mark in _ALLOCATION_FAILURES):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def user_frames(error: BaseException) -> str:
+    """The traceback of `error`, causes included, without the frames of Python, installed packages and this package."""
+    whole = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = whole
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if is_user_file(frame.filename)])
+        link = link.__cause__ or link.__context__
+    if not whole.stack and whole.__cause__ is None and whole.__context__ is None:
+        return "".join(whole.format_exception_only())
+    return "".join(whole.format())
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is the user's: not the standard library's, an installed package's, or this package's."""
+    if filename.startswith("<") and not filename.startswith("<ipython"):
+        return False
+    path = os.path.abspath(filename)
+    if {"site-packages", "dist-packages"} & set(Path(path).parts):
+        return False
+    return not path.startswith(_foreign_folders())
+
+
+@functools.cache
+def _foreign_folders() -> tuple[str, ...]:
+    library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    library |= {os.path.realpath(folder) for folder in library}
+    return tuple(os.path.join(folder, "") for folder in (*library, str(Path(__file__).resolve().parents[1])))
+
+
+def _happened(error: BaseException) -> str:
+    """`raised ValueError: bad shape (model.py, line 12)`."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}){_place(error)}"
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    first_line = next(iter(text.strip().splitlines()), "")[:_MAX_TEXT]
+    return f"raised {type(error).__name__}{': ' if first_line else ''}{first_line}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        line = f": `{error.text.strip()[:120]}`" if error.text else ""
+        return f" ({os.path.basename(error.filename)}, line {error.lineno}{line})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""

@@ -1,0 +1,83 @@
+"""Automatic mixed precision: matrix products and convolutions in bfloat16 or float16, parameters stay in fp32."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.config import Choice
+from autotune.techniques.base import Phase, Setting, Support, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.session import Build
+
+_CHOICES = ("off", "bf16", "fp16")
+_BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
+
+
+class Amp(Technique):
+    """`torch.autocast` around the forward pass; float16 with gradient scaling as well."""
+
+    name: ClassVar[str] = "amp"
+    summary: ClassVar[str] = (
+        "bf16 or fp16 arithmetic: faster and smaller activations, gradients rounded to the shorter type"
+    )
+    off: ClassVar[Choice] = "off"
+    phase: ClassVar[Phase] = Phase.MODEL
+    exact: ClassVar[bool] = False
+
+    def support(self, setting: Setting) -> Support:
+        """bf16 on every CPU and from compute capability 8.0; fp16 on every GPU, and on a CPU whose torch can train in it."""
+        if setting.device.kind == "cpu":
+            if _trains_in_fp16(setting.device.torch_device):
+                return Support(choices=_CHOICES)
+            return Support(choices=("off", "bf16"), reason="this torch build cannot train in fp16 on a CPU")
+        capability = setting.device.info().capability
+        if capability >= _BF16_CAPABILITY:
+            return Support(choices=_CHOICES)
+        return Support(
+            choices=("off", "fp16"),
+            reason=f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}",
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Wrap the forward pass; fp16 gets a GradScaler, bf16 (which has fp32's range) none."""
+        import torch
+
+        dtype = torch.bfloat16 if choice == "bf16" else torch.float16
+        build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype))
+        if choice == "fp16":
+            build.scaler = torch.amp.GradScaler(build.device.kind)
+
+    def validate(self, choice: Any) -> Choice:
+        """One of `off`, `bf16`, `fp16`."""
+        return one_of(choice, _CHOICES)
+
+
+def one_of(choice: Any, choices: tuple[str, ...]) -> str:
+    """Return `choice` if it is one of `choices`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(choice, str) or choice not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return choice
+
+
+def _trains_in_fp16(device: torch.device) -> bool:
+    import torch
+
+    weight = torch.ones(8, 8, device=device, requires_grad=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an unsupported dtype only warns and switches autocast off
+            with torch.autocast(device.type, torch.float16):
+                product = weight @ weight
+        product.float().sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return product.dtype is torch.float16

@@ -1,0 +1,108 @@
+"""What a technique is: its name, its choices, when it applies, and what it does to a session that is being built."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.config import Choice, Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.devices.base import Device
+    from autotune.session import Build
+    from autotune.task import Task
+
+
+class Phase(IntEnum):
+    """When a technique is applied while a session is built; phases run in this order."""
+
+    PROCESS = 0  # process-wide settings, before the model exists
+    MODEL = 1  # the model is on its device; the optimizer does not exist yet
+    OPTIMIZER = 2  # the optimizer exists and has no state
+    LOADER = 3  # options of the data loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a technique may look at to say whether and how it applies. Lives in a process of its own, never in the search.
+
+    Attributes:
+        model: built by the task, plain fp32, on the device, in training mode.
+        optimizer: the task's own optimizer for `model`, no state yet.
+        batch: a micro batch of two samples, on the device.
+        baseline: what the user runs today, complete.
+        global_batch: samples per optimizer step, or None when the user left it open.
+        dataset_size: samples in the training set, or None without a dataset.
+    """
+
+    task: Task
+    device: Device
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    baseline: Mapping[str, Choice]
+    global_batch: int | None
+    dataset_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Whether a technique applies to a task on a device, as plain data.
+
+    Attributes:
+        choices: what may be searched, `off` included, in increasing order where there is an order. Only `off`: not applicable.
+        reason: why it does not apply, or why some choices are left out; empty when all is as usual.
+        optional: choices that are searched only when the user includes the technique (they change what is learned).
+        note: what a reader of the answer has to know; goes to the result's warnings when the technique is used.
+    """
+
+    choices: tuple[Choice, ...]
+    reason: str = ""
+    optional: tuple[Choice, ...] = field(default=())
+    note: str = ""
+
+
+class Technique(ABC):
+    """One thing that can be switched. Stateless; one instance each in `autotune.techniques.REGISTRY`."""
+
+    name: ClassVar[str]  # the key in the config dict
+    summary: ClassVar[str]  # one line: what it does and what it trades
+    off: ClassVar[Choice]  # plain training
+    phase: ClassVar[Phase]
+    exact: ClassVar[bool] = True  # gradients equal plain fp32's up to rounding
+    ordered: ClassVar[bool] = False  # choices are numbers on a scale
+
+    @abstractmethod
+    def support(self, setting: Setting) -> Support:
+        """Say what of this technique applies to the task on the device."""
+
+    @abstractmethod
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Switch `choice` on in the session being built. Called only when `choice != off`.
+
+        Raises:
+            UnsupportedError: the choice cannot be applied to this model on this device, with the reason.
+        """
+
+    def validate(self, choice: Any) -> Choice:
+        """Return `choice` if it can be a choice of this technique, whatever the task.
+
+        Raises:
+            ValueError: the message says what was expected.
+        """
+        if type(choice) is not type(self.off):
+            raise ValueError(f"expected {type(self.off).__name__}")
+        return choice  # type: ignore[no-any-return]
+
+    def is_redundant(self, config: Config) -> bool:
+        """Whether `config` is the same training as one with this technique off, and so need not be searched."""
+        return False
+
+
+class UnsupportedError(Exception):
+    """A technique's choice cannot be applied to this model on this device."""

@@ -1,0 +1,127 @@
+"""Finds the blocks of a model that activation checkpointing can recompute: the longest repeated chain, however deep it is nested."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import torch
+
+# Blocks inside the blocks of a chain are taken instead when they hold nearly all of its layers (stages of a residual
+# network): finer pieces keep fewer activations alive while one of them is recomputed. Experts of a mixture hold less.
+_NEARLY_ALL = 0.9
+_AT_LEAST_HALF = 0.5  # a repeated chain with fewer of the layers loses to a mixed one
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks that run one after the other.
+
+    Attributes:
+        blocks: in the order of the model.
+        sequential: the `nn.Sequential` whose children are exactly `blocks`, which can be cut anywhere; None for a
+            `ModuleList`, or for several containers with the same kind of block.
+    """
+
+    blocks: tuple[torch.nn.Module, ...]
+    sequential: torch.nn.Sequential | None = None
+
+
+def find_chain(model: torch.nn.Module) -> Chain | None:
+    """The chain with the most layers, or None where the model has no container with two blocks worth recomputing.
+
+    Every `Sequential` and `ModuleList` is a chain; those whose most frequent block is of the same class (the stages of a
+    residual network, an encoder and a decoder) count as one. A chain with a repeated block is preferred to a mixed one
+    around it. Layers with parameters measure a chain rather than the number of parameters: each keeps its input for the
+    backward pass, while parameters gather where activations are small (the classifier of a VGG).
+    """
+    merged: dict[object, list[Chain]] = {}
+    for chain in _chains(model):
+        together = merged.setdefault(_repeated_kind(chain) or id(chain), [])
+        inside = {module for outer in together for block in outer.blocks for module in block.modules()}
+        if not inside.intersection(chain.blocks):
+            together.append(chain)
+    candidates = [chains[0] if len(chains) == 1 else _join(chains) for chains in merged.values()]
+    candidates = [chain for chain in candidates if _is_worth_recomputing(chain)]
+    repeated = [chain for chain in candidates if _repeated_kind(chain)]
+    if _most_layers(repeated) > 0 and _most_layers(repeated) >= _AT_LEAST_HALF * _most_layers(candidates):
+        candidates = repeated
+    large = [chain for chain in candidates if _num_layers(chain) >= _NEARLY_ALL * _most_layers(candidates)]
+    # Of chains with nearly the same layers, the finest.
+    return max(large, key=lambda chain: (len(chain.blocks), _num_layers(chain)), default=None)
+
+
+def _repeated_kind(chain: Chain) -> type[torch.nn.Module] | None:
+    """The class that occurs most often among the blocks, single layers aside, if it occurs more than once."""
+    kinds = Counter(type(block) for block in chain.blocks if not is_layer(block)).most_common(1)
+    return kinds[0][0] if kinds and kinds[0][1] > 1 else None
+
+
+def _chains(module: torch.nn.Module) -> Iterator[Chain]:
+    """Every container of two blocks or more, outer ones first."""
+    if _is_container(module):
+        blocks = tuple(dict.fromkeys(_blocks(module)))
+        if _is_sequential(module) and blocks == tuple(module.children()):
+            chain = Chain(blocks, cast("torch.nn.Sequential", module))
+        else:
+            chain = _join([Chain(blocks)])
+        if len(chain.blocks) > 1:
+            yield chain
+    for child in module.children():
+        yield from _chains(child)
+
+
+def _join(chains: list[Chain]) -> Chain:
+    """One chain of all the blocks; single layers among them are left out, since alone they are not worth recomputing."""
+    return Chain(tuple(block for chain in chains for block in chain.blocks if not is_layer(block)))
+
+
+def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The children of a container; lists among them are laid flat, and a `Sequential` of blocks is a chain of its own."""
+    import torch
+
+    for child in container.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from _blocks(child)
+        elif not (_is_sequential(child) and sum(not is_layer(block) for block in child.children()) > 1):
+            yield child
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    import torch
+
+    return _is_sequential(module) or isinstance(module, torch.nn.ModuleList)
+
+
+def _is_sequential(module: torch.nn.Module) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Sequential) and type(module).forward is torch.nn.Sequential.forward
+
+
+def is_layer(module: torch.nn.Module) -> bool:
+    """One of torch's own layers, which keeps its input and little else: recomputing it alone gains nothing."""
+    import torch
+
+    own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, torch.nn.RNNBase)
+    return own and next(module.children(), None) is None
+
+
+def _is_worth_recomputing(chain: Chain) -> bool:
+    import torch
+
+    # A scripted block has no forward that could be replaced.
+    scripted = any(isinstance(block, torch.jit.ScriptModule) for block in chain.blocks)
+    return len(chain.blocks) > 1 and _num_layers(chain) > 1 and not scripted
+
+
+def _num_layers(chain: Chain) -> int:
+    """Modules of the chain that own parameters."""
+    return sum(bool(module._parameters) for block in chain.blocks for module in block.modules())
+
+
+def _most_layers(chains: list[Chain]) -> int:
+    return max(map(_num_layers, chains), default=0)

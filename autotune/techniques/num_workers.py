@@ -1,0 +1,58 @@
+"""Worker processes that load data while the device computes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.config import Choice
+from autotune.techniques.base import Phase, Setting, Support, Technique
+
+if TYPE_CHECKING:
+    from autotune.session import Build
+
+
+class NumWorkers(Technique):
+    """`DataLoader(num_workers=...)`."""
+
+    name: ClassVar[str] = "num_workers"
+    summary: ClassVar[str] = "processes that load data beside the training: hides loading time, takes host memory"
+    off: ClassVar[Choice] = 0
+    phase: ClassVar[Phase] = Phase.LOADER
+    ordered: ClassVar[bool] = True
+
+    def support(self, setting: Setting) -> Support:
+        """0 and powers of two up to the processors this process may use; at most 1 for an iterable dataset."""
+        from torch.utils.data import IterableDataset
+
+        dataset = setting.task.dataset()
+        if dataset is None:
+            return Support(choices=(0,), reason=WITHOUT_DATASET)
+        if isinstance(dataset, IterableDataset):
+            return Support(
+                choices=(0, 1),
+                reason="each worker of an iterable dataset yields all of it unless the dataset shards itself; no more than 1",
+            )
+        most = num_processors()
+        workers = [1]
+        while workers[-1] * 2 <= most:
+            workers.append(workers[-1] * 2)
+        return Support(choices=(0, *workers))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Give the loader its workers."""
+        build.loader_options["num_workers"] = choice
+
+    def validate(self, choice: Any) -> Choice:
+        """An integer of at least 0."""
+        if type(choice) is not int or choice < 0:
+            raise ValueError("expected a whole number of at least 0")
+        return choice
+
+
+WITHOUT_DATASET = "the task has no train_dataset, so nothing is loaded"
+
+
+def num_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

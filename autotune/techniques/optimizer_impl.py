@@ -1,0 +1,124 @@
+"""How the optimizer's update is carried out: parameter by parameter, in lists of tensors, or in one fused kernel."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.config import Choice
+from autotune.techniques.amp import one_of
+from autotune.techniques.base import Phase, Setting, Support, Technique, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.session import Build
+
+_FLAGS = {
+    "for-loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+# What the constructors of fused optimizers set besides the flags: GradScaler and the first step read them.
+_FUSED_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+class OptimizerImpl(Technique):
+    """The `foreach` and `fused` flags of torch's own optimizers."""
+
+    name: ClassVar[str] = "optimizer_impl"
+    summary: ClassVar[str] = "the optimizer's update in one kernel, in tensor lists, or one parameter at a time"
+    off: ClassVar[Choice] = "default"
+    phase: ClassVar[Phase] = Phase.OPTIMIZER
+
+    def support(self, setting: Setting) -> Support:
+        """The implementations of `setting.optimizer` that it does not use already and that work on its parameters."""
+        optimizer = setting.optimizer
+        if reason := _why_not(optimizer):
+            return Support(choices=(self.off,), reason=reason)
+        current = current_implementation(optimizer)
+        refused = {name: _refusal(optimizer, name) for name in _FLAGS if name != current}
+        if any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
+            refused["fused"] = "fused optimizers take no sparse gradients, which an embedding of the model makes"
+        left_out = [f"{name}: {refusal}" for name, refusal in refused.items() if refusal]
+        return Support(
+            choices=(self.off, *(name for name, refusal in refused.items() if not refusal)), reason="; ".join(left_out)
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Give the task's optimizer the implementation; parameter groups, hooks and the object itself stay."""
+        optimizer = build.optimizer
+        reason = _why_not(optimizer) or _refusal(optimizer, str(choice))
+        if reason:
+            raise UnsupportedError(f"optimizer_impl={choice}: {reason}")
+        # A second optimizer is built so that the class itself validates the flags and creates what depends on them
+        # (Adagrad's initial state, the marks above); its parts then move into the first.
+        fresh = _build(optimizer, optimizer.param_groups, str(choice))
+        for group, fresh_group in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+            group.update(fresh_group)
+        optimizer.defaults.update(fresh.defaults)
+        optimizer.state = fresh.state
+        for mark in _FUSED_MARKS:
+            vars(optimizer).pop(mark, None)
+            if hasattr(fresh, mark):
+                setattr(optimizer, mark, getattr(fresh, mark))
+
+    def validate(self, choice: Any) -> Choice:
+        """`default`, `for-loop`, `foreach` or `fused`."""
+        return one_of(choice, ("default", *_FLAGS))
+
+
+def current_implementation(optimizer: torch.optim.Optimizer) -> str:
+    """What the optimizer does as the user built it: its flags, else torch's default (foreach on a GPU, for-loop on a CPU)."""
+    group = optimizer.param_groups[0]
+    if group.get("fused"):
+        return "fused"
+    if group["foreach"] is not None:
+        return "foreach" if group["foreach"] else "for-loop"
+    on_gpu = all(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"])
+    return "foreach" if on_gpu and group.get("fused") is None else "for-loop"
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    import torch
+
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind or "foreach" not in optimizer.defaults:
+        return f"{kind.__name__} is not an optimizer of torch.optim with several implementations"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "a differentiable optimizer has one implementation"
+    if optimizer.state and not _build(optimizer, optimizer.param_groups, "for-loop").state:
+        return "the optimizer already has state, which belongs to its present implementation"
+    return ""
+
+
+def _refusal(optimizer: torch.optim.Optimizer, implementation: str) -> str:
+    """Why the implementation does not work, found by taking a step on one-element stand-ins; empty when it does."""
+    import torch
+
+    if implementation == "fused" and "fused" not in optimizer.defaults:
+        return f"{type(optimizer).__name__} has no fused implementation"
+    groups = []
+    for group in optimizer.param_groups:
+        kinds = {(p.device, p.dtype) for p in group["params"]}
+        stand_ins = [
+            torch.ones(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in sorted(kinds, key=str)
+        ]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.ones_like(stand_in)
+        groups.append({**group, "params": stand_ins})
+    try:
+        _build(optimizer, groups, implementation).step()
+    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _build(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], implementation: str
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and defaults over `groups`, with the implementation's flags."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    flags = {flag: value for flag, value in _FLAGS[implementation].items() if flag in accepted}
+    defaults = {key: value for key, value in {**optimizer.defaults, **flags}.items() if key in accepted}
+    return type(optimizer)([{**group, **flags} for group in groups], **defaults)

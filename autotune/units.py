@@ -1,0 +1,85 @@
+"""Quantities as people write them (`1500MiB`, `80%`, `2m`) and back."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_BYTES = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z%]*)\s*")
+
+
+def _split(text: str) -> tuple[float, str] | None:
+    match = _NUMBER.fullmatch(text)
+    return (float(match[1]), match[2].lower()) if match else None
+
+
+def parse_bytes(text: str, *, total_bytes: int | None = None) -> int:
+    """Read a memory size: `12GiB`, `1500MiB`, `2e9`-style plain bytes, or `80%` of `total_bytes`.
+
+    Raises:
+        ValueError: `text` is not a positive size, or is a percentage where there is no total.
+    """
+    parts = _split(text)
+    if parts and parts[1] == "%" and total_bytes is not None and 0 < parts[0] <= 100:
+        return int(total_bytes * parts[0] / 100)
+    if parts and parts[1] in _BYTES and parts[0] > 0:
+        return int(parts[0] * _BYTES[parts[1]])
+    expected = "a size such as 12GiB, 1500MiB" + ("" if total_bytes is None else " or 80%")
+    raise ValueError(f"{text!r} is not a memory size; expected {expected}")
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration: `90`, `90s`, `5m`, `1.5h`, `200ms`.
+
+    Raises:
+        ValueError: `text` is not a positive duration.
+    """
+    parts = _split(text)
+    if parts and parts[1] in _SECONDS and parts[0] > 0:
+        return parts[0] * _SECONDS[parts[1]]
+    raise ValueError(f"{text!r} is not a duration; expected seconds or a value such as 90s, 5m or 1.5h")
+
+
+def parse_fraction(text: str) -> float:
+    """Read a share: `5%` or `0.05`.
+
+    Raises:
+        ValueError: `text` is not a share in [0, 1).
+    """
+    parts = _split(text)
+    if parts and parts[1] in ("", "%"):
+        value = parts[0] / 100 if parts[1] == "%" else parts[0]
+        if value < 1:
+            return value
+    raise ValueError(f"{text!r} is not a share; expected a value such as 5% or 0.05, below 100%")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1572864000` -> `1.46 GiB`: binary units, three significant figures."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`, `75` -> `1m15s`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

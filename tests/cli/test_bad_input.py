@@ -1,0 +1,163 @@
+"""Bad input: one clear paragraph, exit code 2, no traceback, and the next step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
+
+
+def run(cwd, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments], cwd=cwd, capture_output=True, text=True, timeout=100
+    )  # fmt: skip
+
+
+def refused(done, *expected):
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    paragraph = done.stderr.strip().splitlines()[-1]
+    assert paragraph.startswith("autotune: ")
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    return paragraph
+
+
+def search(folder, text, *options):
+    (folder / "model.py").write_text(text)
+    return run(folder, "search", "model.py", "--device", "cpu", "--budget", "5s", *options)
+
+
+def test_no_such_file(tmp_path):
+    (tmp_path / "modle.py").write_text(GOOD)
+    refused(run(tmp_path, "search", "model.py"), "model.py", "modle.py")
+
+
+def test_a_syntax_error_shows_the_users_line(tmp_path):
+    refused(search(tmp_path, "def build_model(:\n    pass\n"), "def build_model(:", "line 1")
+
+
+def test_an_import_error_shows_the_users_line(tmp_path):
+    refused(search(tmp_path, "import torchvission\n" + GOOD), "torchvission", "line 1")
+
+
+def test_a_missing_function(tmp_path):
+    refused(search(tmp_path, GOOD.replace("make_batch", "makebatch")), "make_batch", "makebatch")
+
+
+def test_a_function_with_the_wrong_signature(tmp_path):
+    refused(
+        search(tmp_path, GOOD.replace("make_batch(batch_size)", "make_batch(batch_size, extra)")), "make_batch", "extra"
+    )
+
+
+def test_a_make_batch_that_ignores_its_size(tmp_path):
+    text = GOOD.replace("torch.randn(batch_size, 128)", "torch.randn(7, 128)").replace("(batch_size,)", "(7,)")
+    refused(search(tmp_path, text), "make_batch", "7")
+
+
+def test_a_loss_that_is_not_a_scalar(tmp_path):
+    text = GOOD + "\ndef training_step(model, batch):\n    return model(batch[0])\n"
+    refused(search(tmp_path, text), "scalar", "training_step")
+
+
+def test_a_loss_without_a_gradient(tmp_path):
+    text = GOOD + "\ndef training_step(model, batch):\n    return model(batch[0]).mean().detach()\n"
+    refused(search(tmp_path, text), "gradient", "training_step")
+
+
+def test_two_optimizers(tmp_path):
+    text = (
+        GOOD
+        + "\ndef configure_optimizers(model):\n    return [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]\n"
+    )
+    refused(search(tmp_path, text), "optimizer", "2")
+
+
+def test_an_error_in_the_users_step_shows_the_users_frames(tmp_path):
+    text = GOOD + "\ndef training_step(model, batch):\n    raise LookupError('the vocabulary is empty')\n"
+    done = search(tmp_path, text)
+    refused_with = done.stderr
+    assert done.returncode == 2
+    assert "the vocabulary is empty" in refused_with and "training_step" in refused_with and "model.py" in refused_with
+
+
+def test_an_unknown_device(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD)
+    refused(run(tmp_path, "search", "model.py", "--device", "tpu"), "tpu", "cpu")
+
+
+def test_an_unknown_technique(tmp_path):
+    refused(search(tmp_path, GOOD, "--exclude", "apm"), "apm", "amp")
+
+
+def test_an_unknown_choice(tmp_path):
+    refused(search(tmp_path, GOOD, "--fix", "amp=bf17"), "bf17", "bf16")
+
+
+def test_a_fix_without_a_choice(tmp_path):
+    refused(search(tmp_path, GOOD, "--fix", "amp"), "amp", "NAME=CHOICE")
+
+
+def test_an_unknown_key_in_the_baseline(tmp_path):
+    refused(search(tmp_path, GOOD.replace('{"batch_size": 4}', '{"batchsize": 4}')), "batchsize", "batch_size")
+
+
+def test_a_batch_that_does_not_divide_the_global_batch(tmp_path):
+    refused(search(tmp_path, GOOD.replace('{"batch_size": 4}', '{"batch_size": 5}')), "5", "48", "divide")
+
+
+def test_a_config_that_does_not_keep_the_global_batch(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD)
+    config = json.dumps({"batch_size": 5})
+    refused(run(tmp_path, "probe", "model.py", "--device", "cpu", "--config", config), "5", "48")
+
+
+def test_a_config_with_an_unknown_key(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD)
+    refused(
+        run(tmp_path, "probe", "model.py", "--device", "cpu", "--config", '{"batchsize": 4}'), "batchsize", "batch_size"
+    )
+
+
+def test_a_config_that_is_neither_json_nor_a_file(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD)
+    refused(run(tmp_path, "probe", "model.py", "--config", "best.json"), "best.json")
+
+
+def test_a_storage_that_cannot_be_opened(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD)
+    (tmp_path / "notes.db").write_text("this is no database, but a text that is long enough to look at")
+    refused(search(tmp_path, GOOD, "--storage", "notes.db"), "notes.db", "cannot be opened")
+
+
+def test_an_unknown_sampler(tmp_path):
+    refused(search(tmp_path, GOOD, "--sampler", "psychic"), "psychic", "tpe")
+
+
+def test_a_memory_limit_that_is_no_size(tmp_path):
+    done = search(tmp_path, GOOD, "--memory-limit", "lots")
+    assert done.returncode == 2
+    assert "lots" in done.stderr and "12GiB" in done.stderr
+
+
+def test_showing_a_study_that_does_not_exist(tmp_path):
+    refused(run(tmp_path, "show", "studies/gpt.db"), "studies/gpt.db")
+
+
+def test_init_does_not_overwrite(tmp_path):
+    assert run(tmp_path, "init").returncode == 0
+    refused(run(tmp_path, "init"), "model.py")
+
+
+def test_a_module_that_dies_at_import(tmp_path):
+    refused(search(tmp_path, "import ctypes\nctypes.string_at(0)\n"), "SIGSEGV", "model.py")
+
+
+@pytest.mark.parametrize("option", [("--trials", "0"), ("--global-batch", "0")])
+def test_counts_below_one(tmp_path, option):
+    refused(search(tmp_path, GOOD, *option), "at least 1")

@@ -1,0 +1,257 @@
+"""`autotune search`, end to end: real processes, real SQLite, real limits."""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import autotune
+
+MODELS = Path(__file__).parent.parent / "models"
+FIELDS = {
+    "config", "samples_per_s", "samples_per_s_ci", "peak_bytes", "memory_limit_bytes", "baseline", "speedup", "verdict",
+    "outcomes", "probes", "wall_s", "train_s", "storage", "study", "warnings",
+}  # fmt: skip
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "autotune", *map(str, arguments)]
+
+
+def run(*arguments, cwd, **options):
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=100, **options)
+
+
+def search(*arguments, cwd):
+    """A short search; returns the parsed JSON document."""
+    done = run("search", *arguments, "--json", "--device", "cpu", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def processes_with(text):
+    found = subprocess.run(["pgrep", "-f", text], capture_output=True, text=True)
+    return [line for line in found.stdout.split() if int(line) != os.getpid()]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """One finished search of a tiny model, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("answered")
+    shutil.copy(MODELS / "tiny.py", folder)
+    return folder, search("tiny.py", "--budget", "12s", "--trials", "8", cwd=folder)
+
+
+def test_the_json_has_every_field_that_is_promised(answered):
+    _, result = answered
+    assert result.keys() >= FIELDS
+    assert result["baseline"].keys() >= {"config", "samples_per_s", "samples_per_s_ci", "peak_bytes"}
+
+
+def test_the_answer_keeps_the_global_batch(answered):
+    _, result = answered
+    assert result["config"]["batch_size"] * result["config"]["accumulation_steps"] == 48
+
+
+def test_the_answer_states_a_speed_up_with_an_interval_that_holds_it(answered):
+    _, result = answered
+    low, high = result["speedup_ci"]
+    assert low <= result["speedup"] <= high
+    assert result["verdict"] in ("faster", "same")
+
+
+def test_the_answer_was_run_in_several_fresh_processes(answered):
+    _, result = answered
+    finalists = {json.dumps(finalist["config"]): finalist["num_processes"] for finalist in result["finalists"]}
+    finalists[json.dumps(result["baseline"]["config"])] = result["baseline"]["num_processes"]
+    assert finalists[json.dumps(result["config"])] >= 2
+
+
+def test_the_answers_gradients_were_compared_with_plain_fp32(answered):
+    _, result = answered
+    (check,) = result["checks"]
+    assert check["passed"]
+    assert check["gradient_cosine"] > 0.999
+
+
+def test_the_study_is_where_it_is_said_to_be_and_holds_every_probe(answered):
+    folder, result = answered
+    study = autotune.load_study(folder / "studies" / "tiny.db")
+    assert result["storage"].endswith("studies/tiny.db")
+    assert len(study.frame()) == result["probes"] == sum(result["outcomes"].values())
+
+
+def test_show_prints_the_study_as_text_json_and_csv(answered):
+    folder, result = answered
+    assert "samples/s" in run("show", "studies/tiny.db", cwd=folder).stdout
+    assert (
+        json.loads(run("show", "studies/tiny.db", "--json", cwd=folder).stdout)["result"]["config"] == result["config"]
+    )
+    assert run("show", "studies/tiny.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
+
+
+def test_verify_runs_the_answer_for_as_many_steps_as_asked(answered):
+    folder, result = answered
+    done = run("verify", "tiny.py", "--config", json.dumps(result["config"]), "--steps", "30", "--json", cwd=folder)
+    outcome = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert outcome["kind"] == "ok"
+    assert outcome["measurement"]["num_steps"] >= 30
+
+
+def test_prepare_runs_exactly_the_config_of_the_answer(answered):
+    folder, result = answered
+    session = autotune.prepare(folder / "tiny.py", result["config"], device="cpu")
+    assert session.config.as_dict() == result["config"]
+    loss = session.step(next(iter(session.loader)))
+    assert loss.isfinite()
+
+
+def test_the_same_command_goes_on_with_the_study(answered):
+    folder, result = answered
+    again = search("tiny.py", "--budget", "12s", "--trials", "2", cwd=folder)
+    assert again["probes"] > result["probes"]
+
+
+def test_a_study_of_another_machine_is_refused_and_the_difference_shown(answered):
+    folder, _ = answered
+    shutil.copytree(folder / "studies", folder / "foreign", dirs_exist_ok=True)
+    with sqlite3.connect(folder / "foreign" / "tiny.db") as database:
+        database.execute(
+            'UPDATE study_user_attributes SET value_json = replace(value_json, \'"device": "cpu\', \'"device": "abacus\')'
+            " WHERE key = 'fingerprint'"
+        )
+    done = run("search", "tiny.py", "--storage", "foreign/tiny.db", "--device", "cpu", cwd=folder)
+    assert done.returncode == 2
+    assert "abacus" in done.stderr and "--study" in done.stderr
+
+
+def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_path):
+    shutil.copy(MODELS / "faulty.py", tmp_path)
+    fix = [part for name in ("amp=off", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)]
+    result = search(
+        "faulty.py",
+        "--budget",
+        "60s",
+        "--sampler",
+        "grid",
+        "--probe-timeout",
+        "3s",
+        "--memory-limit",
+        "1GiB",
+        *fix,
+        cwd=tmp_path,
+    )
+    assert result["config"]["batch_size"] not in range(10, 26)
+    assert result["outcomes"].keys() >= {"ok", "crashed", "error"}
+    assert not processes_with("autotune-orphan")
+
+
+def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
+    shutil.copy(MODELS / "faulty.py", tmp_path)
+    fix = [
+        part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
+    ]
+    result = search("faulty.py", "--budget", "20s", "--sampler", "grid", *fix, cwd=tmp_path)
+    assert result["outcomes"]["nonfinite"] == 1
+    assert result["config"]["amp"] != "fp16"
+
+
+def test_nothing_that_fits_exits_with_1_and_says_by_how_much(tmp_path):
+    shutil.copy(MODELS / "tiny.py", tmp_path)
+    text = (tmp_path / "tiny.py").read_text().replace("128", "6000")
+    (tmp_path / "tiny.py").write_text(text)
+    done = run("search", "tiny.py", "--memory-limit", "700MiB", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "700 MiB" in done.stderr and "--memory-limit" in done.stderr
+
+
+def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path):
+    shutil.copy(MODELS / "tiny.py", tmp_path)
+    arguments = ("search", "tiny.py", "--budget", "40s", "--device", "cpu", "--json", "--memory-limit", "2GiB")
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    for line in process.stderr:
+        if "#4" in line:
+            break
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    deadline = time.monotonic() + 10
+    while processes_with(f"autotune.probe.supervisor.*{tmp_path.name}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    before = len(autotune.load_study(tmp_path / "studies" / "tiny.db").frame())
+    result = search("tiny.py", "--budget", "15s", "--trials", "2", "--memory-limit", "2GiB", cwd=tmp_path)
+    after = autotune.load_study(tmp_path / "studies" / "tiny.db").frame()
+    assert before >= 4
+    assert result["probes"] >= before - 1
+    assert not (after["outcome"] == "running").any()
+
+
+def test_the_first_interrupt_ends_after_the_running_probe_with_the_best_so_far(tmp_path):
+    shutil.copy(MODELS / "tiny.py", tmp_path)
+    process = subprocess.Popen(
+        command("search", "tiny.py", "--budget", "60s", "--device", "cpu", "--json"),
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stderr:
+        if "#3" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    result = json.loads(out)
+    assert result["confirmed"] is False
+    assert result["config"]["batch_size"] * result["config"]["accumulation_steps"] == 48
+
+
+def test_a_study_in_use_is_refused(tmp_path):
+    from autotune.search.study import locked, place_of
+
+    shutil.copy(MODELS / "tiny.py", tmp_path)
+    with locked(place_of(str(tmp_path / "studies" / "tiny.db"), None, "tiny")):
+        done = run("search", "tiny.py", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "in use" in done.stderr and "--study" in done.stderr
+
+
+def test_a_file_name_with_spaces_and_other_letters_works(tmp_path):
+    shutil.copy(MODELS / "tiny.py", tmp_path / "mein größtes Modell 模型.py")
+    result = search("mein größtes Modell 模型.py", "--budget", "8s", "--trials", "2", cwd=tmp_path)
+    assert result["study"] == "mein größtes Modell 模型"
+
+
+def test_a_module_that_starts_threads_at_import_is_probed_in_new_interpreters(tmp_path):
+    text = (MODELS / "tiny.py").read_text()
+    text += "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+    text += "torch.randn(1000, 1000) @ torch.randn(1000, 1000)\n"
+    (tmp_path / "tiny.py").write_text(text)
+    done = run("search", "tiny.py", "--budget", "25s", "--trials", "2", "--json", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "new interpreter" in done.stderr
+    assert json.loads(done.stdout)["outcomes"]["ok"] >= 2
+
+
+def test_a_leak_is_warned_of_in_bytes_per_step(tmp_path):
+    text = (MODELS / "tiny.py").read_text()
+    text += """
+KEPT = []
+def training_step(model, batch):
+    KEPT.append(torch.ones(1024 * 1024))
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+GLOBAL_BATCH = None
+"""
+    (tmp_path / "tiny.py").write_text(text)
+    fix = [
+        part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
+    ]
+    result = search("tiny.py", "--budget", "12s", "--trials", "2", "--memory-limit", "4GiB", *fix, cwd=tmp_path)
+    assert any("bytes) per optimizer step" in warning for warning in result["warnings"])

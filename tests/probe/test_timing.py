@@ -1,0 +1,78 @@
+"""When a probe is warm, when it has been timed long enough, and how sure it is."""
+
+import math
+import random
+from statistics import median
+
+from autotune.probe.timing import MIN_BLOCKS, Blocks, is_warm, median_interval
+
+
+def test_fewer_than_four_steps_are_never_warm():
+    assert not is_warm([1.0, 1.0, 1.0])
+
+
+def test_steps_that_agree_are_warm():
+    assert is_warm([3.0, 1.0, 1.0, 1.01])
+
+
+def test_steps_that_still_get_faster_are_not_warm():
+    assert not is_warm([4.0, 3.0, 2.0, 1.0])
+
+
+def test_one_slow_step_does_not_keep_a_settled_run_cold():
+    assert is_warm([1.0, 1.0, 9.0, 1.0])
+
+
+def test_the_interval_of_six_values_is_their_range():
+    assert median_interval([6, 2, 4, 1, 5, 3]) == (1, 6)
+
+
+def test_the_interval_of_nine_values_leaves_out_the_extremes():
+    assert median_interval([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (2, 8)
+
+
+def test_the_interval_covers_the_true_median_at_least_95_percent_of_the_time():
+    generator = random.Random(1)
+    covered = 0
+    for _ in range(2000):
+        low, high = median_interval([generator.lognormvariate(0, 1) for _ in range(12)])
+        covered += low <= 1 <= high
+    assert covered / 2000 >= 0.95
+
+
+def test_the_interval_contains_the_median_for_every_count():
+    for count in range(1, 60):
+        values = [math.sin(index) for index in range(count)]
+        low, high = median_interval(values)
+        assert low <= median(values) <= high
+
+
+def test_quiet_blocks_end_at_the_fewest():
+    blocks = Blocks(interval=0.02, max_timed_s=100)
+    while not blocks.enough:
+        blocks.add(100.0, 0.1)
+    assert len(blocks.samples_per_s) == MIN_BLOCKS
+
+
+def test_noisy_blocks_end_when_the_time_is_up():
+    blocks = Blocks(interval=0.001, max_timed_s=2.0)
+    generator = random.Random(1)
+    while not blocks.enough:
+        blocks.add(generator.uniform(50, 150), 0.2)
+    assert 2.0 <= blocks.timed_s < 2.5
+
+
+def test_noise_that_no_longer_shrinks_ends_the_timing_before_the_time_is_up():
+    blocks = Blocks(interval=0.001, max_timed_s=math.inf)
+    for index in range(1000):
+        if blocks.enough:
+            break
+        blocks.add(100.0 if index % 2 else 90.0, 0.1)
+    assert len(blocks.samples_per_s) < 40
+
+
+def test_one_disturbed_block_does_not_move_the_throughput():
+    blocks = Blocks(interval=0.02, max_timed_s=100)
+    for speed in (100, 100.5, 99.5, 12, 100, 100.2, 99.8, 100, 100.1, 100, 99.9, 100):
+        blocks.add(speed, 0.1)
+    assert blocks.half_width < 0.02

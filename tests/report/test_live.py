@@ -1,0 +1,274 @@
+"""What is seen while a search runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+import pytest
+
+from autotune.outcome import Kind, Outcome
+from autotune.report.dashboard import Dashboard
+from autotune.report.live import Lines, live_listener
+from autotune.search.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from tests.report.sample_study import ANSWER, BASELINE, FAILURES, HEADROOM, LIMIT, SPACE, config, measured
+
+STARTED = SearchStarted(
+    task="gpt",
+    device="cpu (AMD EPYC, 2 threads)",
+    study="gpt",
+    storage="sqlite:////data/studies/gpt.db",
+    objective="throughput",
+    memory_limit_bytes=LIMIT,
+    headroom=HEADROOM,
+    budget_s=120.0,
+    space={name: tuple(choices) for name, choices in SPACE.items()},
+    num_configs=84,
+    unsupported={},
+    num_resumed=3,
+)
+
+
+def _events() -> Iterator[Event]:
+    """A short search: the baseline, four failures, something better, a note, a warning."""
+    yield STARTED
+    yield Note(text="channels_last is not searched: the model has no 2-D convolution")
+    base = measured(BASELINE)
+    probes = [
+        (BASELINE, base, "baseline"),
+        *((c, o, "search") for c, o in FAILURES),
+        (ANSWER, measured(ANSWER), "search"),
+    ]
+    best = (BASELINE, base)
+    for number, (chosen, outcome, stage) in enumerate(probes):
+        yield ProbeStarted(number=number, stage=stage, config=chosen, reason="proposed by gp", elapsed_s=4.0 * number)
+        if chosen == ANSWER:
+            best = (chosen, outcome)
+        yield ProbeEnded(
+            number=number,
+            stage=stage,
+            config=chosen,
+            outcome=outcome,
+            feasible=outcome.ok,
+            best=best,
+            baseline=base,
+            elapsed_s=4.0 * number + 3,
+        )
+    yield Note(text="optimizer_impl=foreach is left out: gradients differ by 2e-3", warning=True)
+
+
+def _lines(*, quiet: bool = False) -> list[str]:
+    stream = io.StringIO()
+    with live_listener(stream, quiet=quiet) as view:
+        for event in _events():
+            view.on(event)
+    return stream.getvalue().splitlines()
+
+
+@contextmanager
+def _terminal() -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """A real terminal, and a function that closes it and returns all that was written to it."""
+    master, slave = pty.openpty()
+    written: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(master, 65536):
+                written.append(chunk)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    stream = os.fdopen(slave, "w")
+
+    def close() -> str:
+        stream.close()
+        reader.join()
+        return b"".join(written).decode()
+
+    yield stream, close
+    if not stream.closed:
+        close()
+    os.close(master)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with _terminal() as opened:
+        yield opened
+
+
+def test_without_a_terminal_there_is_one_line_a_probe() -> None:
+    probes = [line for line in _lines() if line.startswith("[")]
+    assert probes[0] == "[   3/120s] #0 baseline batch 16 x3: 43.5 samples/s ±1.4%, 1.33 GiB"
+    assert (
+        probes[1]
+        == "[   7/120s] #1 search   batch 8 x6, bf16, 4 checkpoint segments, fused: timeout: no end within 20 s"
+    )
+    assert probes[5] == "[  23/120s] #5 search   batch 24 x2, bf16, fused: 75.5 samples/s ±1.3%, 1.08 GiB (best)"
+    assert len(probes) == 6
+
+
+def test_without_a_terminal_the_search_introduces_itself_and_notes_are_lines() -> None:
+    lines = _lines()
+    assert lines[0].startswith(
+        "gpt on cpu (AMD EPYC, 2 threads): throughput within 1.46 GiB (5% of it kept free), budget 2m00s"
+    )
+    assert lines[0].endswith("study /data/studies/gpt.db, 3 probes known")
+    assert lines[1] == "searching batch_size (7), amp (2), checkpoint_segments (3), optimizer_impl (2): 84 configs"
+    assert "note: channels_last is not searched: the model has no 2-D convolution" in lines
+    assert lines[-1].startswith("warning: optimizer_impl=foreach")
+
+
+def test_without_a_terminal_there_are_no_escape_codes_whatever_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not any("\x1b" in line for line in _lines())
+
+
+def test_quiet_leaves_only_warnings() -> None:
+    assert _lines(quiet=True) == ["warning: optimizer_impl=foreach is left out: gradients differ by 2e-3"]
+
+
+def test_a_cause_of_several_lines_takes_one() -> None:
+    stream = io.StringIO()
+    outcome = Outcome(kind=Kind.ERROR, cause="RuntimeError: first\n  second")
+    Lines(stream).on(
+        ProbeEnded(
+            number=7,
+            stage="search",
+            config=BASELINE,
+            outcome=outcome,
+            feasible=False,
+            best=None,
+            baseline=None,
+            elapsed_s=1,
+        )
+    )
+    assert stream.getvalue().count("\n") == 1 and "error: RuntimeError: first second" in stream.getvalue()
+
+
+def test_a_probe_beyond_the_limit_is_marked() -> None:
+    stream = io.StringIO()
+    ended = ProbeEnded(
+        number=7,
+        stage="search",
+        config=BASELINE,
+        outcome=measured(BASELINE),
+        feasible=False,
+        best=None,
+        baseline=None,
+        elapsed_s=1,
+    )
+    Lines(stream).on(ended)
+    assert "1.33 GiB, not feasible" in stream.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(
+    terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream, close = terminal
+    view = live_listener(stream, quiet=False)
+    assert type(view) is Lines
+    view.on(STARTED)
+    assert "\x1b" not in close()
+
+
+def _drawn(terminal: tuple[TextIO, Callable[[], str]]) -> str:
+    stream, close = terminal
+    view = live_listener(stream, quiet=False)
+    assert isinstance(view, Dashboard)
+    with view:
+        for event in _events():
+            view.on(event)
+        view.refresh()
+    return close()
+
+
+def test_a_terminal_shows_best_baseline_front_last_probes_and_time_left(
+    terminal: tuple[TextIO, Callable[[], str]],
+) -> None:
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", _drawn(terminal))
+    for fact in (
+        "best      75.5 samples/s ±1.3%, 1.08 GiB, 1.73x  batch 24 x2, bf16, fused",
+        "baseline  43.5 samples/s ±1.4%, 1.33 GiB",
+        "front",
+        "the loss is nan at step 3",
+        "6 probes: 2 ok, 1 timeout, 1 crashed, 1 error, 1 nonfinite",
+        "left",
+        "warning: optimizer_impl=foreach",
+    ):
+        assert fact in drawn, fact
+
+
+def test_a_terminal_shows_the_running_probe(terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    stream, close = terminal
+    with live_listener(stream, quiet=False) as view:
+        view.on(STARTED)
+        view.on(ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", elapsed_s=30.0))
+        cast(Dashboard, view).refresh()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
+    assert "#7 play-off, 1 s  batch 24 x2, bf16, fused  round 2" in drawn
+
+
+def test_no_color_draws_without_colour(
+    terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert re.search(r"\x1b\[[0-9;]*3[0-7]m", _drawn(terminal)) is None
+
+
+def test_an_interrupt_passes_through_and_leaves_the_terminal_clean(terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    stream, close = terminal
+    with pytest.raises(KeyboardInterrupt), live_listener(stream, quiet=False) as view:
+        view.on(STARTED)
+        raise KeyboardInterrupt
+    drawn = close()
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is back
+    assert drawn.endswith("\x1b[2K")  # and the table is gone
+
+
+@pytest.mark.parametrize("event", [None, "nonsense", 3, object()])
+def test_an_odd_event_ends_neither_view_nor_search(event: Any, terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    for view in (live_listener(io.StringIO(), quiet=False), live_listener(terminal[0], quiet=False)):
+        with view:
+            view.on(event)
+            view.on(STARTED)
+
+
+def test_a_measurement_of_nothing_is_drawn(terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    odd = ProbeEnded(
+        number=1,
+        stage="search",
+        config=config(2),
+        outcome=Outcome(kind=Kind.OK),
+        feasible=True,
+        best=(config(2), Outcome(kind=Kind.OK)),
+        baseline=Outcome(kind=Kind.OOM),
+        elapsed_s=1e9,
+    )
+    with live_listener(terminal[0], quiet=False) as view:
+        view.on(odd)
+        cast(Dashboard, view).refresh()
+    assert "#1 " in terminal[1]()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_closed_stream_does_not_reach_the_search(quiet: bool) -> None:
+    stream = io.StringIO()
+    view: Listener = live_listener(stream, quiet=quiet)
+    stream.close()
+    with view:
+        for event in _events():
+            view.on(event)

@@ -1,0 +1,198 @@
+"""An answer and a study as text for people."""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from autotune.report.study_text import render_study
+from autotune.report.text import render_result
+from autotune.search.reading import Study
+from autotune.search.result import Result
+from autotune.techniques import complete
+from tests.report.sample_study import ANSWER, BASELINE
+
+
+@pytest.fixture
+def result(study: Study) -> Result:
+    assert study.result is not None
+    return study.result
+
+
+def _console(width: int = 80, **options: bool) -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(file=stream, width=width, highlight=False, **options), stream  # type: ignore[arg-type]
+
+
+def text_of(result: Result, width: int = 80) -> str:
+    console, stream = _console(width)
+    render_result(result, console, model="models/my gpt.py")
+    return stream.getvalue()
+
+
+def study_text_of(study: Study, width: int = 80) -> str:
+    console, stream = _console(width)
+    render_study(study, console)
+    return stream.getvalue()
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_verdict_comes_with_its_interval(result: Result) -> None:
+    assert "Faster: 1.73x the baseline's throughput (95% interval 1.70x to 1.77x), with 0.81x its memory." in _flat(
+        text_of(result)
+    )
+
+
+def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
+    text = text_of(result)
+    literal = text[text.index("{") : text.index("}") + 1]
+    assert complete(ast.literal_eval(literal)) == ANSWER
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_command_that_verifies_is_one_line_that_a_shell_understands(result: Result, width: int) -> None:
+    (command,) = [line for line in text_of(result, width).splitlines() if line.startswith("  autotune verify")]
+    words = shlex.split(command)
+    assert words[2] == "models/my gpt.py" and complete(ast.literal_eval(words[4])) == ANSWER
+
+
+def test_throughput_memory_and_step_stand_beside_the_baseline(result: Result) -> None:
+    lines = {
+        line.split()[0]: line
+        for line in text_of(result, 120).splitlines()
+        if line.split()[:1] in (["answer"], ["baseline"])
+    }
+    assert all(part in lines["answer"] for part in ("75.5 ±1.5%", "636 ms", "1.08 GiB", "batch 24 x2, bf16, fused"))
+    assert all(part in lines["baseline"] for part in ("43.5 ±1.5%", "1.33 GiB", "batch 16 x3"))
+
+
+def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
+    text = _flat(text_of(result))
+    for fact in (
+        "1.46 GiB, 5% of it kept free",
+        "peak is 74% of the limit",
+        "fp32 -> bf16",
+        "1.61x",
+        "not isolated",
+        "Compute: a step is",
+        "0.999995",
+        "3.1e-03",
+        "passed as reduced precision",
+        "40 probes (33 ok, 3 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
+        "16% of it outside training steps",
+        "! pin_memory has no effect",
+        "batch 2 x24, bf16, 4 checkpoint segments",
+        "autotune.prepare",
+    ):
+        assert fact in text, fact
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_but_the_command_is_wider_than_the_terminal(study: Study, result: Result, width: int) -> None:
+    for text in (text_of(result, width), study_text_of(study, width)):
+        assert all(len(line) <= width for line in text.splitlines() if "autotune verify" not in line)
+
+
+def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
+    assert result.baseline is not None
+    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=(1.0, 1.0), verdict="same", effects=())
+    text = text_of(kept)
+    assert "Keep what you have: nothing beat the baseline beyond the noise." in text
+    assert not any(line.startswith("  baseline") for line in text.splitlines())
+
+
+def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
+    assert "As fast as the baseline within the noise: 0.99x" in text_of(replace(result, verdict="same", speedup=0.99))
+    assert "Slower: 0.80x" in text_of(replace(result, verdict="slower", speedup=0.8))
+
+
+def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
+    text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
+    assert "the baseline does not run within the memory limit, so there is no speed-up to state" in text
+
+
+def test_an_unconfirmed_answer_says_so(result: Result) -> None:
+    text = _flat(text_of(replace(result, confirmed=False, finalists=(), checks=())))
+    assert "Not confirmed" in text and "Play-off" not in text
+
+
+def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:
+    text = _flat(text_of(replace(result, speedup_ci=(0.0, math.inf))))
+    assert "from one round, so its interval is unknown" in text and "inf" not in text
+
+
+def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
+    failed = replace(result.checks[0], passed=False, reason="cosine 0.91 is below 0.999")
+    assert "FAILED as reduced precision, whole config: cosine 0.91 is below 0.999" in _flat(
+        text_of(replace(result, checks=(failed,)))
+    )
+
+
+def test_text_that_looks_like_markup_is_printed_as_it_is(study: Study, result: Result) -> None:
+    assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
+    assert "[in block.3]" in study_text_of(study)
+
+
+def test_a_study_shows_every_probe_with_what_was_changed_and_why(study: Study) -> None:
+    text = study_text_of(study, 120)
+    lines = text[text.index("Probes") : text.index("Failures")].splitlines()
+    rows = {
+        int(line.split()[0]): " ".join(line.split()) for line in lines if line.split() and line.split()[0].isdigit()
+    }
+    assert len(rows) == len(study.probes)
+    assert rows[0] == "0 baseline 16 x3 43.5 ±1.4% 1.33 GiB - what you run today"
+    assert rows[1] == "1 search 8 x6 timeout bf16, 4 segments, fused by gp"
+    assert rows[43] == "43 play-off 24 x2 75.2 ±1.4% 1.08 GiB bf16, fused round 1"
+
+
+def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
+    text = _flat(study_text_of(study, 120))
+    assert "oom needs 1920 MiB of 1500 MiB: DefaultCPUAllocator: can't allocate memory #33 #34 #39 #40 #42" in text
+    assert "timeout no end within 20 s #1" in text and "nonfinite the loss is nan at step 3 #4" in text
+
+
+def test_a_study_tells_of_trials_without_an_outcome_and_of_what_was_not_searched(study: Study) -> None:
+    text = _flat(study_text_of(study, 120))
+    assert "1 running or left running; 1 cut short without an outcome" in text
+    assert "channels_last the model has no 2-D convolution" in text
+
+
+def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
+    text = study_text_of(study)
+    assert text.count("Memory/throughput front") == 1
+    assert text.index("Probes") < text.index("Failures") < text.index("Memory/throughput front") < text.index("Answer")
+    assert "Faster: 1.73x" in text
+
+
+def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:
+    text = study_text_of(unanswered)
+    assert "No answer yet" in text and "goes on where it stopped" in _flat(text)
+
+
+def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None:
+    nothing = replace(unanswered, probes=tuple(probe for probe in unanswered.probes if not probe.feasible))
+    text = study_text_of(nothing)
+    assert "Nothing feasible so far" in text and "Memory/throughput front" not in text
+
+
+def test_a_study_without_probes_says_so(empty: Study) -> None:
+    assert "No probe has ended yet" in study_text_of(empty)
+
+
+def test_no_color_leaves_out_colours(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = _console(force_terminal=True)
+    render_result(result, console)
+    assert "\x1b[1;32m" in stream.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    console, stream = _console(force_terminal=True)
+    render_result(result, console)
+    assert "\x1b[1;32m" not in stream.getvalue() and "32m" not in stream.getvalue()

@@ -1,0 +1,198 @@
+"""The search loop: what is probed, in what order, and what never is."""
+
+import pytest
+
+from autotune.config import Config
+from autotune.outcome import Kind, Outcome
+from autotune.probe.process import ProbeFault
+
+from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+
+
+def finish(loop):
+    loop.measure_baseline(given=True)
+    loop.explore()
+    loop.undo_changes()
+    return loop.run_play_off()
+
+
+def test_the_baseline_is_probed_first(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=3)
+    finish(loop)
+    assert prober.configs[0] == loop.space.baseline
+
+
+def test_no_config_is_probed_twice_outside_the_play_off(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=40)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    loop.undo_changes()
+    assert len(prober.configs) == len(set(prober.configs)) > 10
+
+
+def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=60, sampler="random")
+    loop.measure_baseline(given=True)
+    loop.explore()
+    walls: dict[Config, int] = {}
+    for config in prober.configs:
+        group = config.replace(batch_size=1, accumulation_steps=1)
+        assert config.batch_size < walls.get(group, 10**9)
+        if prober.peak_bytes(config) > 0.95 * LIMIT_BYTES:
+            walls[group] = min(config.batch_size, walls.get(group, 10**9))
+    assert walls
+
+
+def test_every_config_keeps_the_global_batch(tmp_path):
+    prober = ClosedFormProber()
+    finish(make_loop(tmp_path, prober, num_trials=30, sampler="random"))
+    assert {config.samples_per_step for config in prober.configs} == {96}
+
+
+@pytest.mark.parametrize("sampler", ["gp", "tpe"])
+def test_the_answer_is_within_three_percent_of_the_optimum_in_forty_probes(tmp_path, sampler):
+    prober = ClosedFormProber(noise=0.005)
+    loop = make_loop(tmp_path, prober, num_trials=40, sampler=sampler)
+    standing = finish(loop)
+    optimum = prober.best_samples_per_s(loop.space, loop.objective.usable_bytes)
+    assert prober.samples_per_s(standing.answer.config) >= 0.97 * optimum
+
+
+def test_a_grid_covers_the_whole_space(tmp_path):
+    fix = {"checkpoint_segments": 0, "optimizer_impl": "default", "amp": "off"}
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, sampler="grid", fix=fix)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    smallest_failure = min(c.batch_size for c in prober.configs if prober.peak_bytes(c) > 0.95 * LIMIT_BYTES)
+    assert {c.batch_size for c in prober.configs} >= {
+        c.batch_size for c in loop.space if c.batch_size < smallest_failure
+    }
+
+
+def test_the_budget_ends_the_search(tmp_path):
+    prober = ClosedFormProber(seconds=0.05)
+    loop = make_loop(tmp_path, prober, budget_s=2.0, sampler="random")
+    finish(loop)
+    assert loop.elapsed_s < 4
+
+
+def test_the_number_of_trials_ends_the_search(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=5)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    loop.undo_changes()
+    assert len(prober.configs) == 5
+
+
+def test_a_resumed_search_measures_nothing_again(tmp_path):
+    first = ClosedFormProber()
+    loop = make_loop(tmp_path, first, num_trials=8)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    second = ClosedFormProber()
+    resumed = make_loop(tmp_path, second, num_trials=8)
+    assert len(resumed.probed()) == 8
+    resumed.measure_baseline(given=True)
+    resumed.explore()
+    assert not set(first.configs) & set(second.configs)
+
+
+def test_trials_left_running_by_a_dead_search_are_closed(tmp_path):
+    loop = make_loop(tmp_path, ClosedFormProber())
+    loop.store.begin(loop.space.baseline, loop.space)
+    resumed = make_loop(tmp_path, ClosedFormProber())
+    resumed.measure_baseline(given=True)
+    import optuna
+
+    states = [
+        trial.state.name for trial in optuna.load_study(study_name="closed", storage=loop.store.place.storage).trials
+    ]
+    assert states == ["FAIL", "COMPLETE"]
+
+
+def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
+    from autotune import techniques
+
+    found = inspection(
+        baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict(), baseline_given=False
+    )
+    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found)
+    loop.measure_baseline(given=False)
+    assert loop.space.baseline.batch_size == 12
+    assert loop.baseline is not None and loop.baseline.ok
+
+
+def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_finds_what_does(tmp_path):
+    from autotune import techniques
+
+    found = inspection(baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict())
+    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found, num_trials=15)
+    standing = finish(loop)
+    assert loop.baseline is not None and loop.baseline.kind is Kind.OOM
+    assert standing.answer is not None and standing.gain is None
+
+
+def test_infeasible_trials_are_complete_with_a_positive_constraint(tmp_path):
+    import optuna
+
+    loop = make_loop(tmp_path, ClosedFormProber(), num_trials=30, sampler="random")
+    loop.measure_baseline(given=True)
+    loop.explore()
+    trials = optuna.load_study(study_name="closed", storage=loop.store.place.storage).trials
+    assert {trial.state.name for trial in trials} == {"COMPLETE"}
+    for trial in trials:
+        assert set(trial.constraints) == {"infeasibility"}
+        assert (trial.constraints["infeasibility"] <= 0) == trial.user_attrs["feasible"]
+    assert not all(trial.user_attrs["feasible"] for trial in trials)
+
+
+def test_the_best_is_compared_with_each_of_its_changes_undone(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=60)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    loop.undo_changes()
+    best = loop.best[0]
+    for name in best.differences(loop.space.baseline):
+        if name != "accumulation_steps":
+            undone = loop.space.complete({**best.as_dict(), name: loop.space.baseline[name]})
+            assert undone in prober.configs or prober.peak_bytes(undone) > 0.95 * LIMIT_BYTES
+
+
+def test_an_interrupt_ends_the_search_after_the_running_probe(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, interrupted=lambda: len(prober.configs) >= 3)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert len(prober.configs) == 3
+
+
+def test_a_fault_of_the_machinery_is_no_outcome_and_three_end_the_search(tmp_path):
+    class Broken(ClosedFormProber):
+        def run(self, config, settings) -> Outcome:
+            if len(self.configs) >= 2:
+                raise ProbeFault("the fork server died")
+            return super().run(config, settings)
+
+    loop = make_loop(tmp_path, Broken(), sampler="random")
+    loop.measure_baseline(given=True)
+    with pytest.raises(ProbeFault):
+        loop.explore()
+    assert len(loop.probed()) == 2
+
+
+def test_the_same_seed_gives_the_same_search(tmp_path):
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        prober = ClosedFormProber()
+        loop = make_loop(tmp_path / name, prober, num_trials=15, seed=3)
+        loop.measure_baseline(given=True)
+        loop.explore()
+        runs.append(prober.configs)
+    assert runs[0] == runs[1]

@@ -1,0 +1,127 @@
+"""The play-off: who is confirmed, who is dropped, and when the baseline is the answer."""
+
+import random
+
+from autotune import techniques
+from autotune.outcome import Kind, Outcome
+from autotune.search.objective import Objective
+from autotune.search.playoff import MAX_ROUNDS, MIN_ROUNDS, play_off, ratio_interval
+
+from .closed_form import measurement
+
+MIB = 2**20
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+
+
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
+
+
+BASE = config(4)
+
+
+def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=()):
+    """Play off configs of given true speeds; a per-round disturbance hits all alike."""
+    generator = random.Random(seed)
+    log, slowdown = [], {}
+
+    def run(candidate, number):
+        log.append((number, candidate))
+        if (candidate, number) in failing:
+            return Outcome(kind=Kind.OOM, cause="no memory", wall_s=1.0)
+        drift = slowdown.setdefault(number, generator.uniform(0.8, 1.2))
+        speed = speeds[candidate] * drift * (1 + noise * generator.gauss(0, 1))
+        return Outcome(
+            kind=Kind.OK, measurement=measurement(candidate, speed, (peaks or {}).get(candidate, 500 * MIB)), wall_s=1.0
+        )
+
+    standing = play_off(
+        [c for c in speeds if c != BASE],
+        BASE if BASE in speeds else None,
+        run=run,
+        objective=OBJECTIVE,
+        has_time=lambda seconds, number: number < rounds,
+        seed=seed,
+    )
+    return standing, log
+
+
+def test_the_fastest_wins_and_its_gain_is_paired():
+    standing, _ = contest({config(8): 150.0, config(16): 200.0, BASE: 100.0})
+    assert standing.answer.config == config(16)
+    ratio, low, high = standing.gain
+    assert low <= 2.0 <= high
+    assert high - low < 0.1  # although rounds differ by 40 %
+
+
+def test_every_entrant_runs_in_every_round_until_it_is_dropped():
+    _, log = contest({config(8): 100.0, config(16): 200.0, BASE: 90.0})
+    for number in range(MIN_ROUNDS):
+        assert {candidate for n, candidate in log if n == number} == {config(8), config(16), BASE}
+
+
+def test_the_order_within_a_round_is_shuffled():
+    _, log = contest({config(8): 199.0, config(16): 200.0, BASE: 90.0}, noise=0.02)
+    orders = {tuple(candidate for n, candidate in log if n == number) for number in range(MIN_ROUNDS)}
+    assert len(orders) > 1
+
+
+def test_losers_leave_after_the_first_rounds():
+    _, log = contest({config(8): 100.0, config(16): 200.0, config(12): 199.8, BASE: 90.0}, noise=0.004)
+    assert sum(candidate == config(8) for _, candidate in log) == MIN_ROUNDS
+
+
+def test_on_a_tie_the_one_with_less_memory_wins():
+    speeds = {config(16): 200.0, config(8): 199.5, BASE: 90.0}
+    standing, _ = contest(speeds, {config(16): 800 * MIB, config(8): 400 * MIB}, noise=0.01)
+    assert standing.answer.config == config(8)
+
+
+def test_on_a_tie_of_equal_memory_the_one_with_fewer_techniques_wins():
+    plain, more = config(16), config(16, optimizer_impl="fused")
+    standing, _ = contest({more: 200.0, plain: 199.5, BASE: 90.0}, noise=0.01)
+    assert standing.answer.config == plain
+
+
+def test_the_baseline_is_the_answer_when_nothing_beats_it_beyond_the_noise():
+    standing, _ = contest({config(8): 100.2, BASE: 100.0}, noise=0.02)
+    assert standing.answer.config == BASE
+    assert standing.gain == (1.0, 1.0, 1.0)
+
+
+def test_a_config_that_runs_out_of_memory_once_is_never_the_answer():
+    standing, _ = contest({config(8): 150.0, config(16): 200.0, BASE: 100.0}, failing={(config(16), 1)})
+    assert standing.answer.config == config(8)
+
+
+def test_without_a_baseline_there_is_an_answer_and_no_gain():
+    standing, _ = contest({config(8): 150.0, config(16): 200.0})
+    assert standing.answer.config == config(16)
+    assert standing.gain is None
+
+
+def test_there_is_no_answer_when_everything_fails():
+    failing = {(config(8), number) for number in range(MAX_ROUNDS)}
+    standing, _ = contest({config(8): 150.0}, failing=failing)
+    assert standing.answer is None
+
+
+def test_the_answers_interval_is_between_processes():
+    standing, _ = contest({config(16): 200.0, BASE: 100.0})
+    measured = standing.answer.measured()
+    assert measured.num_processes >= MIN_ROUNDS
+    assert measured.samples_per_s_ci[0] < 200 < measured.samples_per_s_ci[1]
+    assert measured.samples_per_s_ci[1] / measured.samples_per_s_ci[0] > 1.05  # rounds differ by up to 40 %
+
+
+def test_a_ratio_interval_of_equal_values_is_a_point():
+    assert ratio_interval([0.0, 0.0, 0.0]) == (1.0, 1.0, 1.0)
+
+
+def test_the_ratio_interval_covers_the_truth_95_percent_of_the_time():
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        _, low, high = ratio_interval([generator.gauss(0, 0.1) for _ in range(4)])
+        covered += low <= 1 <= high
+    assert 0.93 < covered / 1000 < 0.97

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from autotune import prepare
+from autotune.techniques.amp import Amp
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(8, 4)
+
+
+def test_a_cpu_trains_in_bf16(make_task, make_setting):
+    assert {"off", "bf16"} <= set(Amp().support(make_setting(make_task(linear))).choices)
+
+
+def test_bf16_autocasts_the_forward_pass_and_needs_no_scaler(make_task):
+    seen = []
+
+    def training_step(model, batch):
+        output = model(batch[0])
+        seen.append(output.dtype)
+        return torch.nn.functional.cross_entropy(output.float(), batch[1])
+
+    session = prepare(make_task(linear, training_step=training_step), {"batch_size": 2, "amp": "bf16"}, device="cpu")
+    session.step(next(iter(session.loader)))
+    assert seen == [torch.bfloat16]
+    assert session.scaler is None
+    assert all(p.dtype is torch.float32 for p in session.model.parameters())
+
+
+def test_fp16_has_a_scaler(make_task):
+    session = prepare(make_task(linear), {"batch_size": 2, "amp": "fp16"}, device="cpu")
+    assert isinstance(session.scaler, torch.amp.GradScaler)
+    assert session.scaler.is_enabled()
+
+
+class OldGpu:
+    kind = "cuda"
+
+    def info(self):
+        return type("Info", (), {"capability": (7, 5)})()
+
+
+def test_a_gpu_without_bfloat16_tensor_cores_gets_fp16_only(make_task, make_setting):
+    setting = make_setting(make_task(linear))
+    setting = type(setting)(**{**vars(setting), "device": OldGpu()})
+    support = Amp().support(setting)
+    assert support.choices == ("off", "fp16")
+    assert "8.0" in support.reason and "7.5" in support.reason
+
+
+@pytest.mark.parametrize("choice", ["float16", True, 16, None])
+def test_other_names_are_refused(choice):
+    with pytest.raises(ValueError, match="off, bf16, fp16"):
+        Amp().validate(choice)

@@ -1,0 +1,74 @@
+import os
+
+import pytest
+import torch
+
+from autotune import prepare, techniques
+from autotune.techniques import REGISTRY
+
+LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index)), index % 4
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from Samples()
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_without_a_dataset_there_is_nothing_to_load(name, make_task, make_setting):
+    technique = REGISTRY[name]
+    support = technique.support(make_setting(make_task(linear)))
+    assert support.choices == (technique.off,)
+    assert support.reason
+
+
+def test_workers_go_up_to_the_processors_there_are(make_task, make_setting, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    support = REGISTRY["num_workers"].support(make_setting(make_task(linear, train_dataset=Samples)))
+    assert support.choices == (0, 1, 2, 4)
+
+
+def test_an_iterable_dataset_gets_one_worker_at_most_with_the_reason(make_task, make_setting):
+    support = REGISTRY["num_workers"].support(make_setting(make_task(linear, make_batch=None, train_dataset=Stream)))
+    assert support.choices == (0, 1)
+    assert "iterable" in support.reason
+
+
+def test_pinned_memory_is_for_gpus(make_task, make_setting):
+    assert REGISTRY["pin_memory"].support(make_setting(make_task(linear, train_dataset=Samples))).choices == (False,)
+
+
+def test_without_workers_their_options_are_redundant_and_not_passed_on(make_task):
+    task = make_task(linear, train_dataset=Samples)
+    session = prepare(task, {"batch_size": 5, "persistent_workers": True, "prefetch_factor": 4}, device="cpu")
+    assert sum(len(micro[1]) for group in session.loader for micro in group) == 10
+    config = techniques.complete({"num_workers": 0})
+    assert REGISTRY["persistent_workers"].is_redundant(config)
+    assert REGISTRY["prefetch_factor"].is_redundant(config)
+    assert not REGISTRY["prefetch_factor"].is_redundant(config.replace(num_workers=1))
+
+
+def test_workers_load_every_sample_once(make_task):
+    task = make_task(linear, train_dataset=Samples)
+    config = {"batch_size": 5, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
+    session = prepare(task, config, device="cpu")
+    seen = sorted(int(sample[0]) for group in session.loader for micro in group for sample in micro[0])
+    assert seen == list(range(10))
+
+
+@pytest.mark.parametrize(("name", "choice"), [("num_workers", -1), ("num_workers", True), ("prefetch_factor", 0)])
+def test_impossible_numbers_are_refused(name, choice):
+    with pytest.raises(ValueError, match="expected a whole number"):
+        REGISTRY[name].validate(choice)

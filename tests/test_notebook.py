@@ -1,0 +1,46 @@
+"""The notebook runs from a fresh kernel and shows what it promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.sample_study import ANSWER, write_study
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "inspect_study.ipynb"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    study = write_study(tmp_path_factory.mktemp("notebook") / "gpt.db")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOTUNE_STUDY", str(study))
+        folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
+        nbclient.NotebookClient(notebook, timeout=180, kernel_name="python3", resources=folder).execute()
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def _shown(outputs: list[dict[str, Any]], kind: str) -> list[str]:
+    return [output["data"][kind] for output in outputs if kind in output.get("data", {})]
+
+
+def test_it_shows_the_probes_as_a_table_with_the_varied_techniques_and_the_outcomes(
+    outputs: list[dict[str, Any]],
+) -> None:
+    tables = _shown(outputs, "text/html")
+    assert all(word in tables[0] for word in ("checkpoint_segments", "samples_per_s", "play-off", "proposed by gp"))
+    assert all(word in tables[1] for word in ("oom", "timeout", "crashed", "nonfinite", "the loss is nan"))
+
+
+def test_it_draws_the_front_and_the_throughput_over_the_batch_size(outputs: list[dict[str, Any]]) -> None:
+    assert len(_shown(outputs, "image/png")) == 2
+
+
+def test_it_shows_the_recommended_config_and_its_gain(outputs: list[dict[str, Any]]) -> None:
+    assert any(f"'batch_size': {ANSWER.batch_size}" in text for text in _shown(outputs, "text/plain"))
+    printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+    assert "1.73x the baseline's throughput" in printed

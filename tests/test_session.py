@@ -1,0 +1,212 @@
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autotune import prepare
+from autotune.batches import StepBatch
+from autotune.errors import ConfigError, DeviceError
+from autotune.task import Task
+
+torch.set_num_threads(1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def pairs(batch_size):
+    return torch.randn(batch_size, 6), torch.randint(0, 3, (batch_size,))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def task_of(**changes):
+    return Task(**{"build_model": mlp, "make_batch": pairs, "configure_optimizers": sgd, **changes})
+
+
+def in_double(**changes):
+    def make_batch(batch_size):
+        x, y = pairs(batch_size)
+        return x.double(), y
+
+    return task_of(build_model=lambda: mlp().double(), make_batch=make_batch, **changes)
+
+
+def gradients_after(task, config, batch):
+    torch.manual_seed(0)
+    session = prepare(task, config, device="cpu")
+    loss = session.accumulate(batch)
+    return loss, [p.grad for p in session.model.parameters()]
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is filled with i; there are 22 of them."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)), index % 3
+
+
+def assert_equal_in_double(task, whole_config, split_config, batch):
+    whole_loss, whole = gradients_after(task, whole_config, batch)
+    loss, gradients = gradients_after(task, split_config, batch)
+    torch.testing.assert_close(loss.double(), whole_loss.double(), rtol=1e-6, atol=0)
+    for expected, gradient in zip(whole, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("batch_size", "steps"), [(6, 2), (4, 3), (1, 12)])
+def test_accumulated_gradients_are_those_of_the_whole_batch(batch_size, steps):
+    task = in_double()
+    config = {"batch_size": batch_size, "accumulation_steps": steps}
+    assert_equal_in_double(task, {"batch_size": 12}, config, task.batch(12))
+
+
+def test_an_incomplete_last_group_is_the_mean_over_its_samples():
+    task = in_double()
+    assert_equal_in_double(task, {"batch_size": 12}, {"batch_size": 4, "accumulation_steps": 3}, task.batch(9))
+
+
+def test_micro_batches_with_unequal_numbers_of_tokens_are_weighted():
+    def make_batch(batch_size):
+        lengths = torch.arange(batch_size) % 5 + 1
+        labels = torch.randint(0, 3, (batch_size, 5)).masked_fill(torch.arange(5) >= lengths[:, None], -100)
+        return torch.randn(batch_size, 5, 6).double(), labels
+
+    def training_step(model, batch):
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def loss_weight(batch):
+        return float((batch[1] != -100).sum())
+
+    task = task_of(
+        build_model=lambda: mlp().double(), make_batch=make_batch, training_step=training_step, loss_weight=loss_weight
+    )
+    config = {"batch_size": 3, "accumulation_steps": 3}
+    assert_equal_in_double(task, {"batch_size": 8}, config, task.batch(8))
+
+
+def test_a_step_changes_the_parameters_clears_the_gradients_and_returns_the_mean_loss():
+    session = prepare(task_of(), {"batch_size": 4}, device="cpu")
+    batch = session.task.batch(4)
+    expected = session.loss(batch).detach()
+    before = [p.detach().clone() for p in session.model.parameters()]
+    loss = session.step(batch)
+    torch.testing.assert_close(loss, expected)
+    assert not loss.requires_grad
+    assert all(p.grad is None for p in session.model.parameters())
+    assert all(not torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_gradients_are_clipped_after_unscaling(amp):
+    session = prepare(task_of(max_grad_norm=1e-3), {"batch_size": 4, "amp": amp}, device="cpu")
+    before = [p.detach().clone() for p in session.model.parameters()]
+    session.step(session.task.batch(4))
+    moved = torch.cat([(p - q).flatten() for p, q in zip(before, session.model.parameters(), strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(1e-3 * 0.1), rtol=1e-3, atol=0)
+
+
+def test_only_fp16_has_a_scaler():
+    scalers = [prepare(task_of(), {"amp": amp}, device="cpu").scaler for amp in ("off", "bf16", "fp16")]
+    assert scalers[0] is scalers[1] is None
+    assert isinstance(scalers[2], torch.amp.GradScaler)
+
+
+def test_fp16_steps_that_overflow_are_skipped_and_training_goes_on():
+    def training_step(model, batch):
+        return functional.cross_entropy(model(batch[0] * 100).float() * 100, batch[1])
+
+    session = prepare(task_of(training_step=training_step), {"batch_size": 8, "amp": "fp16"}, device="cpu")
+    before = [p.detach().clone() for p in session.model.parameters()]
+    for _ in range(20):
+        session.step(session.task.batch(8))
+    assert session.scaler.get_scale() < 65536
+    assert all(p.isfinite().all() for p in session.model.parameters())
+    assert all(not torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
+
+
+def test_the_loader_groups_micro_batches_and_ends_with_what_is_left():
+    session = prepare(task_of(train_dataset=Numbers), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
+    groups = list(session.loader)
+    assert all(isinstance(group, StepBatch) for group in groups)
+    assert [[len(micro[1]) for micro in group] for group in groups] == [[4, 4], [4, 4], [4, 2]]
+    assert sorted(int(x) for group in groups for micro in group for x in micro[0][:, 0]) == list(range(22))
+    assert len(session.loader) == 3
+
+
+def test_without_a_dataset_the_loader_makes_batches_without_end():
+    session = prepare(task_of(), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
+    loader = iter(session.loader)
+    assert [[len(micro[1]) for micro in next(loader)] for _ in range(5)] == [[4, 4]] * 5
+    with pytest.raises(TypeError, match="without end"):
+        len(session.loader)
+
+
+def test_what_the_loader_yields_can_be_stepped_on():
+    session = prepare(task_of(train_dataset=Numbers), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
+    assert all(session.step(batch).isfinite() for batch in session.loader)
+
+
+def test_accumulation_follows_from_the_global_batch():
+    session = prepare(task_of(global_batch=12), {"batch_size": 4}, device="cpu")
+    assert session.config.accumulation_steps == 3
+
+
+def test_the_global_batch_never_moves_silently():
+    with pytest.raises(ConfigError, match="is 8 samples per optimizer step, but the task's global batch is 12"):
+        prepare(task_of(global_batch=12), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
+    with pytest.raises(ConfigError, match="does not divide the global batch 12"):
+        prepare(task_of(global_batch=12), {"batch_size": 5}, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [({"batchsize": 4}, "batch_size"), ({"amp": "fp8"}, "off, bf16, fp16"), ({"batch_size": 0}, "at least 1")],
+)
+def test_a_config_that_makes_no_sense_is_an_error_that_helps(config, named):
+    with pytest.raises(ConfigError, match=named):
+        prepare(task_of(), config, device="cpu")
+
+
+def test_an_unknown_device_is_an_error():
+    with pytest.raises(DeviceError):
+        prepare(task_of(), {}, device="tpu")
+
+
+def test_a_model_file_is_taken_by_its_path(tmp_path):
+    path = tmp_path / "the model é.py"
+    source = "import torch\n\n\ndef build_model():\n    return torch.nn.Linear(6, 3)\n\n\n" + inspect.getsource(pairs)
+    path.write_text(source.replace("def pairs", "def make_batch"), encoding="utf-8")
+    session = prepare(path, {"batch_size": 2}, device="cpu")
+    session.step(next(iter(session.loader)))
+    assert isinstance(session.optimizer, torch.optim.AdamW)
+
+
+def test_all_techniques_at_once_train_like_plain_fp32():
+    def build():
+        blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(3 * 16, 3))
+
+    def make_batch(batch_size):
+        return torch.randn(batch_size, 3, 4, 4), torch.randint(0, 3, (batch_size,))
+
+    task = Task(build_model=build, make_batch=make_batch, global_batch=8)
+    everything = {"batch_size": 2, "channels_last": True, "checkpoint_segments": 2, "optimizer_impl": "fused"}
+    torch.manual_seed(1)
+    batch = task.batch(8)
+    losses = []
+    for config in ({"batch_size": 8}, everything, {**everything, "amp": "bf16"}):
+        torch.manual_seed(0)
+        session = prepare(task, config, device="cpu")
+        losses.append([float(session.step(copy.deepcopy(batch))) for _ in range(5)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=2e-2)
