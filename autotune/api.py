@@ -119,7 +119,9 @@ def probe(
         timeout_s=default_timeout_s if timeout is None else _parsed(parse_seconds, timeout),
     )
     source = TaskSource.of(task)
-    with ProcessProber(source, logs=logs / f"{source.name}.logs", global_batch=global_batch) as prober:
+    if global_batch is not None:
+        source = source.with_global_batch(global_batch)
+    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
         given = prober.global_batch
         complete = techniques.complete(config, global_batch=given)
         _require_global_batch(complete, given)

@@ -24,6 +24,7 @@ def exit_code(error: AutotuneError) -> int:
 def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
+    from autotune.report import export
     from autotune.report.live import live_listener
     from autotune.search.result import Result
     from autotune.search.run import Interrupted
@@ -55,13 +56,13 @@ def search(options: argparse.Namespace) -> int:
         result, code = error.result, INTERRUPTED
     document = {"error": "interrupted before anything was measured"} if result is None else result.to_dict()
     if options.out:
-        _write(Path(options.out), json.dumps(document, indent=2) + "\n")
+        _write(Path(options.out), export.document(document) + "\n")
     if options.json:
-        print(json.dumps(document))
+        print(export.document(document))
     elif result is not None:
         from autotune.report.text import render_result
 
-        render_result(result, _console())
+        render_result(result, _console(), model=options.model)
     return code
 
 
@@ -79,6 +80,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def _run_one(options: argparse.Namespace, *, steps: int) -> int:
     from autotune import api
+    from autotune.report import export
 
     config = _config(options.config)
     outcome = api.probe(
@@ -91,7 +93,7 @@ def _run_one(options: argparse.Namespace, *, steps: int) -> int:
         steps=steps,
     )
     if options.json:
-        print(json.dumps({"config": config, **outcome.to_dict()}))
+        print(export.document({"config": config, **outcome.to_dict()}))
     else:
         from autotune.report.outcome import render_outcome
 
@@ -102,7 +104,7 @@ def _run_one(options: argparse.Namespace, *, steps: int) -> int:
 def show(options: argparse.Namespace) -> int:
     """`autotune show`: what a study holds."""
     from autotune.report import export
-    from autotune.report.text import render_study
+    from autotune.report.study_text import render_study
     from autotune.search.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
@@ -111,7 +113,7 @@ def show(options: argparse.Namespace) -> int:
     elif options.csv:
         sys.stdout.write(export.to_csv(study))
     else:
-        render_study(study, _console())
+        render_study(study, _console(), model=study.attributes.get("model", "model.py"))
     return ANSWERED
 
 
@@ -146,8 +148,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def _console() -> Any:
+    import io
+
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode shows `?` for what it lacks
+        sys.stdout.reconfigure(errors="replace")
     return Console(file=sys.stdout, highlight=False)
 
 

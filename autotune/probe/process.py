@@ -38,14 +38,13 @@ class ProcessProber:
     Args:
         source: how a process gets the task.
         logs: folder for what the user's code prints, one file a probe; it is made when needed.
-        global_batch: in place of the task's own; None keeps the task's.
         fork: False starts a new interpreter for each probe from the outset.
     """
 
-    def __init__(self, source: TaskSource, *, logs: Path, global_batch: int | None = None, fork: bool = True) -> None:
+    def __init__(self, source: TaskSource, *, logs: Path, fork: bool = True) -> None:
         self._source = source
         self._logs = logs.absolute()
-        self._global_batch = global_batch
+        self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after `inspect`
         self._fork = fork
         self._num_jobs = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +78,9 @@ class ProcessProber:
         arguments = {"device": device, "memory_limit_bytes": memory_limit_bytes}
         reply = self._job("inspect", arguments, timeout_s)
         if isinstance(reply, dict) and "inspection" in reply:
-            return Inspection.from_dict(reply["inspection"])
+            inspection = Inspection.from_dict(reply["inspection"])
+            self._widest = tuple(inspection.facts["widest"]) or None
+            return inspection
         return reply if isinstance(reply, Outcome) else Outcome.from_dict(reply["outcome"])
 
     def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome:
@@ -133,7 +134,7 @@ class ProcessProber:
         if "error" in hello:
             raise TaskError(hello["error"], frames=hello.get("frames", ""))
         self.mode, self.mode_reason = hello["mode"], hello["reason"]
-        self.global_batch: int | None = self._global_batch or hello["global_batch"]
+        self.global_batch: int | None = hello["global_batch"]
 
     def _import_failed(self, what: str) -> NoReturn:
         tail = self._import_log.read_text(errors="replace").strip()[-1500:]
@@ -166,7 +167,7 @@ class ProcessProber:
         request = {
             "job": job,
             "arguments": arguments,
-            "global_batch": self._global_batch,
+            "widest": self._widest,
             "channel": self._channel,
             "log": str(log),
             "timeout_s": timeout_s,

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
 
     Args:
         task: the user's task, loaded.
-        request: `job` (a key of `JOBS`), `arguments` for it, `global_batch` in place of the task's own (or None),
+        request: `job` (a key of `JOBS`), `arguments` for it, `widest` (positions of the dataset's widest samples, or None),
             `channel` (path of the named pipe), `log` (path).
     """
     channel = Channel(request["channel"])
@@ -65,8 +65,8 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
         stage[:] = [name, train_s]
         channel.send({"stage": name, "train_s": train_s})
 
-    if request["global_batch"] is not None:
-        task = replace(task, global_batch=request["global_batch"])
+    if request["widest"] is not None:
+        task.use_widest(request["widest"])
     try:
         message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:

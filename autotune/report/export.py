@@ -11,10 +11,10 @@ from autotune.search.reading import ProbeRecord, Study
 
 
 def to_json(study: Study) -> str:
-    """The whole study as one JSON document: its attributes, every probe with all that was measured, the front, the answer.
+    """The whole study as one JSON document: its attributes, every probe with all that was measured, front and answer.
 
-    Keys: `study`, `storage`, the study's attributes (`task`, `objective`, `memory_limit_bytes`, ...), `num_running`, `num_lost`,
-    `probes`, `front`, and `result` (null without an answer).
+    Keys: `study`, `storage`, the study's attributes (`task`, `objective`, `memory_limit_bytes`, ...), `num_running`,
+    `num_lost`, `probes`, `front`, and `result` (null without an answer).
     """
     return document(
         {
@@ -36,7 +36,7 @@ def to_csv(study: Study) -> str:
 
 
 def document(data: dict[str, Any]) -> str:
-    """Plain data as a JSON document that every parser takes: what JSON has no word for (an endless interval) becomes null."""
+    """Plain data as a JSON document that every parser takes: what JSON has no word for (infinity) becomes null."""
     return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
 
 

@@ -46,9 +46,10 @@ _AFTER = {
 def probe_frame(study: Study) -> pd.DataFrame:
     """One row a finished probe.
 
-    Columns: `number`, `stage`, `round`; every technique by its name; `outcome`, `cause`, `feasible`, `score`; the figures of a
-    `Measurement` under the same names with `peak_mib` beside `peak_bytes`, missing where the probe did not end `ok`; the parts
-    of a step as `phase_data_s`, `phase_forward_s`, ...; `train_s`, `wall_s`, `disturbed`, `started`, `reason`, `log`.
+    Columns: `number`, `stage`, `round`; every technique by its name; `outcome`, `cause`, `feasible`, `score`; the
+    figures of a `Measurement` under the same names with `peak_mib` beside `peak_bytes`, missing where the probe did not
+    end `ok`; the parts of a step as `phase_data_s`, `phase_forward_s`, ...; `train_s`, `wall_s`, `disturbed`,
+    `started`, `reason`, `log`.
     Times are seconds, memory is bytes except for `peak_mib`.
     """
     techniques = _in_order(probe.config for probe in study.probes) or list(study.baseline_config)

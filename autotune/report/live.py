@@ -1,4 +1,4 @@
-"""What a person sees while a search runs: a live table on a terminal, a line a probe elsewhere. Never raises into the search."""
+"""What is seen while a search runs: a live table on a terminal, a line a probe elsewhere. Never raises into it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Lines(WarningsOnly):
     def _probe(self, event: ProbeEnded) -> str:
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         found = f"{describe(event.config)}: {summary(event.outcome, feasible=event.feasible)}"
-        return f"{clock} #{event.number} {event.stage:8} {found}{' (best)' if is_best(event) and event.stage != 'baseline' else ''}"
+        best = " (best)" if is_best(event) and event.stage != "baseline" else ""
+        return f"{clock} #{event.number} {event.stage:8} {found}{best}"
 
 
 def introduction(event: SearchStarted) -> str:

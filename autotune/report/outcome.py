@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from autotune.config import Choice
 from autotune.outcome import Measurement, Outcome
@@ -14,16 +15,16 @@ from autotune.units import format_bytes, format_seconds
 
 def render_outcome(outcome: Outcome, config: Mapping[str, Choice], console: Console) -> None:
     """Print an outcome: the figures of one that ran, the cause and the log of one that did not."""
-    console.print(f"config   {dict(config)}", soft_wrap=True)
+    console.print(f"config   {dict(config)}", soft_wrap=True, markup=False)
     if outcome.measurement is None:
-        console.print(f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True)
+        console.print(f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True, markup=False)
         if outcome.detail:
             console.print(outcome.detail.rstrip(), soft_wrap=True, markup=False)
     else:
         console.print("outcome  ok")
         console.print(_figures(outcome.measurement))
     if outcome.log:
-        console.print(f"log      {outcome.log}", soft_wrap=True)
+        console.print(f"log      {outcome.log}", soft_wrap=True, markup=False)
 
 
 def _figures(found: Measurement) -> Table:
@@ -44,5 +45,5 @@ def _figures(found: Measurement) -> Table:
     if found.disturbances:
         rows["disturbed"] = "; ".join(found.disturbances)
     for name, text in rows.items():
-        table.add_row(name, text)
+        table.add_row(name, Text(text))
     return table

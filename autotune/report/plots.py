@@ -28,7 +28,7 @@ COLOURS = (
 
 
 def plot_front(study: Study, ax: Axes | None = None) -> Axes:
-    """Throughput over peak memory: every feasible config with its 95 % interval, the front, the baseline and the answer.
+    """Throughput over peak memory: every feasible config with its 95 % interval, the front, the baseline, the answer.
 
     Args:
         ax: where to draw; None makes a figure.
@@ -69,7 +69,7 @@ def plot_front(study: Study, ax: Axes | None = None) -> Axes:
 
 
 def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
-    """Throughput over micro batch size, a line for each combination of the other techniques; the fastest ones in colour.
+    """Throughput over micro batch size, a line for each combination of the other techniques, the fastest in colour.
 
     A cross on the lower edge marks a batch size at which a combination ran out of memory.
 

@@ -31,6 +31,12 @@ def render_study(study: Study, console: Console, *, model: str = "model.py") -> 
         _front(study, console)
     if study.result is not None:
         render_answer(study.result, console, model=model)
+        num_newer = len(study.probes) - study.result.probes
+        if num_newer > 0:
+            console.print()
+            paragraph(
+                console, Text(f"A search went on since: {plural(num_newer, 'probe')} came after this answer.", "yellow")
+            )
     elif not study.probes:
         paragraph(console, "No probe has ended yet, so there is nothing to show.")
     elif not any(probe.feasible for probe in study.probes):

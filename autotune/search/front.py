@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points that no other point beats, by increasing memory.
 
-    A point beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal points the
-    first is kept.
+    A point beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal
+    points the first is kept.
 
     Args:
         points: (memory, throughput) pairs; less of the first and more of the second is better.

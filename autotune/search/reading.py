@@ -1,4 +1,4 @@
-"""Reading a study: every probe and the last answer, as plain data. Never writes, and works while a search is writing."""
+"""Reading a study: every probe and the last answer, as plain data. Never writes; works while a search writes."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Study:
     Attributes:
         name: the study's name in its storage.
         storage: a file path or a URL, as it was given.
-        attributes: what the search noted about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`, `fingerprint`,
-            `space`, `unsupported`, `baseline_config`, `warnings`.
+        attributes: what the search noted about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
+            `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`.
         probes: every finished probe, in order.
         num_running: probes in progress, or left so by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
@@ -98,7 +98,7 @@ class Study:
         return float(self.attributes.get("headroom", 0.0))
 
     def frame(self) -> pd.DataFrame:
-        """One row a probe, one column a technique or figure; see `autotune.report.frame.probe_frame` for the columns."""
+        """One row a probe, one column a technique or figure; `autotune.report.frame.probe_frame` lists them."""
         from autotune.report.frame import probe_frame
 
         return probe_frame(self)
@@ -112,7 +112,7 @@ class Study:
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran, once each.
 
-        The play-off's processes alone count where a config took part, as they do for the answer; the peak is the highest seen.
+        Where a config took part in the play-off, its processes there alone count, as they do for the answer.
         """
         runs: dict[Config, list[ProbeRecord]] = {}
         for probe in self.probes:
@@ -138,7 +138,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         study: the study's name; may be left out where the storage holds one study.
 
     Raises:
-        StudyError: no such file, no database, no study of that name, several studies and no name, or not made by autotune.
+        StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
+            that autotune did not make.
     """
     given = str(path_or_url)
     file = _database_file(given)
@@ -212,7 +213,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _require_database(file: Path) -> None:
-    """Refuse what is no Optuna database without touching it: Optuna itself would create a file, or its tables in a foreign one."""
+    """Refuse what is no Optuna database, without touching it: Optuna would make a file, or tables in a foreign one."""
     if file.is_dir():
         raise StudyError(f"{file} is a folder; expected a database file{_databases_near(file)}")
     if not file.exists():

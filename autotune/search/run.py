@@ -33,6 +33,7 @@ from autotune.task.source import TaskSource
 from autotune.units import format_bytes
 
 CHECK_BATCH_SIZE = 4
+MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 BATCH_RULES = (
     "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
@@ -61,6 +62,8 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
     """
     started = time.monotonic()
     _validate(options)
+    if options.global_batch is not None:
+        source = source.with_global_batch(options.global_batch)
     watch = listener or Listener()
     device = open_device(options.device)
     info = device.info()
@@ -78,7 +81,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             max_timed_s=min(10.0, max(1.0, options.budget_s / 60)),
             max_warmup_s=min(20.0, max(2.0, options.budget_s / 60)),
         )
-        prober = stack.enter_context(ProcessProber(source, logs=place.logs, global_batch=options.global_batch))
+        prober = stack.enter_context(ProcessProber(source, logs=place.logs))
         if prober.mode_reason:
             watch.on(Note(text=f"every probe starts a new interpreter: {prober.mode_reason}", warning=True))
         for note in info.notes:
@@ -98,6 +101,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             _fingerprint(inspection, options, limit),
             {
                 "task": inspection.facts["name"],
+                "model": source.label,
                 "objective": options.objective,
                 "memory_limit_bytes": limit,
                 "headroom": options.headroom,
@@ -215,10 +219,12 @@ class _Search:
         self.listener.on(Note(text=text, warning=True))
 
     def _check_failure(self, config: Config) -> str:
-        """Why a config is not exact on this model; empty when it is, or when memory does not suffice to compare."""
-        check = self.prober.check(config, self.loop.settings, CHECK_BATCH_SIZE)
+        """Why a config is not exact on this model; empty when it is, or when memory or time do not suffice to compare."""
+        settings = self.loop.settings.replace(timeout_s=max(10.0, MAX_CHECK_SHARE * self.loop.budget_s))
+        check = self.prober.check(config, settings, CHECK_BATCH_SIZE)
         if isinstance(check, Outcome):
-            return f"it did not run ({check.kind}: {check.cause})" if check.kind is not Kind.OOM else ""
+            inconclusive = check.kind in (Kind.OOM, Kind.TIMEOUT)
+            return "" if inconclusive else f"it did not run ({check.kind}: {check.cause})"
         return "" if check.passed else check.reason
 
     def _result(self, standing: Standing | None) -> Result | None:
@@ -351,6 +357,7 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> 
     device = inspection.device
     return {
         "task": inspection.facts["source_hash"],
+        "num_parameters": inspection.facts["num_parameters"],  # a model file may read its size from elsewhere
         "device": f"{device.name} {device.model}",
         "num_threads": device.num_threads,
         "total_bytes": device.total_bytes,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.config import Choice
 from autotune.errors import ConfigError, TaskError
 from autotune.task import samples
+from autotune.task.describe import describe
 from autotune.task.source import source_hash
 from autotune.task.usercode import user_code
 
@@ -138,7 +139,11 @@ def _check_step(task: Task, model: torch.nn.Module, batch: Any, device: torch.de
 
     from autotune.batches import map_tensors
 
-    what = "your training_step" if task.training_step else f"the forward pass of {type(model).__name__}"
+    what = (
+        "your training_step"
+        if task.training_step
+        else f"the forward pass of {type(model).__name__} on {describe(batch)}"
+    )
     moved = map_tensors(lambda tensor: tensor.to(device), batch)
     with user_code(what, "correct it there, or what make_batch or train_dataset gives it, and run again"):
         loss = task.loss(model, moved)
@@ -155,8 +160,6 @@ def _check_step(task: Task, model: torch.nn.Module, batch: Any, device: torch.de
 
 def _check_blocks(model: torch.nn.Module, blocks: Any) -> None:
     import torch
-
-    from autotune.task.describe import describe
 
     inside = {id(module) for module in model.modules()}
     is_list = isinstance(blocks, list | tuple | torch.nn.ModuleList | torch.nn.Sequential)

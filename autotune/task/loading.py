@@ -82,8 +82,7 @@ def load_file(path: Path, attribute: str = "") -> Task:
     except TaskError as error:
         raise TaskError(f"{path.name}: {error}", frames=error.frames) from None
     if task.name == "task":
-        suffix = f"-{attribute}" if attribute not in ("", "task") else ""
-        task = replace(task, name=_name(path) + suffix)
+        task = replace(task, name=name_of(path, attribute))
     source = replace(TaskSource.of(path), attribute=attribute)
     return replace(task, origin=origin_of(task, source, warnings))
 
@@ -130,14 +129,14 @@ def _run(path: Path) -> ModuleType:
 
 def _forget_siblings(folder: Path) -> None:
     """Drop imported neighbours of other model files that would hide a module of the same name in `folder`."""
-    others = {Path(module.__file__).resolve().parent for module in loaded_modules() if module.__file__} - {folder}
+    folders = {os.path.dirname(os.path.realpath(module.__file__)) for module in loaded_modules() if module.__file__}
+    others = tuple(os.path.join(other, "") for other in folders - {str(folder)})
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name.startswith(_MODULE_PREFIX) or not (set(Path(file).parents) & others):
-            continue
-        top = folder / name.split(".")[0]
-        if top.is_dir() or top.with_suffix(".py").is_file():
-            del sys.modules[name]
+        if isinstance(file, str) and file.startswith(others) and not name.startswith(_MODULE_PREFIX):
+            top = folder / name.split(".")[0]
+            if top.is_dir() or top.with_suffix(".py").is_file():
+                del sys.modules[name]
 
 
 def _from_functions(module: ModuleType, build_model: Any) -> Task:
@@ -237,5 +236,7 @@ def _near_files(path: Path) -> str:
     return _did_you_mean(path.with_suffix(".py").name, sorted(entry.name for entry in path.parent.glob("*.py")))
 
 
-def _name(path: Path) -> str:
-    return path.stem if path.stem not in _GENERIC_STEMS else path.parent.name or path.stem
+def name_of(path: Path, attribute: str = "") -> str:
+    """A task's short name: the file's, or its folder's where the file has a generic one."""
+    stem = path.stem if path.stem not in _GENERIC_STEMS else path.parent.name or path.stem
+    return f"{stem}-{attribute}" if attribute not in ("", "task") else stem

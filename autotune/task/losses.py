@@ -68,7 +68,7 @@ def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
 def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
     import torch
 
-    scores = logits.dim() == y.dim() + 1
+    scores = logits.dim() == y.dim() + 1 and y.dim() > 0
     class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1
     class_second = scores and (logits.shape[0], *logits.shape[2:]) == tuple(y.shape) and logits.shape[1] > 1
     seen = f"the model returned {describe(logits)} for integer targets of shape {tuple(y.shape)}"

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.task.task import Task
+from autotune.task.usercode import is_user_file, user_code
 
 _PLAIN = frozenset(
     {"global_batch", "baseline", "max_grad_norm", "name"}
@@ -31,6 +31,7 @@ class TaskSource:
         pickled: a Task built in Python, by cloudpickle; empty for a model file.
         sys_path: where modules were imported from.
         cwd: the working directory, which the task's own relative paths may need.
+        task_name: the name of a Task built in Python; empty for a model file.
     """
 
     path: str = ""
@@ -39,6 +40,7 @@ class TaskSource:
     pickled: bytes = b""
     sys_path: tuple[str, ...] = ()
     cwd: str = ""
+    task_name: str = ""
 
     @staticmethod
     def of(task: Task | str | Path) -> TaskSource:
@@ -57,7 +59,7 @@ class TaskSource:
             changed = {name for name, value in task.origin.loaded.items() if getattr(task, name) is not value}
             if changed <= _PLAIN:
                 return replace(task.origin.source, overrides={name: getattr(task, name) for name in sorted(changed)})
-        return TaskSource(pickled=_pickle(replace(task, origin=None)), **place)  # type: ignore[arg-type]
+        return TaskSource(pickled=_pickle(replace(task, origin=None)), task_name=task.name, **place)  # type: ignore[arg-type]
 
     def load(self) -> Task:
         """Make the task in this process. Goes to `cwd` and adds what is missing of `sys_path`.
@@ -75,6 +77,19 @@ class TaskSource:
         else:
             task = self._unpickle()
         return replace(task, **self.overrides)
+
+    def with_global_batch(self, global_batch: int) -> TaskSource:
+        """The same task with another global batch."""
+        return replace(self, overrides={**self.overrides, "global_batch": global_batch})
+
+    @property
+    def name(self) -> str:
+        """A short name, used for the study: known without running the user's code."""
+        if not self.path:
+            return self.task_name
+        from autotune.task.loading import name_of
+
+        return name_of(Path(self.path), self.attribute)
 
     @property
     def label(self) -> str:
@@ -101,8 +116,6 @@ class TaskSource:
 
     def _unpickle(self) -> Task:
         import cloudpickle  # type: ignore[import-untyped]
-
-        from autotune.task.usercode import user_code
 
         with user_code("unpickling the task", "move its functions into a file model.py and give its path"):
             task = cloudpickle.loads(self.pickled)
@@ -145,22 +158,18 @@ def source_hash(task: Task | TaskSource) -> str:
         return digest.hexdigest()
     folder = Path(source.path).resolve().parent
     files = {Path(source.path).resolve(), *_imported_files(folder)}
-    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
+    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files if file.is_file()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def _imported_files(folder: Path) -> Iterator[Path]:
-    """Source files below `folder` of the modules imported so far, without installed packages and this package."""
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    foreign = (*installed, Path(__file__).resolve().parents[1])
+    """Source files below `folder` (resolved) of the modules imported so far, the user's own."""
+    inside = os.path.join(folder, "")
     for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if not isinstance(name, str) or not name.endswith(".py"):
-            continue
-        file = Path(name).resolve()
-        if file.is_relative_to(folder) and file.is_file() and not any(file.is_relative_to(other) for other in foreign):
-            yield file
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.startswith(inside) and file.endswith(".py") and is_user_file(file):
+            yield Path(file)
 
 
 def _pickle(task: Task) -> bytes:

@@ -97,7 +97,7 @@ def _happened(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r}){_place(error)}"
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    first_line = next(iter(text.strip().splitlines()), "")[:_MAX_TEXT]
+    first_line = next(iter(text.strip().splitlines()), "")[:_MAX_TEXT].rstrip(".")
     return f"raised {type(error).__name__}{': ' if first_line else ''}{first_line}{_place(error)}"
 
 

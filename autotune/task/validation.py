@@ -56,8 +56,8 @@ def check_signature(name: str, function: Any) -> None:
     except TypeError as error:
         what = f"the class {function.__name__}" if isinstance(function, type) else name
         raise TaskError(
-            f"{what}{_without_annotations(signature)}{_where(function)} cannot be called as {expected}: {error}; change its parameters to "
-            f"({', '.join(parameters)}), or give the others default values"
+            f"{what}{_without_annotations(signature)}{_where(function)} cannot be called as {expected}: {error}; "
+            f"change its parameters to ({', '.join(parameters)}), or give the others default values"
         ) from None
 
 

@@ -87,7 +87,7 @@ def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
         "0.999995",
         "3.1e-03",
         "passed as reduced precision",
-        "40 probes (33 ok, 3 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
+        "52 probes (43 ok, 5 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
         "16% of it outside training steps",
         "! pin_memory has no effect",
         "batch 2 x24, bf16, 4 checkpoint segments",
@@ -171,6 +171,12 @@ def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
     assert text.count("Memory/throughput front") == 1
     assert text.index("Probes") < text.index("Failures") < text.index("Memory/throughput front") < text.index("Answer")
     assert "Faster: 1.73x" in text
+
+
+def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study, result: Result) -> None:
+    assert "came after this answer" not in study_text_of(study)
+    older = replace(study, result=replace(result, probes=result.probes - 2))
+    assert "A search went on since: 2 probes came after this answer." in study_text_of(older)
 
 
 def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:

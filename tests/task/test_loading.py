@@ -230,7 +230,9 @@ def test_a_missing_build_model_offers_near_names(write):
     refused(path, "build_model()", "did you mean buildmodel", "autotune init")
 
 
-def test_a_missing_make_batch_offers_near_names(write):
+def test_a_missing_make_batch_offers_near_names(write, monkeypatch):
+    for name in ("lightning", "pytorch_lightning"):  # where it is in use, the model may bring its data
+        monkeypatch.delitem(sys.modules, name, raising=False)
     path = write("def build_model(): ...\ndef makebatch(batch_size): ...", whole=True)
     refused(path, "make_batch(batch_size)", "train_dataset()", "did you mean makebatch", "write one of them")
 

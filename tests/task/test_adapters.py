@@ -1,0 +1,222 @@
+import dataclasses
+import json
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from autotune.errors import TaskError
+from autotune.task import Task, load_task
+from autotune.task.facts import check_task, gather_facts
+
+CPU = torch.device("cpu")
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, width=4):
+        super().__init__()
+        self.net = nn.Linear(width, 2)
+
+    def training_step(self, batch, batch_idx):
+        assert batch_idx == 0
+        loss = self.net(batch).pow(2).mean()
+        self.log("loss", loss)
+        self.log_dict({"loss": loss})
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class WithData(Lit):
+    def setup(self, stage):
+        self.data = [torch.full((4,), float(i)) for i in range(6)]
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.data, batch_size=2, collate_fn=self.double)
+
+    def double(self, samples):
+        return 2 * torch.stack(samples)
+
+
+def lit(cls=Lit):
+    return Task(build_model=cls, make_batch=lambda n: torch.randn(n, 4))
+
+
+def refused(call, *expected):
+    with pytest.raises(TaskError) as caught:
+        call()
+    for text in expected:
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_a_lightning_module_trains_without_a_trainer_and_without_a_warning():
+    task = lit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = task.model()
+        optimizer = task.optimizer(model)
+        task.loss(model, task.batch(3)).backward()
+    optimizer.step()
+    assert type(optimizer) is torch.optim.SGD
+    assert task.weight(task.batch(3)) == 3
+
+
+def test_schedulers_of_a_lightning_module_are_ignored_with_a_warning():
+    (warning,) = gather_facts(lit()).warnings
+    assert "scheduler" in warning
+
+
+def test_a_lightning_step_may_take_the_batch_alone_and_return_the_loss():
+    class Short(Lit):
+        def training_step(self, batch):
+            return self.net(batch).mean()
+
+    check_task(lit(Short), CPU)
+
+
+def test_layers_made_in_configure_model_are_there():
+    class Late(Lit):
+        def configure_model(self):
+            self.late = nn.Linear(2, 2)
+
+    assert any(name.startswith("late") for name, _ in lit(Late).model().named_parameters())
+
+
+def test_the_loader_of_a_lightning_module_gives_the_dataset_and_collate_fn():
+    task = Task(build_model=WithData)
+    assert len(task.dataset()) == 6
+    assert task.collate_fn([torch.ones(4)]).tolist() == [[2.0] * 4]
+    check_task(task, CPU)
+    assert json.dumps(dataclasses.asdict(gather_facts(task)))
+
+
+def test_a_lightning_module_that_build_model_returns_is_found_too():
+    task = Task(build_model=lambda: WithData(width=4))
+    check_task(task, CPU)
+    assert len(task.dataset()) == 6
+
+
+def test_a_lightning_module_without_data_is_refused():
+    refused(lambda: Task(build_model=Lit), "neither make_batch", "train_dataloader() in Lit", "write one")
+    refused(Task(build_model=lambda: Lit()).dataset, "neither make_batch", "write one")
+
+
+def test_a_lightning_loader_that_is_no_loader_is_refused():
+    class Two(WithData):
+        def train_dataloader(self):
+            return [super().train_dataloader()] * 2
+
+    refused(Task(build_model=Two).dataset, "a list of 2", "one torch.utils.data.DataLoader", "train_dataset()")
+
+
+def test_manual_optimization_is_refused():
+    class Manual(Lit):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    refused(lambda: check_task(lit(Manual), CPU), "Manual", "automatic_optimization = False", "write build_model")
+
+
+def test_a_lightning_step_that_returns_a_dict_without_loss_is_refused():
+    class Lossless(Lit):
+        def training_step(self, batch, batch_idx):
+            return {"los": self.net(batch).mean()}
+
+    refused(lambda: check_task(lit(Lossless), CPU), "Lossless", "los:", "'loss'")
+
+
+LIGHTNING_FILE = """
+import torch
+from lightning import LightningModule
+
+class Base(LightningModule):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+class Net(Base):
+    def __init__(self, width{default}):
+        super().__init__()
+        self.net = torch.nn.Linear(4, width)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 4)))
+"""
+
+
+def test_the_one_lightning_class_of_a_file_is_the_task(write):
+    task = load_task(write(LIGHTNING_FILE.format(default="=3"), whole=True))
+    assert type(task.model()).__name__ == "Net"
+    assert type(task.optimizer(task.model())) is torch.optim.AdamW
+    check_task(task, CPU)
+
+
+def test_of_several_lightning_classes_one_can_be_named(write):
+    path = write(LIGHTNING_FILE.format(default="=3") + "\nclass Other(Base): ...", whole=True)
+    refused(lambda: load_task(path), "2 LightningModules (Net and Other)", "model.py:Net")
+    assert type(load_task(f"{path}:Net").model()).__name__ == "Net"
+
+
+def test_a_lightning_class_that_needs_arguments_is_refused(write):
+    path = write(LIGHTNING_FILE.format(default=""), whole=True)
+    refused(lambda: load_task(path), "Net", "'width'", "def build_model(): return Net(...)")
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+
+
+def test_a_hugging_face_classifier_is_taken_as_it_is():
+    def make_batch(batch_size):
+        return {"input_ids": torch.randint(20, (batch_size, 6)), "labels": torch.randint(3, (batch_size,))}
+
+    task = Task(build_model=bert, make_batch=make_batch)
+    check_task(task, CPU)
+    assert task.weight(make_batch(5)) == 5
+
+
+def tokens(batch_size):
+    ids = torch.randint(20, (batch_size, 6))
+    labels = ids.clone()
+    labels[0, 3:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def test_a_hugging_face_language_model_counts_the_labels_it_predicts():
+    task = Task(build_model=gpt2, make_batch=tokens)
+    check_task(task, CPU)
+    assert task.weight(tokens(2)) == 2 + 5
+
+
+def test_micro_batches_of_a_language_model_weigh_up_to_the_loss_of_the_whole():
+    torch.manual_seed(0)
+    task = Task(build_model=gpt2, make_batch=tokens)
+    model, whole = task.model().eval(), tokens(2)
+    halves = [{key: value[i : i + 1] for key, value in whole.items()} for i in range(2)]
+    total = sum(task.loss(model, half) * task.weight(half) for half in halves)
+    torch.testing.assert_close(total / task.weight(whole), task.loss(model, whole))
+
+
+def test_a_hugging_face_model_keeps_no_cache_while_it_trains():
+    assert gpt2().config.use_cache
+    model = Task(build_model=gpt2, make_batch=tokens).model()
+    assert not model.config.use_cache
+    assert model(**tokens(2)).past_key_values is None
+
+
+def test_a_hugging_face_batch_without_labels_is_refused():
+    task = Task(build_model=gpt2, make_batch=lambda n: {"input_ids": torch.randint(20, (n, 6))})
+    refused(lambda: check_task(task, CPU), "input_ids", "are the labels in the batch?", "def training_step")

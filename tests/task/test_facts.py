@@ -1,0 +1,165 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.errors import TaskError
+from autotune.task import Task
+from autotune.task.facts import check_task, gather_facts
+
+CPU = torch.device("cpu")
+
+
+def refused(task, *expected):
+    with pytest.raises(TaskError) as caught:
+        check_task(task, CPU)
+    for text in expected:
+        assert text in str(caught.value), str(caught.value)
+    return caught.value
+
+
+def test_facts_are_plain_data(load):
+    task = load(
+        """
+        def build_model():
+            net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+            net[0].bias.requires_grad_(False)
+            return net
+        def train_dataset(): return [(torch.zeros(4), i % 3) for i in range(7)]
+        GLOBAL_BATCH = 6
+        BASELINE = {"batch_size": 2}
+        def train_step(model, batch): ...
+        """,
+        name="tiny.py",
+    )
+    facts = gather_facts(task)
+    assert json.dumps(dataclasses.asdict(facts))
+    assert facts.name == "tiny"
+    assert facts.num_parameters == 4 * 6 + 6 + 6 + 6 + 6 * 3 + 3
+    assert facts.num_trainable == facts.num_parameters - 6
+    assert facts.parameter_bytes == 4 * (facts.num_parameters + 6 + 6) + 8
+    assert facts.has_batchnorm and facts.batchnorm_modules == ("1",)
+    assert (facts.dataset_size, sorted(facts.widest)) == (7, list(range(7)))
+    assert (facts.global_batch, facts.baseline) == (6, {"batch_size": 2})
+    assert len(facts.warnings) == 1 and "train_step" in facts.warnings[0]
+
+
+def test_facts_of_a_task_without_a_dataset(load):
+    facts = gather_facts(load())
+    assert facts.dataset_size is None and facts.widest == () and not facts.has_batchnorm and facts.warnings == ()
+
+
+def test_tied_parameters_count_once():
+    def build_model():
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    assert gather_facts(Task(build_model=build_model, make_batch=torch.zeros)).num_parameters == 16
+
+
+def test_a_valid_task_passes_and_no_optimizer_step_is_taken(load):
+    check_task(load("def checkpoint_blocks(model): return [model]\nBASELINE = {'amp': 'bf16'}"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def build_model(): raise ValueError('bad')", "your build_model raised"),
+        ("def configure_optimizers(model): raise ValueError('bad')", "your configure_optimizers raised"),
+        ("def make_batch(n): raise ValueError('bad')", "your make_batch(3) raised"),
+        ("def training_step(model, batch): raise ValueError('bad')", "your training_step raised"),
+        ("def loss_weight(batch): raise ValueError('bad')", "your loss_weight raised"),
+        ("def checkpoint_blocks(model): raise ValueError('bad')", "your checkpoint_blocks raised"),
+        ("def train_dataset(): raise ValueError('bad')", "your train_dataset raised"),
+    ],
+)
+def test_an_exception_of_the_users_code_is_told_with_its_line_and_frames(load, text, what):
+    error = refused(load(text), f"{what} ValueError: bad (model.py, line 10)", "correct it")
+    assert "raise ValueError" in error.frames
+    assert "facts.py" not in error.frames and "usercode.py" not in error.frames
+
+
+def test_frames_hold_the_users_code_and_not_torchs(load):
+    error = refused(
+        load("def make_batch(n): return torch.zeros(n, 5), torch.zeros(n).long()"),
+        "the forward pass of Linear on a tuple of 2",
+        "raised RuntimeError",
+    )
+    assert "site-packages" not in error.frames and "mat1" in error.frames
+
+
+def test_sys_exit_in_the_users_code_is_refused(load):
+    refused(load("def training_step(model, batch): raise SystemExit(4)"), "your training_step called sys.exit(4)")
+
+
+def test_an_exception_in_the_backward_pass_is_told(load):
+    step = """
+        def training_step(model, batch):
+            output = model(batch[0]).exp()
+            loss = output.sum()
+            output += 1
+            return loss
+    """
+    refused(load(step), "the backward pass of the loss raised RuntimeError", "in place")
+
+
+@pytest.mark.parametrize(
+    "raising",
+    [
+        "torch.empty(2**60, dtype=torch.uint8)",
+        "raise MemoryError",
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+        """
+            try: torch.empty(2**60, dtype=torch.uint8)
+            except RuntimeError as error: raise ValueError("wrapped") from error""",
+    ],
+)
+def test_a_failed_allocation_goes_through_unchanged(load, raising):
+    with pytest.raises((RuntimeError, MemoryError, ValueError)):
+        check_task(load(f"        def training_step(model, batch): {raising}"), CPU)
+
+
+def test_an_exception_that_only_speaks_of_memory_is_the_users(load):
+    refused(load("def training_step(model, batch): raise RuntimeError('out of memory')"), "out of memory (model.py")
+
+
+def test_a_make_batch_with_a_fixed_size_is_found_whatever_the_size(load):
+    for size in (2, 3, 32):
+        task = load(f"def make_batch(n): return torch.zeros({size}, 4), torch.zeros({size}).long()")
+        refused(task, "make_batch ignores its size", str(size), "batch_size")
+
+
+def test_samples_of_unequal_size_need_a_collate_fn():
+    task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=lambda: [torch.zeros(i) for i in (4, 5)])
+    refused(task, "making a batch of two samples of your train_dataset raised RuntimeError", "collate_fn(samples)")
+
+
+def test_a_loss_that_does_not_depend_on_the_model_is_refused(load):
+    text = "other = nn.Linear(4, 3)\ndef training_step(model, batch): return other(batch[0]).mean()"
+    refused(load(text), "no parameter of Linear has a gradient", "use its argument")
+
+
+def test_a_weight_of_nothing_is_refused(load):
+    refused(load("def loss_weight(batch): return 0"), "0 terms", "correct loss_weight")
+    refused(load("def make_batch(n): return torch.zeros(n, 4), torch.full((n,), -100)"), "0 terms", "make_batch")
+
+
+@pytest.mark.parametrize("blocks", ["[]", "None", "[nn.Linear(2, 2)]", "model"])
+def test_checkpoint_blocks_that_are_not_the_models_are_refused(load, blocks):
+    refused(load(f"def checkpoint_blocks(model): return {blocks}"), "checkpoint_blocks returned", "list(model.blocks)")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("BASELINE = {'batchsize': 4}", ("batchsize", "did you mean batch_size")),
+        ("BASELINE = {'amp': 'bf17'}", ("bf17", "amp")),
+        ("GLOBAL_BATCH = 48\nBASELINE = {'batch_size': 5}", ("5 does not divide the global batch 48",)),
+        ("GLOBAL_BATCH = 48\nBASELINE = {'batch_size': 4, 'accumulation_steps': 2}", ("8 samples", "48")),
+    ],
+)
+def test_a_baseline_that_is_no_config_of_the_task_is_refused(load, text, expected):
+    refused(load(text), "baseline", *expected, "correct")

@@ -1,0 +1,118 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from autotune.errors import TaskError
+from autotune.task import Task, load_task
+from autotune.task.source import TaskSource, source_hash
+
+ELSEWHERE = """
+import json, sys
+from autotune.task.source import TaskSource, source_hash
+task = TaskSource.from_dict(json.load(sys.stdin)).load()
+model = task.model()
+loss = task.loss(model, task.batch(2))
+print(json.dumps([task.name, task.global_batch, loss.item(), source_hash(task)]))
+"""
+
+
+def load_elsewhere(source, cwd):
+    """Load a source in another process that starts in another folder; returns name, global batch, loss and hash."""
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE], input=json.dumps(source.to_dict()), cwd=cwd, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_path_is_kept_absolute_and_not_run(write, monkeypatch):
+    path = write("1 / 0")
+    monkeypatch.chdir(path.parent)
+    source = TaskSource.of("model.py:mine")
+    assert (source.path, source.attribute, source.label) == (str(path), "mine", "model.py")
+
+
+def test_a_path_to_nothing_is_refused(tmp_path):
+    with pytest.raises(TaskError, match="no file"):
+        TaskSource.of(tmp_path / "model.py")
+
+
+def test_a_source_survives_json(load):
+    for source in (TaskSource.of(load()), TaskSource(pickled=b"\x00\xff", sys_path=("/a",), cwd="/b")):
+        assert TaskSource.from_dict(json.loads(json.dumps(source.to_dict()))) == source
+
+
+def test_a_loaded_task_remembers_its_file(load, tmp_path):
+    source = TaskSource.of(load("GLOBAL_BATCH = 8"))
+    assert source == dataclasses.replace(TaskSource.of(tmp_path / "model.py"), sys_path=source.sys_path)
+
+
+def test_constants_changed_since_travel_beside_the_path(load, tmp_path):
+    task = dataclasses.replace(load("GLOBAL_BATCH = 8"), global_batch=12)
+    source = TaskSource.of(task)
+    assert source.path and source.overrides == {"global_batch": 12}
+    name, global_batch, _, digest = load_elsewhere(source, tmp_path)
+    assert (name, global_batch, digest) == (task.name, 12, source_hash(task))
+
+
+def test_a_task_built_in_python_of_a_model_files_functions_goes_to_another_process(load, tmp_path):
+    scale = 1234.0
+    task = dataclasses.replace(load(), training_step=lambda model, batch: model(batch[0]).mean() * 0 + scale)
+    source = TaskSource.of(task)
+    assert source.pickled and not source.path and "Python" in source.label
+    assert load_elsewhere(source, tmp_path)[2] == scale
+
+
+def test_a_task_that_was_unpickled_goes_on_as_the_same_source():
+    source = TaskSource.of(Task(build_model=torch.nn.Identity, make_batch=torch.zeros))
+    task = source.load()
+    assert TaskSource.of(task) == source
+    assert TaskSource.of(dataclasses.replace(task, global_batch=4)).overrides == {"global_batch": 4}
+    assert source_hash(dataclasses.replace(task, global_batch=4)) == source_hash(source)
+
+
+def test_a_task_that_cannot_be_pickled_is_refused_with_what_to_do():
+    lock = threading.Lock()
+    with pytest.raises(TaskError, match=r"cannot be sent to another process.*model.py"):
+        TaskSource.of(Task(build_model=lambda: lock, make_batch=torch.zeros))
+
+
+def test_loading_goes_to_the_working_directory_of_the_source(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = TaskSource.of(load())
+    monkeypatch.chdir("/")
+    source.load()
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_the_hash_changes_with_the_file_and_its_siblings_and_nothing_else(write):
+    def hash_of(*, sibling, name="a/model.py", text="import sizes_for_hash"):
+        sys.modules.pop("sizes_for_hash", None)
+        folder = write(text, name=name).parent
+        write(f"WIDTH = {sibling}", whole=True, name=f"{folder.name}/sizes_for_hash.py")
+        write(f"UNUSED = {sibling}", whole=True, name=f"{folder.name}/unused.py")
+        return source_hash(load_task(folder / "model.py"))
+
+    first = hash_of(sibling=10)
+    assert len(first) == 64
+    assert first == hash_of(sibling=10)
+    assert first == hash_of(sibling=10, name="b/model.py")
+    assert first != hash_of(sibling=11)
+    assert first != hash_of(sibling=10, text="import sizes_for_hash as sizes")
+
+
+def test_two_tasks_of_one_file_have_two_hashes(write):
+    path = write(
+        "import autotune\n"
+        "a = autotune.Task(build_model=build_model, make_batch=make_batch)\n"
+        "b = autotune.Task(build_model=build_model, make_batch=make_batch)\n"
+    )
+    assert source_hash(load_task(f"{path}:a")) != source_hash(load_task(f"{path}:b"))
