@@ -17,7 +17,6 @@ from autotune.search.events import Listener
 from autotune.search.options import SearchOptions
 from autotune.search.result import Result
 from autotune.search.run import search as run_search
-from autotune.search.study import place_of
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.units import parse_bytes, parse_fraction, parse_seconds

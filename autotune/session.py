@@ -92,7 +92,7 @@ class Session:
             if len(weights) > 1:
                 loss = loss * (weight / total_weight)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            total += loss.detach()
+            total = total + loss.detach()  # in the wider of the two types
         return total
 
     def loss(self, micro_batch: Any) -> torch.Tensor:

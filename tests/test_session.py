@@ -58,7 +58,7 @@ class Numbers(torch.utils.data.Dataset):
 def assert_equal_in_double(task, whole_config, split_config, batch):
     whole_loss, whole = gradients_after(task, whole_config, batch)
     loss, gradients = gradients_after(task, split_config, batch)
-    torch.testing.assert_close(loss.double(), whole_loss.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-12, atol=0)
     for expected, gradient in zip(whole, gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 

@@ -20,6 +20,7 @@ from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
 from autotune.session import Session
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
+MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 DISTURBED = 0.1  # share of the wall time that others may hold
@@ -41,7 +42,6 @@ class Run:
     num_steps: int = 0
     train_s: float = 0.0
     warmup_step_s: list[float] = field(default_factory=list)
-    data_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -95,26 +95,25 @@ class Run:
         )
 
     def _warm_up(self) -> None:
-        """At least three optimizer steps and one accumulation cycle (cut after a second), then until steps settle.
+        """At least three optimizer steps, then until they settle, then what is missing of one accumulation cycle.
 
-        The first step takes the largest batch, so that the peak includes it. Two micro batches a step reach the peak of
-        any accumulation: gradients and activations together.
+        The first step takes the largest batch, twice where the config accumulates: the peak of any accumulation is a
+        micro batch's activations beside the gradients of those before it. The other steps take one micro batch.
         """
         accumulation_steps = self.session.config.accumulation_steps
         first = largest_step_batch(self.session, min(2, accumulation_steps))
         self._warm_step(first)
         while True:
-            self._warm_step(self._take(min(2, accumulation_steps)))
+            self._warm_step(self._take(1))
             enough = len(self.warmup_step_s) >= MIN_WARMUP_STEPS and self._scaler_settled()
             if enough and (is_warm(self.warmup_step_s[1:]) or self.train_s > self.settings.max_warmup_s):
                 break
+        missing = accumulation_steps - len(first) - (len(self.warmup_step_s) - 1)
         cycle_started_s = self.train_s
-        remaining = accumulation_steps if accumulation_steps > 2 else 0
-        while remaining > 0 and self.train_s - cycle_started_s < 1.0:
-            taken = min(2, remaining)
-            self._clock(partial(self._accumulate_next, taken))
-            remaining -= taken
-        if accumulation_steps > 2:
+        if missing > 0:
+            while missing > 0 and self.train_s - cycle_started_s < MAX_CYCLE_S:
+                self._clock(partial(self._accumulate_next, 1))
+                missing -= 1
             self._clock(self._update)
 
     def _warm_step(self, batch: StepBatch) -> None:
@@ -145,18 +144,18 @@ class Run:
     def _time(self) -> tuple[Blocks, float]:
         """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
         config = self.session.config
-        micro_s = median(self.warmup_step_s[1:]) / min(2, config.accumulation_steps)
+        micro_s = median(self.warmup_step_s[1:])
         step_s = micro_s * config.accumulation_steps
         exact = self.settings.num_steps
-        sliced = not exact and config.accumulation_steps > 2 and step_s > SLICE_ABOVE_S
-        num_micro = max(2, min(config.accumulation_steps, math.ceil(2 * MIN_BLOCK_S / micro_s)))
-        steps_per_block = 1 if sliced else max(1, math.ceil(MIN_BLOCK_S / step_s))
+        num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / micro_s))
+        sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
+        steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
         blocks = Blocks(interval=self.settings.interval, max_timed_s=self.settings.max_timed_s)
         held: list[tuple[int, int]] = []
         self.device.start_measuring()
         done = 0
         while done < exact if exact else not blocks.enough:
-            if sliced and num_micro < config.accumulation_steps:
+            if sliced:
                 slice_s = self._clock(partial(self._accumulate_next, num_micro))
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
@@ -173,18 +172,17 @@ class Run:
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases: for explanation, never for the throughput."""
         accumulation_steps = self.session.config.accumulation_steps
-        phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
-        repeats = 2
-        for _ in range(repeats):
-            batch: list[Any] = []
-            phases["data"] += self._clock(partial(self._take_into, batch)) * accumulation_steps
-            loss: list[torch.Tensor] = []
-            phases["forward"] += self._clock(partial(self._forward, batch, loss)) * accumulation_steps
-            scaler = self.session.scaler
-            scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
-            phases["backward"] += self._clock(scaled.backward) * accumulation_steps
-            phases["optimizer"] += self._clock(self._update)
-        return {name: seconds / repeats for name, seconds in phases.items()}
+        batch: list[Any] = []
+        loss: list[torch.Tensor] = []
+        data_s = self._clock(partial(self._take_into, batch))
+        forward_s = self._clock(partial(self._forward, batch, loss))
+        scaler = self.session.scaler
+        scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
+        backward_s = self._clock(scaled.backward)
+        micro_s = {"data": data_s, "forward": forward_s, "backward": backward_s}
+        return {name: seconds * accumulation_steps for name, seconds in micro_s.items()} | {
+            "optimizer": self._clock(self._update)
+        }
 
     def _steps(self, count: int) -> None:
         for _ in range(count):

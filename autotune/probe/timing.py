@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled
+MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
@@ -15,10 +15,10 @@ STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have 
 
 
 def is_warm(step_s: Sequence[float]) -> bool:
-    """Whether steps of these durations, in order, have settled: the medians of the last two windows of three agree."""
-    if len(step_s) < MIN_WARMUP_STEPS + 1:
+    """Whether steps of these durations, in order, have settled: two successive medians (of up to three) agree."""
+    if len(step_s) < MIN_WARMUP_STEPS - 1:
         return False
-    now, before = median(step_s[-3:]), median(step_s[-4:-1])
+    now, before = median(step_s[-3:]), median(step_s[:-1][-3:])
     return abs(now - before) < WARM_DIFFERENCE * before
 
 

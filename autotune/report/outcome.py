@@ -17,7 +17,9 @@ def render_outcome(outcome: Outcome, config: Mapping[str, Choice], console: Cons
     """Print an outcome: the figures of one that ran, the cause and the log of one that did not."""
     console.print(f"config   {dict(config)}", soft_wrap=True, markup=False)
     if outcome.measurement is None:
-        console.print(f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True, markup=False)
+        console.print(
+            f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True, markup=False
+        )
         if outcome.detail:
             console.print(outcome.detail.rstrip(), soft_wrap=True, markup=False)
     else:

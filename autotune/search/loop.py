@@ -11,8 +11,8 @@ from optuna.trial import Trial
 
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
-from autotune.probe.process import ProbeFault
 from autotune.probe.prober import Prober
+from autotune.probe.process import ProbeFault
 from autotune.probe.settings import ProbeSettings
 from autotune.search.events import Listener, Note, ProbeEnded, ProbeStarted
 from autotune.search.objective import Objective
@@ -29,6 +29,9 @@ NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who 
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
 PLAY_OFF_INTERVAL = 0.01
+PLAY_OFF_FACTOR = 1.3  # a play-off's probe takes this much longer, since it is timed more closely
+FEWEST_ROUNDS = 2  # without a second round there is no interval between processes,
+FEWEST_ROUNDS_OVERRUN = 1.2  # which is worth this much of the budget
 MAX_PLAY_OFF_SHARE = 0.4  # of the budget
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 
@@ -142,7 +145,8 @@ class Loop:
             return self._run_trial(trial, config, "play-off", f"round {number + 1}", settings=settings, round=number)
 
         def has_time(round_s: float, number: int) -> bool:
-            return number < 1 or self.elapsed_s + round_s < self.budget_s
+            overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
+            return number < 1 or self.elapsed_s + round_s < overrun * self.budget_s
 
         baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline)
         return play_off(
@@ -272,7 +276,7 @@ class Loop:
     def _play_off_s(self) -> float:
         """Time to leave for the play-off: its fewest rounds, which time twice as long, up to a share of the budget."""
         typical_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
-        return min(MIN_ROUNDS * (NUM_FINALISTS + 1) * 1.3 * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
+        return min(MIN_ROUNDS * (NUM_FINALISTS + 1) * PLAY_OFF_FACTOR * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
 
     def _finalists(self) -> list[Config]:
         feasible = [
@@ -285,7 +289,10 @@ class Loop:
             return []
         merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
         best = merits[ranked[0][1]]
-        return [config for _, config in ranked if merits[config] >= NEAR_BEST * best][:NUM_FINALISTS]
+        near = [config for _, config in ranked if merits[config] >= NEAR_BEST * best and config != self.space.baseline]
+        round_of_one_s = PLAY_OFF_FACTOR * median(self.wall_s)
+        affordable = int((self.budget_s - self.elapsed_s) / (MIN_ROUNDS * round_of_one_s)) - 1  # the baseline plays, too
+        return near[: max(1, min(NUM_FINALISTS, affordable))]
 
     def _set_timeout(self, baseline: Outcome) -> None:
         if self.timeout_s is None and baseline.ok:

@@ -87,9 +87,7 @@ def make_sampler(name: str, space: Space, admissible: Callable[[Config], bool], 
     if name == "gp":
         inner = GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
     elif name == "tpe":
-        inner = TPESampler(
-            seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True
-        )
+        inner = TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True)
     else:  # a grid is every config once, in random order, as with Optuna's own, which cannot skip what is ruled out
         inner = RandomSampler(seed=seed)
     return AdmissibleSampler(inner, space, admissible)

@@ -28,8 +28,8 @@ LAYERS = int(os.environ.get("WORDY_LAYERS", "4"))
 WIDTH = int(os.environ.get("WORDY_WIDTH", "128"))
 HEADS = int(os.environ.get("WORDY_HEADS", "4"))
 MAX_WORDS = int(os.environ.get("WORDY_MAX_WORDS", "256"))
-NGRAM_LENGTHS = (2, 3, 4)
-NGRAMS_PER_WORD = 24  # of longer words the first ones are kept
+NGRAM_LENGTHS = (2, 3, 4, 5, 6)
+NGRAMS_PER_WORD = 32  # of longer words the first ones are kept
 BUCKETS = 2**14  # bucket 0 is padding
 TAGS = 3  # lower case, Capitalised, ALL CAPITALS
 IGNORED = -100  # the tag of padding, which cross entropy leaves out
@@ -92,7 +92,7 @@ class Tagger(nn.Module):
         super().__init__()
         self.embedding = nn.EmbeddingBag(BUCKETS, WIDTH, mode="sum", padding_idx=0)
         self.position = nn.Embedding(MAX_WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, LAYERS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, TAGS)
 
