@@ -1,4 +1,4 @@
-"""Is a config still the user's training? Its loss, gradients, buffers and names against plain fp32, on the user's own model."""
+"""Is a config still the user's training? Its loss, gradients, buffers and names against plain fp32's."""
 
 from __future__ import annotations
 
@@ -53,20 +53,21 @@ _KEEP_MASKS = {
 def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | Device, *, batch_size: int) -> Check:
     """Compare a config with plain fp32 on one batch: the same weights, the same samples, the same seed.
 
-    Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and of the
-    state dict. When all that the config changes is exact, and `optimizer_impl` is among it, the parameters are compared
-    after three steps as well (P3; the figure is in `reason`).
+    Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
+    of the state dict. When all that the config changes is exact, and `optimizer_impl` is among it, the parameters are
+    compared after three steps as well (P3; the figure is in `reason`).
 
-    Exact techniques are held to a relative error of 1e-5, or ten times the model's own noise: the larger difference that
-    repeating the plain run makes, and moving its parameters by one unit in the last place. A config with a technique of
-    reduced precision is held to a gradient cosine of 0.999. Checkpointing, optimizer and loader are compared with dropout
-    live, since keeping its random state is part of being right; in a config that also changes dtype, layout or micro batch
-    dropout is the identity on both sides (`check_choice` on each technique tells more).
+    Exact techniques are held to a relative error of 1e-5, or ten times the model's own noise: the larger difference
+    that repeating the plain run makes, and moving its parameters by one unit in the last place. A config with a
+    technique of reduced precision is held to a gradient cosine of 0.999. Checkpointing, optimizer and loader are
+    compared with dropout live, since keeping its random state is part of being right; in a config that also changes
+    dtype, layout or micro batch dropout is the identity on both sides (`check_choice` on each technique tells more).
 
     Args:
         task: the user's task.
-        config: complete or partial. Its batch size does not count; one that accumulates has the samples cut in two micro
-            batches, against all of them at once. With batch normalisation that fails, as it should, and `reason` says so.
+        config: complete or partial. Its batch size does not count; one that accumulates has the samples cut in two
+            micro batches, against all of them at once. With batch normalisation that fails, as it should, and `reason`
+            says so.
         device: where to compare; process-wide settings and random states are put back.
         batch_size: samples to compare on. On the device the runs follow one another, so memory is that of one session.
 
@@ -125,12 +126,12 @@ class _Comparison:
             notes = []
             if complaints and self.micro_steps > 1 and self.batch_statistics:
                 notes.append(
-                    "expected: batch normalisation sees one micro batch at a time, so accumulating learns something else"
+                    "expected: batch normalisation sees one micro batch at a time, so accumulation learns otherwise"
                 )
             elif complaints and self.exact and (error := self.error_in_double()) <= DOUBLE_ERROR:
                 complaints = []
                 notes.append(
-                    f"the gradient differs by {found.gradient:.1e}, because this model turns on single roundings in fp32; "
+                    f"the gradient differs by {found.gradient:.1e}, because single roundings decide in this model; "
                     f"in double precision it differs by {error:.1e}"
                 )
             elif complaints and not self.exact:
@@ -161,9 +162,9 @@ class _Comparison:
     def error_in_double(self) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.
 
-        A rounding that flips one ReLU or one maximum moves the gradient of a convolutional network by a percent, in some runs
-        and not in others, so that the noise of two runs may miss it. In double precision that does not happen, while a
-        technique that is wrong stays wrong.
+        A rounding that flips one ReLU or one maximum moves the gradient of a convolutional network by a percent, in
+        some runs and not in others, so that the noise of two runs may miss it. In double precision that does not
+        happen, while a technique that is wrong stays wrong.
         """
 
         def double(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,7 @@ class _Comparison:
 
 
 def _changes(config: Config) -> dict[str, Choice]:
-    """What a config switches on. The batch size is no technique in this sense: it is the user's batch that is compared."""
+    """What a config switches on, the batch size aside: both sides are compared on the same batch."""
     return {
         name: config[name] for name in config if name != "batch_size" and config[name] != techniques.REGISTRY[name].off
     }

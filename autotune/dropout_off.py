@@ -25,8 +25,9 @@ _ATTENTION_DROPOUT_POSITION = 4  # scaled_dot_product_attention(query, key, valu
 def dropout_off(model: torch.nn.Module) -> Iterator[None]:
     """Make dropout the identity in training mode: as modules and as functions, in attention, in recurrent layers.
 
-    Masks drawn by `bernoulli` (stochastic depth) become their mean, which the usual division by the probability turns into
-    one. Random numbers drawn in other ways stay as they are. Holds in the backward pass too, where checkpointing recomputes.
+    Masks drawn by `bernoulli` (stochastic depth) become their mean, which the usual division by the probability turns
+    into one. Random numbers drawn in other ways stay as they are. Holds in the backward pass too, where checkpointing
+    recomputes.
     """
     recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module, _ in recurrent:

@@ -10,6 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path("/")
 _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no limit"
@@ -76,7 +79,7 @@ _V2_MEMORY = _MemoryFiles(
 )
 
 
-def _directories[T](root: Path, controller: str, v1: T, v2: T) -> Iterator[tuple[Path, T]]:
+def _directories(root: Path, controller: str, v1: T, v2: T) -> Iterator[tuple[Path, T]]:
     """This process's group and its ancestors, innermost first, in each hierarchy that may hold `controller`."""
     paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -26,8 +26,9 @@ class Accumulation(Technique):
     def support(self, setting: Setting) -> Support:
         """One value per divisor of the global batch; 1 without one.
 
-        With batch normalisation the micro batch is part of what is learned: the gradients of micro batches of 2 and of 8
-        were measured to have a cosine of 0.33. Accumulating more than the baseline is then searched only when included.
+        With batch normalisation the micro batch is part of what is learned: the gradients of micro batches of 2 and of
+        8 were measured to have a cosine of 0.33. Accumulating more than the baseline is then searched only when
+        included.
         """
         if setting.global_batch is None:
             return Support(choices=(1,), reason="no global batch is given, so every step takes one batch")
@@ -43,8 +44,8 @@ class Accumulation(Technique):
             ),
             optional=tuple(step for step in steps if step > baseline),
             note=(
-                "batch normalisation sees one micro batch at a time: with accumulation the model learns something else than "
-                "with the whole batch at once, so compare validation results before changing accumulation_steps"
+                "batch normalisation sees one micro batch at a time: accumulation learns something else than the whole "
+                "batch at once, so compare validation results before changing accumulation_steps"
             ),
         )
 

@@ -30,7 +30,7 @@ class Amp(Technique):
     exact: ClassVar[bool] = False
 
     def support(self, setting: Setting) -> Support:
-        """bf16 on every CPU and from compute capability 8.0; fp16 on every GPU, and on a CPU whose torch can train in it."""
+        """bf16 on CPUs and from compute capability 8.0; fp16 on GPUs, and on a CPU whose torch can train in it."""
         if setting.device.kind == "cpu":
             if _trains_in_fp16(setting.device.torch_device):
                 return Support(choices=_CHOICES)

@@ -25,7 +25,7 @@ class BatchSize(Technique):
     ordered: ClassVar[bool] = True
 
     def support(self, setting: Setting) -> Support:
-        """The exact divisors of the global batch, or about 1.25x steps around the baseline; never more than the dataset."""
+        """The exact divisors of the global batch, or about 1.25x steps around the baseline; up to the dataset."""
         baseline = int(setting.baseline[self.name])
         most = setting.dataset_size
         if setting.global_batch is not None:

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model that activation checkpointing can recompute: the longest repeated chain, however deep it is nested."""
+"""Finds the blocks of a model that can be recomputed: its longest repeated chain, however deep it is nested."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Chain:
 def find_chain(model: torch.nn.Module) -> Chain | None:
     """The chain with the most layers, or None where the model has no container with two blocks worth recomputing.
 
-    Every `Sequential` and `ModuleList` is a chain; those whose most frequent block is of the same class (the stages of a
-    residual network, an encoder and a decoder) count as one. A chain with a repeated block is preferred to a mixed one
-    around it. Layers with parameters measure a chain rather than the number of parameters: each keeps its input for the
-    backward pass, while parameters gather where activations are small (the classifier of a VGG).
+    Every `Sequential` and `ModuleList` is a chain; those whose most frequent block is of the same class (the stages of
+    a residual network, an encoder and a decoder) count as one. A chain with a repeated block is preferred to a mixed
+    one around it. Layers with parameters measure a chain rather than the number of parameters: each keeps its input for
+    the backward pass, while parameters gather where activations are small (the classifier of a VGG).
     """
     merged: dict[object, list[Chain]] = {}
     for chain in _chains(model):
@@ -75,12 +75,12 @@ def _chains(module: torch.nn.Module) -> Iterator[Chain]:
 
 
 def _join(chains: list[Chain]) -> Chain:
-    """One chain of all the blocks; single layers among them are left out, since alone they are not worth recomputing."""
+    """One chain of all the blocks; single layers are left out, since alone they are not worth recomputing."""
     return Chain(tuple(block for chain in chains for block in chain.blocks if not is_layer(block)))
 
 
 def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The children of a container; lists among them are laid flat, and a `Sequential` of blocks is a chain of its own."""
+    """The children of a container; lists among them are laid flat, a `Sequential` of blocks is its own chain."""
     import torch
 
     for child in container.children():

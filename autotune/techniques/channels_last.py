@@ -22,7 +22,7 @@ class ChannelsLast(Technique):
     phase: ClassVar[Phase] = Phase.MODEL
 
     def support(self, setting: Setting) -> Support:
-        """Models with 2-D convolutions whose batch has a 4-D floating tensor, and whose code does not `view` in the old layout."""
+        """Models with 2-D convolutions on 4-D floating tensors whose code does not `view` in the old layout."""
         import torch
 
         from autotune.batches import map_tensors, tensors
@@ -42,7 +42,7 @@ class ChannelsLast(Technique):
                 raise
             return Support(
                 choices=(False,),
-                reason="the model calls .view() on a tensor that channels_last makes non-contiguous; .reshape() there would do",
+                reason="the model calls .view() where channels_last is not contiguous; .reshape() there would do",
             )
         finally:
             for parameter, data in layouts:

@@ -1,4 +1,4 @@
-"""Activation checkpointing on an unmodified model: parts of it are run again in the backward pass instead of being remembered."""
+"""Activation checkpointing on an unmodified model: parts of it run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class _Recomputed:
             buffers = _Buffers(modules, self.constant)
             return buffers.recorded(), buffers.replayed()
 
-        # Keyword arguments travel as positional ones: checkpoint looks for tensors, whose device's random state it keeps,
-        # among those alone.
+        # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
+        # random state it keeps.
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
@@ -188,9 +188,9 @@ class _Segment:
 class _Buffers:
     """Lets a forward pass that is run twice change the buffers once.
 
-    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from the
-    values that the first pass started from, so that it computes the same, and its changes are thrown away. Without this
-    BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
+    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
+    the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
+    this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
     """
 
     def __init__(self, modules: tuple[torch.nn.Module, ...], constant: set[Place]) -> None:
@@ -202,7 +202,7 @@ class _Buffers:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around the first pass: remember the buffers that it changes. Those known to be constant (masks) are not copied."""
+        """Around the first pass: remember the buffers that it changes. Known constants (masks) are not copied."""
         originals = [
             (place, buffer, buffer._version) for place in self.places if (buffer := _buffer(place)) is not None
         ]

@@ -65,8 +65,8 @@ def kept_matmul_precision() -> Iterator[None]:
 def _setting() -> tuple[Any, str]:
     """Where torch keeps it, and under which name.
 
-    torch 2.9 and newer have `fp32_precision`; once that was written, reading the older `allow_tf32` raises. So one of them is
-    used throughout.
+    torch 2.9 and newer have `fp32_precision`; once that was written, reading the older `allow_tf32` raises. So one of
+    them is used throughout.
     """
     import torch
 

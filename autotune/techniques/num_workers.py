@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +32,7 @@ class NumWorkers(Technique):
         if isinstance(dataset, IterableDataset):
             return Support(
                 choices=(0, 1),
-                reason="each worker of an iterable dataset yields all of it unless the dataset shards itself; no more than 1",
+                reason="every worker of an iterable dataset yields all of it, unless it shards itself",
             )
         most = num_processors()
         workers = [1]
@@ -54,5 +55,9 @@ WITHOUT_DATASET = "the task has no train_dataset, so nothing is loaded"
 
 
 def num_processors() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use: those it may run on, or its control group's quota if that is less."""
+    from autotune.devices import cgroup
+
+    there_are = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.num_processors()
+    return there_are if quota is None else max(1, min(there_are, math.ceil(quota)))

@@ -69,7 +69,7 @@ class OptimizerImpl(Technique):
 
 
 def current_implementation(optimizer: torch.optim.Optimizer) -> str:
-    """What the optimizer does as the user built it: its flags, else torch's default (foreach on a GPU, for-loop on a CPU)."""
+    """What the optimizer does as the user built it: its flags, else foreach on a GPU and for-loop on a CPU."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"

@@ -5,10 +5,10 @@ hundred words. Python code cuts it into words and hashes the character n-grams o
 data takes real time; a batch is padded to its widest line, so that memory depends on what is drawn. The default size suits
 a two-core CPU. Larger machines set the environment:
 
-    WORDY_LAYERS        transformer layers                       4
-    WORDY_WIDTH         model width, a multiple of WORDY_HEADS   128
+    WORDY_LAYERS        transformer layers                       2
+    WORDY_WIDTH         model width, a multiple of WORDY_HEADS   96
     WORDY_HEADS         attention heads                          4
-    WORDY_MAX_WORDS     longer lines are cut here                256
+    WORDY_MAX_WORDS     longer lines are cut here                160
     WORDY_GLOBAL_BATCH  samples an optimizer step                96
 """
 
@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-LAYERS = int(os.environ.get("WORDY_LAYERS", "4"))
-WIDTH = int(os.environ.get("WORDY_WIDTH", "128"))
+LAYERS = int(os.environ.get("WORDY_LAYERS", "2"))
+WIDTH = int(os.environ.get("WORDY_WIDTH", "96"))
 HEADS = int(os.environ.get("WORDY_HEADS", "4"))
-MAX_WORDS = int(os.environ.get("WORDY_MAX_WORDS", "256"))
+MAX_WORDS = int(os.environ.get("WORDY_MAX_WORDS", "160"))
 NGRAM_LENGTHS = (2, 3, 4, 5, 6)
 NGRAMS_PER_WORD = 32  # of longer words the first ones are kept
 BUCKETS = 2**14  # bucket 0 is padding

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from autotune import prepare, techniques
+from autotune.devices import cgroup
 from autotune.techniques import REGISTRY
 
 LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -35,9 +36,12 @@ def test_without_a_dataset_there_is_nothing_to_load(name, make_task, make_settin
 
 
 def test_workers_go_up_to_the_processors_there_are(make_task, make_setting, monkeypatch):
+    setting = make_setting(make_task(linear, train_dataset=Samples))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    support = REGISTRY["num_workers"].support(make_setting(make_task(linear, train_dataset=Samples)))
-    assert support.choices == (0, 1, 2, 4)
+    monkeypatch.setattr(cgroup, "num_processors", lambda: None)
+    assert REGISTRY["num_workers"].support(setting).choices == (0, 1, 2, 4)
+    monkeypatch.setattr(cgroup, "num_processors", lambda: 2.5)
+    assert REGISTRY["num_workers"].support(setting).choices == (0, 1, 2)
 
 
 def test_an_iterable_dataset_gets_one_worker_at_most_with_the_reason(make_task, make_setting):

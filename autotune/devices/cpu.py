@@ -1,0 +1,220 @@
+"""The CPU as a device: real limits, real out-of-memory errors, real contention."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune.devices import cgroup, oom, procfs
+from autotune.devices.base import DeviceInfo, Telemetry
+from autotune.devices.contention import ProcessorWatch
+from autotune.errors import DeviceError
+from autotune.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions and linear
+# layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
+_AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
+
+
+class CpuDevice:
+    """This machine's processors and memory, as far as this process's control group and affinity allow.
+
+    The limit is `RLIMIT_DATA`: it bounds the private writable memory of each process (`VmData`), all of it: libraries' data and
+    thread stacks included, touched or not. `peak_bytes` is on the same scale, and adds what data-loading workers hold.
+
+    Args:
+        notes: remarks for `info`.
+    """
+
+    name = "cpu"
+    kind = "cpu"
+
+    def __init__(self, *, notes: tuple[str, ...] = ()) -> None:
+        self._notes = notes
+        self._limit_bytes: int | None = None
+        self._workers_peak_bytes = 0
+        self._oom_kills = oom.kernel_oom_kills()
+        self._watch = ProcessorWatch()
+
+    def info(self) -> DeviceInfo:
+        """Describe the processors and the memory now.
+
+        Raises:
+            DeviceError: this is not Linux.
+        """
+        try:
+            total_bytes, free_bytes = procfs.machine_memory()
+        except OSError:
+            raise DeviceError(
+                f"the memory of this system ({sys.platform}) cannot be measured: autotune reads Linux's /proc; "
+                "run it on Linux (or in a Linux container)"
+            ) from None
+        if allowance := cgroup.memory_allowance():
+            total_bytes = min(total_bytes, allowance.limit_bytes)
+            free_bytes = min(free_bytes, allowance.free_bytes)
+        threads = num_threads()
+        notes = self._notes
+        quota = cgroup.num_processors()
+        if quota is not None and threads > quota + 0.5:
+            notes += (
+                f"the control group allows {quota:g} processors' time but torch uses {threads} threads; "
+                f"set OMP_NUM_THREADS={max(1, round(quota))}",
+            )
+        return DeviceInfo(
+            name=self.name,
+            model=processor_model(),
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            num_threads=threads,
+            torch_version=metadata.version("torch"),
+            notes=notes,
+        )
+
+    def telemetry(self) -> Telemetry:
+        """Load averages and memory: `load_1m`, `load_5m`, `used_bytes`, `total_bytes`."""
+        info = self.info()
+        load_1m, load_5m, _ = os.getloadavg()
+        used_bytes = info.total_bytes - info.free_bytes
+        return Telemetry(
+            values={"load_1m": load_1m, "load_5m": load_5m, "used_bytes": used_bytes, "total_bytes": info.total_bytes}
+        )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """torch's `cpu`."""
+        import torch
+
+        return torch.device("cpu")
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Fail allocations that would take this process's private memory, all it already holds included, beyond the limit.
+
+        It cannot be raised again. Processes started from now on, such as data-loading workers, inherit it, each for itself.
+
+        Raises:
+            DeviceError: the process already holds more.
+        """
+        _start_compute_threads()
+        held_bytes = procfs.process_memory().data_bytes
+        if held_bytes > limit_bytes:
+            raise DeviceError(
+                f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the process holds "
+                "before training starts; raise --memory-limit"
+            )
+        _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard_bytes != resource.RLIM_INFINITY:
+            limit_bytes = min(limit_bytes, hard_bytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        self._limit_bytes = limit_bytes
+
+    def start_measuring(self) -> None:
+        """Measure contention from now on."""
+        self._watch = ProcessorWatch()
+
+    def synchronize(self) -> None:
+        """Nothing: CPU operators return when they are done."""
+
+    def peak_bytes(self) -> int:
+        """Peak of this process's private memory, plus the most that its data-loading workers were seen to hold.
+
+        Workers are looked at whenever this or `current_bytes` is called. Their peak need not coincide with the process's.
+        """
+        self._look_at_workers()
+        return procfs.process_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
+
+    def current_bytes(self) -> int:
+        """Private memory of this process and its workers now."""
+        return procfs.process_memory().data_bytes + self._look_at_workers()
+
+    def memory_detail(self) -> dict[str, float]:
+        """Bytes now, or at most: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`.
+
+        `shared_bytes` is in no limit: batches in shared memory that workers hand over.
+        """
+        memory = procfs.process_memory()
+        self._look_at_workers()
+        return {
+            "vm_data_bytes": memory.data_bytes,
+            "rss_anon_bytes": memory.touched_bytes,
+            "rss_anon_peak_bytes": memory.peak_touched_bytes,
+            "shared_bytes": memory.shared_bytes,
+            "workers_bytes": self._workers_peak_bytes,
+        }
+
+    def contention(self) -> float:
+        """Share of the wall time since `start_measuring` in which others held the processors this process wanted."""
+        return self._watch.share(num_threads())
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether `error`, or anything in its chain, is a real failed allocation."""
+        return oom.is_out_of_memory(error, scarce=self._is_scarce)
+
+    def _is_scarce(self) -> bool:
+        """The process stands at its limit, or the kernel has killed a process of the group for memory."""
+        if oom.kernel_oom_kills() > self._oom_kills:
+            return True
+        if self._limit_bytes is None:
+            return False
+        left_bytes = self._limit_bytes - procfs.process_memory().peak_data_bytes(self._limit_bytes)
+        return left_bytes < max(_AT_LIMIT_BYTES, _AT_LIMIT_SHARE * self._limit_bytes)
+
+    def _look_at_workers(self) -> int:
+        held_bytes = procfs.descendants_private_bytes()
+        self._workers_peak_bytes = max(self._workers_peak_bytes, held_bytes)
+        return held_bytes
+
+
+def num_threads() -> int:
+    """Compute threads of torch in this process: as it says where it is loaded, else as it will choose.
+
+    torch takes one thread for each physical core that the process may run on, or MKL_NUM_THREADS or OMP_NUM_THREADS; MKL, in
+    builds for x86, allows no more than there are cores.
+    """
+    if "torch" in sys.modules:
+        return int(sys.modules["torch"].get_num_threads())
+    num_cores = _num_physical_cores()
+    for variable in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        first = os.environ.get(variable, "").split(",")[0].strip()
+        if first.isdigit() and int(first) > 0:
+            return min(int(first), num_cores) if platform.machine() == "x86_64" else int(first)
+    return num_cores
+
+
+def _num_physical_cores() -> int:
+    cores = set()
+    for processor in os.sched_getaffinity(0):
+        topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
+        try:
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except OSError:
+            cores.add(("", str(processor)))
+    return len(cores)
+
+
+def processor_model() -> str:
+    """The processor's model name, as in `/proc/cpuinfo`, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def _start_compute_threads() -> None:
+    """Start torch's threads with a small parallel operation.
+
+    Their stacks count towards the limit, and the OpenMP library ends the process when it cannot start one.
+    """
+    import torch
+
+    elements_per_thread = 2**15  # below this torch does not share the work out
+    torch.ones(2 * elements_per_thread * torch.get_num_threads(), dtype=torch.uint8)

@@ -1,0 +1,117 @@
+"""Which errors are a failed allocation, and nothing else: a user's own exception that speaks of memory is not.
+
+Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`, both for want of
+memory and for other reasons. Those count only with evidence, which the device gives: it stands at its limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from autotune.devices import cgroup
+
+_ALLOCATION_FAILED = re.compile(
+    r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
+    r"|std::bad_alloc\Z"
+    r"|CUDA out of memory\. Tried to allocate "
+    r"|CUDA (?:driver )?error: out of memory\b"
+    r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
+)
+_PERHAPS_FAILED = re.compile(
+    r"could not (?:create|execute|initialize) an? [\w ]+\Z"  # oneDNN; seen at the limit in convolutions, linear layers, LSTMs
+    r"|can't start new thread\Z"
+    r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
+    r"|CUDA error: CUBLAS_STATUS_NOT_INITIALIZED\b"
+    r"|cuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
+    r"|GET was unable to find an engine to execute this computation"
+    r"|(?:FIND|Unable to find|unable to find) [\w ]*cuDNN algorithm to run convolution"
+)
+# what torch raises in place of an error in a data-loading worker, a pinning thread or a replica: its traceback as text
+_HANDED_OVER = re.compile(r"Caught \w+ in [^\n]+\.\nOriginal Traceback ")
+_HANDED_LINE = re.compile(
+    r"^(?:[\w.]+\.)?(?:(?P<memory>MemoryError|_ArrayMemoryError|OutOfMemoryError)(?:: .*)?"
+    r"|(?:RuntimeError|AcceleratorError): (?P<message>.*))$",
+    re.MULTILINE,
+)
+_ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambda: False) -> bool:
+    """Whether `error`, or anything in its causes, contexts or groups, is a failed allocation.
+
+    Args:
+        scarce: says whether memory has run short by other evidence; asked only about an error that may have another cause.
+    """
+    links = list(chain(error))
+    return any(_is_failed_allocation(link) for link in links) or (any(map(_is_suspect, links)) and scarce())
+
+
+def attempted_bytes(error: BaseException) -> int:
+    """What the failed allocation asked for, in bytes; 0 if no message in the chain says it."""
+    for link in chain(error):
+        if found := _ATTEMPTED.search(str(link)):
+            return int(float(found[1]) * _UNITS[found[2].lower()])
+    return 0
+
+
+def kernel_oom_kills() -> int:
+    """Processes that the kernel's out-of-memory killer has killed in this control group, or else on this machine.
+
+    A rise tells a SIGKILL by the kernel from one by a user. 0 where the kernel does not count.
+    """
+    kills = cgroup.num_oom_kills()
+    if kills is not None:
+        return kills
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, its causes and contexts, and the members of groups among them: each once, though they may form cycles."""
+    seen: set[int] = set()
+    unseen: list[BaseException | None] = [error]
+    while unseen:
+        link = unseen.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        unseen += (link.__context__, link.__cause__)
+        if isinstance(link, BaseExceptionGroup):
+            unseen += link.exceptions
+
+
+def _is_failed_allocation(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    if _is_librarys(error) and _ALLOCATION_FAILED.match(text):
+        return True
+    return _HANDED_OVER.match(text) is not None and any(
+        line["memory"] or _ALLOCATION_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
+    )
+
+
+def _is_suspect(error: BaseException) -> bool:
+    text = str(error)
+    if _is_librarys(error) and _PERHAPS_FAILED.match(text):
+        return True
+    return _HANDED_OVER.match(text) is not None and any(
+        line["message"] and _PERHAPS_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
+    )
+
+
+def _is_librarys(error: BaseException) -> bool:
+    """Whether its type is one that torch's C++ raises: RuntimeError itself, or AcceleratorError (since torch 2.8)."""
+    return type(error) is RuntimeError or type(error).__qualname__ == "AcceleratorError"
