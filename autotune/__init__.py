@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune.api import search
-    from autotune.search.reading import load_study
+    from autotune.tuning.reading import load_study
     from autotune.session import Session, prepare
     from autotune.task import Task, load_task
 
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Session": "autotune.session",
     "Task": "autotune.task",
-    "load_study": "autotune.search.reading",
+    "load_study": "autotune.tuning.reading",
     "load_task": "autotune.task",
     "prepare": "autotune.session",
     "search": "autotune.api",
@@ -34,6 +34,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch, optuna and pandas take seconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # else the subpackage `autotune.search` would stand in the name's place
-    return value
+    return getattr(importlib.import_module(_HOMES[name]), name)

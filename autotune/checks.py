@@ -19,7 +19,7 @@ from autotune.config import Choice, Config
 from autotune.devices import Device, open_device
 from autotune.differences import Difference, Run, difference, worst
 from autotune.dropout_off import dropout_off
-from autotune.search.result import Check
+from autotune.tuning.result import Check
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.techniques.accumulation import uses_batch_statistics

@@ -16,7 +16,7 @@ ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def exit_code(error: AutotuneError) -> int:
     """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.search.run import NothingFeasible
+    from autotune.tuning.run import NothingFeasible
 
     return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
 
@@ -26,8 +26,8 @@ def search(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.report import export
     from autotune.report.live import live_listener
-    from autotune.search.result import Result
-    from autotune.search.run import Interrupted
+    from autotune.tuning.result import Result
+    from autotune.tuning.run import Interrupted
 
     result: Result | None
     code = ANSWERED
@@ -105,7 +105,7 @@ def show(options: argparse.Namespace) -> int:
     """`autotune show`: what a study holds."""
     from autotune.report import export
     from autotune.report.study_text import render_study
-    from autotune.search.reading import load_study
+    from autotune.tuning.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
     if options.json:

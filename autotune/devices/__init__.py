@@ -1,4 +1,4 @@
-"""The devices that a model can be trained on, behind one protocol. Opening one creates no CUDA context and imports no torch."""
+"""The devices to train on, behind one protocol. Opening one creates no CUDA context and imports no torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def open_device(name: str) -> Device:
     """The device of that name.
 
     Args:
-        name: `cpu`, `cuda` (the first GPU), `cuda:1`, or `auto`: the first GPU where there is one and the installed torch can
-            use it (if it cannot, the CPU's notes say so), else the CPU.
+        name: `cpu`, `cuda` (the first GPU), `cuda:1`, or `auto`: the first GPU where there is one and the installed
+            torch can use it (if it cannot, the CPU's notes say so), else the CPU.
 
     Raises:
         DeviceError: there is no such device, or the installed torch cannot use it.

@@ -1,4 +1,4 @@
-"""What a device is to the rest of the package: memory limit, peak, synchronize, out-of-memory classification, telemetry."""
+"""What a device is to the rest of the package: memory limit and peak, synchronization, errors, telemetry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """A device as plain data. `identity()` is what must not change for a study to be resumed.
+    """A device as plain data.
 
     Attributes:
         name: as the user writes it: `cpu`, `cuda:0`.
@@ -40,7 +40,8 @@ class Telemetry:
     """What the device's instruments say now.
 
     Attributes:
-        values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; missing where not supported.
+        values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; missing where
+            not supported.
         throttle_reasons: clock-throttle reasons that are active and slow the GPU down (thermal, power), in words.
         processes: other processes on the device: (pid, bytes used, name).
     """
@@ -51,7 +52,7 @@ class Telemetry:
 
 
 class Device(Protocol):
-    """One device. Methods of the first group are safe anywhere and create no CUDA context; the others belong into a probe."""
+    """One device. The first methods are safe anywhere and create no CUDA context; the others belong into a probe."""
 
     name: str  # `cpu`, `cuda:0`
     kind: str  # `cpu` or `cuda`: torch's device type
@@ -87,7 +88,7 @@ class Device(Protocol):
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""
 
     def contention(self) -> float:
-        """Share of the wall time since `start_measuring` in which others held what this process wanted to run on; 0 if unknown."""
+        """Share of the time since `start_measuring` in which others held what this process wanted; 0 if unknown."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a real failed allocation."""

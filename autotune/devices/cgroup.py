@@ -1,7 +1,8 @@
-"""What the control groups (v1 and v2) of this process allow: memory, processor time, and their count of out-of-memory kills.
+"""What this process's control groups (v1 and v2) allow, memory and processor time, and their count of OOM kills.
 
-A limit may sit on any ancestor, so every directory from this process's group up to the mount is read. In a container the path in
-`/proc/self/cgroup` may be the host's while only the container's part is mounted; then the mount itself is the group.
+A limit may sit on any ancestor, so every directory from this process's group up to the mount is read. In a container
+the path in `/proc/self/cgroup` may be the host's while only the container's part is mounted; then the mount itself is
+the group.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def num_processors(root: Path = ROOT) -> float | None:
 
 
 def num_oom_kills(root: Path = ROOT) -> int | None:
-    """Processes of this group (v2: and of those below it) that the kernel's OOM killer has killed; None if not counted."""
+    """Processes of this group (v2: and below it) that the kernel's OOM killer has killed; None if not counted."""
     for directory, name in _directories(root, "memory", "memory.oom_control", "memory.events"):
         kills = _table(directory / name).get("oom_kill")
         if kills is not None:

@@ -15,11 +15,11 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class ProcessorWatch:
     """Watches this process from its creation on.
 
-    Two sources, both from the kernel. `schedstat` counts for each thread how long it was runnable but waited for a processor;
-    over the wall time and the compute threads that is the share of their time they lacked, and two equal processes on one core
-    give 0.5. Threads of this process, and its data-loading workers, also wait for each other: the share is therefore
-    bounded by what they left unused of the processors they may run on. On a virtual machine `steal` in `/proc/stat` counts the time the
-    hypervisor gave to others.
+    Two sources, both from the kernel. `schedstat` counts for each thread how long it was runnable but waited for a
+    processor; over the wall time and the compute threads that is the share of their time they lacked, and two equal
+    processes on one core give 0.5. Threads of this process, and its data-loading workers, also wait for each other: the
+    share is therefore bounded by what they left unused of the processors they may run on. On a virtual machine `steal`
+    in `/proc/stat` counts the time the hypervisor gave to others.
     """
 
     def __init__(self, proc: Path = PROC) -> None:

@@ -19,16 +19,17 @@ from autotune.units import MIB, format_bytes
 if TYPE_CHECKING:
     import torch
 
-# how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions and linear
-# layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
+# how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
+# and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 
 
 class CpuDevice:
     """This machine's processors and memory, as far as this process's control group and affinity allow.
 
-    The limit is `RLIMIT_DATA`: it bounds the private writable memory of each process (`VmData`), all of it: libraries' data and
-    thread stacks included, touched or not. `peak_bytes` is on the same scale, and adds what data-loading workers hold.
+    The limit is `RLIMIT_DATA`: it bounds the private writable memory of each process (`VmData`), all of it: libraries'
+    data and thread stacks included, touched or not. `peak_bytes` is on the same scale, and adds what data-loading
+    workers hold.
 
     Args:
         notes: remarks for `info`.
@@ -64,10 +65,8 @@ class CpuDevice:
         notes = self._notes
         quota = cgroup.num_processors()
         if quota is not None and threads > quota + 0.5:
-            notes += (
-                f"the control group allows {quota:g} processors' time but torch uses {threads} threads; "
-                f"set OMP_NUM_THREADS={max(1, round(quota))}",
-            )
+            note = f"the control group allows {quota:g} processors' time but torch uses {threads} threads; "
+            notes += (note + f"set OMP_NUM_THREADS={max(1, round(quota))}",)
         return DeviceInfo(
             name=self.name,
             model=processor_model(),
@@ -89,15 +88,16 @@ class CpuDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """torch's `cpu`."""
+        """The device as torch's own object."""
         import torch
 
         return torch.device("cpu")
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Fail allocations that would take this process's private memory, all it already holds included, beyond the limit.
+        """Fail allocations that would take this process's private memory, what it holds now included, beyond the limit.
 
-        It cannot be raised again. Processes started from now on, such as data-loading workers, inherit it, each for itself.
+        It cannot be raised again. Processes started from now on, such as data-loading workers, inherit it, each for
+        itself.
 
         Raises:
             DeviceError: the process already holds more.
@@ -106,8 +106,8 @@ class CpuDevice:
         held_bytes = procfs.process_memory().data_bytes
         if held_bytes > limit_bytes:
             raise DeviceError(
-                f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the process holds "
-                "before training starts; raise --memory-limit"
+                f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the "
+                "process holds before training starts; raise --memory-limit"
             )
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         if hard_bytes != resource.RLIM_INFINITY:
@@ -125,7 +125,8 @@ class CpuDevice:
     def peak_bytes(self) -> int:
         """Peak of this process's private memory, plus the most that its data-loading workers were seen to hold.
 
-        Workers are looked at whenever this or `current_bytes` is called. Their peak need not coincide with the process's.
+        Workers are looked at whenever this or `current_bytes` is called. Their peak need not coincide with the
+        process's.
         """
         self._look_at_workers()
         return procfs.process_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
@@ -135,7 +136,8 @@ class CpuDevice:
         return procfs.process_memory().data_bytes + self._look_at_workers()
 
     def memory_detail(self) -> dict[str, float]:
-        """Bytes now, or at most: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`.
+        """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`
+        (peak).
 
         `shared_bytes` is in no limit: batches in shared memory that workers hand over.
         """
@@ -175,8 +177,8 @@ class CpuDevice:
 def num_threads() -> int:
     """Compute threads of torch in this process: as it says where it is loaded, else as it will choose.
 
-    torch takes one thread for each physical core that the process may run on, or MKL_NUM_THREADS or OMP_NUM_THREADS; MKL, in
-    builds for x86, allows no more than there are cores.
+    torch takes one thread for each physical core that the process may run on, or MKL_NUM_THREADS or OMP_NUM_THREADS;
+    MKL, in builds for x86, allows no more than there are cores.
     """
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())

@@ -1,7 +1,8 @@
 """Which errors are a failed allocation, and nothing else: a user's own exception that speaks of memory is not.
 
-Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`, both for want of
-memory and for other reasons. Those count only with evidence, which the device gives: it stands at its limit.
+Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`,
+both for want of memory and for other reasons. Those count only with evidence, which the device gives: it stands at its
+limit.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from pathlib import Path
 from autotune.devices import cgroup
 
 _ALLOCATION_FAILED = re.compile(
-    r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
+    r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: "
+    r"(?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
     r"|std::bad_alloc\Z"
     r"|CUDA out of memory\. Tried to allocate "
     r"|CUDA (?:driver )?error: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )
 _PERHAPS_FAILED = re.compile(
-    r"could not (?:create|execute|initialize) an? [\w ]+\Z"  # oneDNN; seen at the limit in convolutions, linear layers, LSTMs
+    r"could not (?:create|execute|initialize) an? [\w ]+\Z"  # oneDNN: convolutions, linear layers, LSTMs
     r"|can't start new thread\Z"
     r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
     r"|CUDA error: CUBLAS_STATUS_NOT_INITIALIZED\b"
@@ -45,7 +47,9 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
     """Whether `error`, or anything in its causes, contexts or groups, is a failed allocation.
 
     Args:
-        scarce: says whether memory has run short by other evidence; asked only about an error that may have another cause.
+        error: as caught.
+        scarce: says whether memory has run short by other evidence; asked only where an error may have
+            another cause.
     """
     links = list(chain(error))
     return any(_is_failed_allocation(link) for link in links) or (any(map(_is_suspect, links)) and scarce())
@@ -75,7 +79,7 @@ def kernel_oom_kills() -> int:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, its causes and contexts, and the members of groups among them: each once, though they may form cycles."""
+    """`error`, its causes and contexts, and the members of groups among them: each once, even in a cycle."""
     seen: set[int] = set()
     unseen: list[BaseException | None] = [error]
     while unseen:
@@ -90,7 +94,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_failed_allocation(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):

@@ -2,9 +2,9 @@
 
 Which figure means what, measured over training runs (transformer, convolutions, LSTM; 0.5 to 5 GiB):
 
-- `VmData` is what `RLIMIT_DATA` bounds: private writable memory, whether touched or not. The kernel keeps no peak of it.
-- `VmPeak - (VmSize - VmData)` is its peak as long as the other mappings (code, read-only files, shared memory) stay: equal to
-  a 3 ms sampling to the MiB in every run. The kernel keeps `VmPeak` itself, so that no short peak is missed.
+- `VmData` is what `RLIMIT_DATA` bounds: private writable memory, touched or not. The kernel keeps no peak of it.
+- `VmPeak - (VmSize - VmData)` is its peak as long as the other mappings (code, read-only files, shared memory) stay:
+  equal to a 3 ms sampling to the MiB in every run. The kernel keeps `VmPeak` itself, so that no short peak is missed.
 - `VmHWM - RssFile - RssShmem` is the peak of the touched part, 90 to 230 MiB below (thread stacks, tails of buffers).
 """
 
@@ -31,8 +31,9 @@ class ProcessMemory:
     def peak_data_bytes(self, limit_bytes: int | None = None) -> int:
         """Peak of `VmData`.
 
-        A large mapping that is not memory (a file, say) and that is gone by now also raised `VmPeak`. It gives itself away by
-        exceeding the limit, or twice what was ever touched; then the touched peak and what is untouched now stand in.
+        A large mapping that is not memory (a file, say) and that is gone by now also raised `VmPeak`. It gives itself
+        away by exceeding the limit, or twice what was ever touched; then the touched peak and what is untouched now
+        stand in.
         """
         untouched = max(0, self.data_bytes - self.touched_bytes)
         believable = 2 * self.peak_touched_bytes + untouched

@@ -20,7 +20,7 @@ from autotune.errors import TaskError
 from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
-from autotune.search.result import Check
+from autotune.tuning.result import Check
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 

@@ -18,8 +18,8 @@ from autotune.outcome import Outcome
 from autotune.report.figures import counts, measured_rate, plural, times
 from autotune.report.live import best_speed, introduction, is_best, summary
 from autotune.report.words import describe
-from autotune.search.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
-from autotune.search.front import pareto_front
+from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from autotune.tuning.front import pareto_front
 from autotune.units import format_bytes, format_seconds
 
 NUM_FRONT = 6

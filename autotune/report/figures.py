@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from autotune.outcome import Kind, Measurement
-from autotune.search.result import Measured
+from autotune.tuning.result import Measured
 
 
 def rate(samples_per_s: float) -> str:

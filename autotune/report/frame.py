@@ -10,7 +10,7 @@ import pandas as pd
 
 from autotune.outcome import Measurement
 from autotune.report.words import describe
-from autotune.search.reading import ProbeRecord, Study
+from autotune.tuning.reading import ProbeRecord, Study
 from autotune.units import MIB
 
 _FIGURES = {

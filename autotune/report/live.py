@@ -10,7 +10,7 @@ from autotune.config import Config
 from autotune.outcome import Outcome
 from autotune.report.figures import measured_rate
 from autotune.report.words import describe
-from autotune.search.events import Event, Listener, Note, ProbeEnded, SearchStarted
+from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
 from autotune.units import format_bytes, format_seconds
 
 

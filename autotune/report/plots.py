@@ -8,8 +8,8 @@ from autotune.config import Choice
 from autotune.errors import AutotuneError
 from autotune.outcome import Kind
 from autotune.report.words import describe
-from autotune.search.reading import Study
-from autotune.search.result import Measured
+from autotune.tuning.reading import Study
+from autotune.tuning.result import Measured
 from autotune.units import MIB
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from autotune.outcome import Kind
 from autotune.report.figures import counts, measured_rate, plural
 from autotune.report.text import FRONT_NOTE, front_table, heading, paragraph, render_answer, table
 from autotune.report.words import describe, describe_batch
-from autotune.search.reading import ProbeRecord, Study
-from autotune.search.result import Measured
+from autotune.tuning.reading import ProbeRecord, Study
+from autotune.tuning.result import Measured
 from autotune.units import format_bytes, format_seconds
 
 

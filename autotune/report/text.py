@@ -12,7 +12,7 @@ from rich.text import Text
 from autotune.config import Choice
 from autotune.report.figures import counts, interval, measured_rate, plural, times
 from autotune.report.words import as_json, as_python, describe, describe_choice
-from autotune.search.result import Check, Measured, Result
+from autotune.tuning.result import Check, Measured, Result
 from autotune.units import format_bytes, format_seconds
 
 MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make a wider dict

@@ -45,7 +45,9 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS))  # batch, time, 3, head, channel
+        qkv = self.qkv(self.attention_norm(x)).unflatten(
+            -1, (3, HEADS, WIDTH // HEADS)
+        )  # batch, time, 3, head, channel
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))

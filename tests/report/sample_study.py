@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool
 
 from autotune.config import Config
 from autotune.outcome import Kind, Measurement, Outcome
-from autotune.search.result import Check, Effect, Measured, Result
+from autotune.tuning.result import Check, Effect, Measured, Result
 from autotune.techniques import complete
 from autotune.units import MIB
 

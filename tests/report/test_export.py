@@ -11,7 +11,7 @@ import pandas as pd
 
 from autotune.outcome import Outcome
 from autotune.report.export import document, to_csv, to_json
-from autotune.search.reading import Study
+from autotune.tuning.reading import Study
 
 
 def test_the_json_is_one_document_with_everything(study: Study) -> None:

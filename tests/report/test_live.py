@@ -16,7 +16,7 @@ import pytest
 from autotune.outcome import Kind, Outcome
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
-from autotune.search.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
 from tests.report.sample_study import ANSWER, BASELINE, FAILURES, HEADROOM, LIMIT, SPACE, config, measured
 
 STARTED = SearchStarted(

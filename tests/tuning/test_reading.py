@@ -13,7 +13,7 @@ import pytest
 
 from autotune.errors import StudyError
 from autotune.outcome import Kind
-from autotune.search.reading import load_study
+from autotune.tuning.reading import load_study
 from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, measured, write_study
 
 

@@ -14,13 +14,13 @@ from autotune.outcome import Kind, Outcome
 from autotune.probe.prober import Prober
 from autotune.probe.process import ProbeFault
 from autotune.probe.settings import ProbeSettings
-from autotune.search.events import Listener, Note, ProbeEnded, ProbeStarted
-from autotune.search.objective import Objective
-from autotune.search.playoff import MIN_ROUNDS, Standing, play_off
-from autotune.search.sampler import AdmissibleSampler, make_sampler
-from autotune.search.space import Space, SpaceExhausted
-from autotune.search.start import one_change_back, starting_configs
-from autotune.search.study import Probed, Store
+from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
+from autotune.tuning.objective import Objective
+from autotune.tuning.playoff import MIN_ROUNDS, Standing, play_off
+from autotune.tuning.sampler import AdmissibleSampler, make_sampler
+from autotune.tuning.space import Space, SpaceExhausted
+from autotune.tuning.start import one_change_back, starting_configs
+from autotune.tuning.study import Probed, Store
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time

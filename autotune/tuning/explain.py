@@ -8,10 +8,10 @@ from statistics import fmean
 
 from autotune.config import Config
 from autotune.outcome import Kind, Measurement, Outcome
-from autotune.search.front import pareto_front
-from autotune.search.objective import Objective
-from autotune.search.result import Effect, Measured
-from autotune.search.study import Probed
+from autotune.tuning.front import pareto_front
+from autotune.tuning.objective import Objective
+from autotune.tuning.result import Effect, Measured
+from autotune.tuning.study import Probed
 from autotune.units import format_bytes
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit

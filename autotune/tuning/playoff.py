@@ -13,8 +13,8 @@ from statistics import fmean, median, stdev
 
 from autotune.config import Config
 from autotune.outcome import Outcome
-from autotune.search.objective import Objective
-from autotune.search.result import Measured
+from autotune.tuning.objective import Objective
+from autotune.tuning.result import Measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 8

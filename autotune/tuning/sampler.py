@@ -13,7 +13,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import Config
-from autotune.search.space import Space
+from autotune.tuning.space import Space
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
 

@@ -4,7 +4,7 @@ import pytest
 
 from autotune import techniques
 from autotune.errors import ConfigError
-from autotune.search.space import SpaceExhausted, build_space
+from autotune.tuning.space import SpaceExhausted, build_space
 from autotune.techniques.base import Support
 
 from .closed_form import SUPPORT, inspection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune import techniques
 from autotune.config import Choice, Config
-from autotune.search.space import Space
+from autotune.tuning.space import Space
 
 _LIKELY = {
     "amp": ("bf16", "fp16"),

@@ -17,9 +17,9 @@ from optuna.trial import Trial, TrialState
 from autotune.config import Config
 from autotune.errors import StudyError
 from autotune.outcome import Outcome
-from autotune.search.objective import Objective
-from autotune.search.sampler import AdmissibleSampler
-from autotune.search.space import Space
+from autotune.tuning.objective import Objective
+from autotune.tuning.sampler import AdmissibleSampler
+from autotune.tuning.space import Space
 
 FORMAT = 1
 DEFAULT_FOLDER = "studies"

@@ -20,15 +20,15 @@ from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
-from autotune.search import explain
-from autotune.search.events import Listener, Note, SearchStarted
-from autotune.search.loop import MIN_TIMEOUT_S, Loop
-from autotune.search.objective import Objective
-from autotune.search.options import OBJECTIVES, SAMPLERS, SearchOptions
-from autotune.search.playoff import Standing
-from autotune.search.result import Check, Measured, Result
-from autotune.search.space import build_space
-from autotune.search.study import Place, Store, locked, place_of, stored_limit_bytes
+from autotune.tuning import explain
+from autotune.tuning.events import Listener, Note, SearchStarted
+from autotune.tuning.loop import MIN_TIMEOUT_S, Loop
+from autotune.tuning.objective import Objective
+from autotune.tuning.options import OBJECTIVES, SAMPLERS, SearchOptions
+from autotune.tuning.playoff import Standing
+from autotune.tuning.result import Check, Measured, Result
+from autotune.tuning.space import build_space
+from autotune.tuning.study import Place, Store, locked, place_of, stored_limit_bytes
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes
 

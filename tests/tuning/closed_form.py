@@ -13,11 +13,11 @@ from autotune.devices.base import DeviceInfo
 from autotune.outcome import Kind, Measurement, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
-from autotune.search.events import Listener
-from autotune.search.loop import Loop
-from autotune.search.objective import Objective
-from autotune.search.space import Space, build_space
-from autotune.search.study import Store, place_of
+from autotune.tuning.events import Listener
+from autotune.tuning.loop import Loop
+from autotune.tuning.objective import Objective
+from autotune.tuning.space import Space, build_space
+from autotune.tuning.study import Store, place_of
 from autotune.techniques.base import Support
 
 MIB = 2**20

@@ -4,8 +4,8 @@ import random
 
 from autotune import techniques
 from autotune.outcome import Kind, Outcome
-from autotune.search.objective import Objective
-from autotune.search.playoff import MAX_ROUNDS, MIN_ROUNDS, play_off, ratio_interval
+from autotune.tuning.objective import Objective
+from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, play_off, ratio_interval
 
 from .closed_form import measurement
 

@@ -21,9 +21,9 @@ from sqlalchemy.pool import NullPool
 from autotune.config import Choice, Config
 from autotune.errors import StudyError
 from autotune.outcome import Outcome
-from autotune.search.front import pareto_front
-from autotune.search.playoff import Entrant
-from autotune.search.result import Measured, Result
+from autotune.tuning.front import pareto_front
+from autotune.tuning.playoff import Entrant
+from autotune.tuning.result import Measured, Result
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,7 @@ import pytest
 
 from autotune import techniques
 from autotune.outcome import Kind, Outcome
-from autotune.search.objective import Objective
+from autotune.tuning.objective import Objective
 
 from .closed_form import measurement
 

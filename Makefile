@@ -1,0 +1,42 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer, pip and make.
+
+VENV ?= .venv
+RUN := $(VENV)/bin
+
+ifndef PYTHON
+# The first of these that runs and is new enough; `make PYTHON=/path/to/python3.12 test` names another.
+PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+endif
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.installed  ## search on a shipped case study
+	$(RUN)/autotune search studies/gpt/model.py --budget 2m
+
+test: $(VENV)/.installed-dev  ## PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+bench: $(VENV)/.installed-dev
+	$(RUN)/python tests/benchmarks/bench.py
+
+clean:
+	rm -rf $(VENV)
+
+# torch is installed first, and pinned: nothing that follows can then bring another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(if $(PYTHON),,$(error no Python 3.11 or newer was found; name one with `make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)`))
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[studies]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@

@@ -1,0 +1,251 @@
+"""What NVIDIA's management library (NVML) says about the GPUs. It creates no CUDA context.
+
+Every reading is optional: what a driver or a GPU does not support is missing.
+
+Numbers and names follow the NVML API reference (https://docs.nvidia.com/deploy/nvml-api).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.devices.base import Telemetry
+
+_TEMPERATURE_GPU = 0
+_CLOCK_SM = 1
+# bits of nvmlDeviceGetCurrentClocksEventReasons that mean slower than asked for; idle, application clocks and sync
+# boost do not
+_SLOWDOWNS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "temperature (driver)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU, or a MIG instance of one, as CUDA may see it.
+
+    Attributes:
+        handle: NVML's handle.
+        board: handle of the physical GPU, which has the instruments; the same as `handle` without MIG.
+    """
+
+    handle: Any
+    board: Any
+    uuid: str
+    name: str
+    is_mig: bool = False
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU. In a container the pid may be the host's, or the list empty."""
+
+    pid: int
+    used_bytes: int | None
+    name: str
+
+
+class Nvml:
+    """A connection to the driver.
+
+    Args:
+        module: `pynvml`, as nvidia-ml-py provides it.
+
+    Raises:
+        Exception: the module's NVMLError where there is no driver.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        module.nvmlInit()
+
+    def driver(self) -> str:
+        """The driver's version."""
+        return _text(self._read("nvmlSystemGetDriverVersion"))
+
+    def boards(self) -> list[Gpu]:
+        """Every physical GPU, in PCI order."""
+        boards = []
+        for index in range(int(self._read("nvmlDeviceGetCount") or 0)):
+            handle = self._read("nvmlDeviceGetHandleByIndex", index)
+            if handle is not None:
+                boards.append(self._describe(handle, handle))
+        return boards
+
+    def visible_gpus(self, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+        """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES (indices, or the beginnings of UUIDs), in its order.
+
+        As in CUDA the list ends before the first entry that is not valid, and a repeated entry leaves nothing. Of a GPU
+        divided by MIG, CUDA shows the first instance, or the one whose UUID is named.
+        """
+        boards = self.boards()
+        wanted = environment.get("CUDA_VISIBLE_DEVICES")
+        if wanted is None:
+            return [self._first_instance(board) for board in boards]
+        chosen: list[Gpu] = []
+        for entry in (part.strip() for part in wanted.split(",")):
+            if entry.startswith("MIG-"):
+                matches = [gpu for board in boards for gpu in self._instances(board) if gpu.uuid.startswith(entry)]
+            elif entry.startswith("GPU-"):
+                matches = [self._first_instance(board) for board in boards if board.uuid.startswith(entry)]
+            elif entry.isdigit() and int(entry) < len(boards):
+                matches = [self._first_instance(boards[int(entry)])]
+            else:
+                matches = []
+            if len(matches) != 1:
+                break
+            if matches[0].uuid in (gpu.uuid for gpu in chosen):
+                return []
+            chosen += matches
+        return chosen
+
+    def memory(self, gpu: Gpu) -> tuple[int, int] | None:
+        """(used, total) bytes of the whole GPU, all processes together."""
+        memory = self._read("nvmlDeviceGetMemoryInfo", gpu.handle)
+        return None if memory is None else (int(memory.used), int(memory.total))
+
+    def capability(self, gpu: Gpu) -> tuple[int, int]:
+        """CUDA compute capability; (0, 0) if unknown."""
+        major, minor = self._read("nvmlDeviceGetCudaComputeCapability", gpu.board) or (0, 0)
+        return int(major), int(minor)
+
+    def processes(self, gpu: Gpu) -> list[GpuProcess]:
+        """Processes that compute on the GPU, this one included where it does."""
+        listed = self._read("nvmlDeviceGetComputeRunningProcesses", gpu.handle) or ()
+        return [
+            GpuProcess(int(entry.pid), _optional_int(entry.usedGpuMemory), self._process_name(int(entry.pid)))
+            for entry in listed
+        ]
+
+    def utilization_by_process(self, gpu: Gpu, since_us: int) -> dict[int, float]:
+        """Share of the multiprocessors' time (0 to 1) that each process took since then; empty where not supported.
+
+        Args:
+            gpu: which one.
+            since_us: microseconds since the epoch.
+        """
+        samples: dict[int, list[float]] = {}
+        for sample in self._read("nvmlDeviceGetProcessUtilization", gpu.handle, since_us) or ():
+            samples.setdefault(int(sample.pid), []).append(sample.smUtil / 100)
+        return {pid: sum(values) / len(values) for pid, values in samples.items()}
+
+    def telemetry(self, gpu: Gpu, *, without: frozenset[int] = frozenset()) -> Telemetry:
+        """Read every instrument the GPU has.
+
+        Args:
+            gpu: which one.
+            without: process ids that are not "other" processes.
+        """
+        utilization = self._read("nvmlDeviceGetUtilizationRates", gpu.board)
+        used_bytes, total_bytes = self.memory(gpu) or (None, None)
+        readings = {
+            "gpu_utilization": None if utilization is None or gpu.is_mig else utilization.gpu,
+            "memory_utilization": None if utilization is None or gpu.is_mig else utilization.memory,
+            "used_bytes": used_bytes,
+            "total_bytes": total_bytes,
+            "temperature_c": self._read("nvmlDeviceGetTemperature", gpu.board, _TEMPERATURE_GPU),
+            "power_w": _watts(self._read("nvmlDeviceGetPowerUsage", gpu.board)),
+            "power_limit_w": _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)),
+            "sm_clock_mhz": self._read("nvmlDeviceGetClockInfo", gpu.board, _CLOCK_SM),
+        }
+        return Telemetry(
+            values={name: float(value) for name, value in readings.items() if value is not None},
+            throttle_reasons=self._throttle_reasons(gpu),
+            processes=tuple(
+                (process.pid, process.used_bytes or 0, process.name)
+                for process in self.processes(gpu)
+                if process.pid not in without
+            ),
+        )
+
+    def _throttle_reasons(self, gpu: Gpu) -> tuple[str, ...]:
+        bits = self._read("nvmlDeviceGetCurrentClocksEventReasons", gpu.board)
+        if bits is None:  # the name before driver 535
+            bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", gpu.board)
+        return tuple(words for bit, words in _SLOWDOWNS.items() if int(bits or 0) & bit)
+
+    def _first_instance(self, board: Gpu) -> Gpu:
+        return next(iter(self._instances(board)), board)
+
+    def _instances(self, board: Gpu) -> list[Gpu]:
+        """The MIG instances of a GPU; none where MIG is off."""
+        current, _ = self._read("nvmlDeviceGetMigMode", board.handle) or (0, 0)
+        if not current:
+            return []
+        number = int(self._read("nvmlDeviceGetMaxMigDeviceCount", board.handle) or 0)
+        handles = (self._read("nvmlDeviceGetMigDeviceHandleByIndex", board.handle, index) for index in range(number))
+        return [self._describe(handle, board.handle) for handle in handles if handle is not None]
+
+    def _describe(self, handle: Any, board: Any) -> Gpu:
+        uuid, name = _text(self._read("nvmlDeviceGetUUID", handle)), _text(self._read("nvmlDeviceGetName", handle))
+        is_mig = uuid.startswith("MIG-")
+        name = name or _text(self._read("nvmlDeviceGetName", board))
+        return Gpu(handle=handle, board=board, uuid=uuid, name=name, is_mig=is_mig)
+
+    def _process_name(self, pid: int) -> str:
+        name = _text(self._read("nvmlSystemGetProcessName", pid))
+        if not name:
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return os.path.basename(name.split(" ")[0])
+
+    def _read(self, function: str, *arguments: Any) -> Any:
+        """Call NVML; None where this driver, GPU or module does not have it."""
+        try:
+            return getattr(self._module, function)(*arguments)
+        except (self._module.NVMLError, AttributeError):
+            return None
+
+
+_connections: dict[int, Nvml | str] = {}  # by process: a connection does not survive a fork
+
+
+def connect() -> Nvml | str:
+    """This process's connection to the driver, or why there is none."""
+    pid = os.getpid()
+    if pid not in _connections:
+        _connections[pid] = _connect()
+    return _connections[pid]
+
+
+def _connect() -> Nvml | str:
+    pynvml = importlib.import_module("pynvml")
+    try:
+        return Nvml(pynvml)
+    except pynvml.NVMLError as error:
+        absent = type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
+        return "no NVIDIA driver is installed" if absent else f"the NVIDIA driver does not answer: {error}"
+
+
+def why_no_gpu() -> str:
+    """Why there is no GPU to use, in words."""
+    connection = connect()
+    if isinstance(connection, str):
+        return connection
+    boards = connection.boards()
+    if not boards:
+        return "the NVIDIA driver finds no GPU"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU of this machine ({len(boards)})"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+def _watts(milliwatts: Any) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else int(value)
