@@ -16,7 +16,7 @@ ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def exit_code(error: AutotuneError) -> int:
     """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.tuning.run import NothingFeasible
+    from autotune.tuning.answer import NothingFeasible
 
     return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
 
@@ -26,8 +26,8 @@ def search(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.report import export
     from autotune.report.live import live_listener
+    from autotune.tuning.answer import Interrupted
     from autotune.tuning.result import Result
-    from autotune.tuning.run import Interrupted
 
     result: Result | None
     code = ANSWERED

@@ -97,7 +97,7 @@ class Technique(ABC):
         """
         if type(choice) is not type(self.off):
             raise ValueError(f"expected {type(self.off).__name__}")
-        return choice  # type: ignore[no-any-return]
+        return choice
 
     def is_redundant(self, config: Config) -> bool:
         """Whether `config` is the same training as one with this technique off, and so need not be searched."""

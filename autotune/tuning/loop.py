@@ -9,7 +9,7 @@ from statistics import median
 
 from optuna.trial import Trial
 
-from autotune.config import Config
+from autotune.config import Choice, Config
 from autotune.outcome import Kind, Outcome
 from autotune.probe.prober import Prober
 from autotune.probe.process import ProbeFault
@@ -75,6 +75,7 @@ class Loop:
         ] = {}  # config with batch size 1 in its place -> smallest batch that failed
         for probe in self.store.probed():
             if probe.stage != "play-off":
+                self.wall_s.append(probe.outcome.wall_s)
                 self._learn(probe.config, probe.outcome)
         if self.baseline is not None and self.timeout_s is None:
             self._set_timeout(self.baseline)
@@ -134,7 +135,7 @@ class Loop:
     def run_play_off(self) -> Standing:
         """Confirm the best few and the baseline in fresh processes."""
         settings = self.settings.replace(interval=PLAY_OFF_INTERVAL, max_timed_s=2 * self.settings.max_timed_s)
-        finalists = self._finalists()
+        finalists = self.finalists()
         if finalists:
             self.listener.on(Note(text=f"play-off: {len(finalists)} configs and the baseline, in fresh processes"))
 
@@ -157,6 +158,32 @@ class Loop:
             has_time=has_time,
             seed=self.seed,
         )
+
+    def finalists(self) -> list[Config]:
+        """The best few, best first: as many as the time that is left can confirm."""
+        feasible = [
+            (self.objective.score(outcome), config)
+            for config, outcome in self._known.items()
+            if self.objective.feasible(outcome) and self.space.contains(config)
+        ]
+        ranked = sorted(feasible, key=lambda pair: pair[0], reverse=True)
+        if not ranked:
+            return []
+        merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
+        best = merits[ranked[0][1]]
+        near = [config for _, config in ranked if merits[config] >= NEAR_BEST * best and config != self.space.baseline]
+        round_of_one_s = PLAY_OFF_FACTOR * median(self.wall_s)
+        affordable = (
+            int((self.budget_s - self.elapsed_s) / (MIN_ROUNDS * round_of_one_s)) - 1
+        )  # the baseline plays, too
+        return near[: max(1, min(NUM_FINALISTS, affordable))]
+
+    def drop(self, name: str, choice: Choice) -> None:
+        """Take a choice of a technique out of the space, and the best with it."""
+        self.space = self.space.without(name, {choice})
+        self.best = None
+        for config, outcome in self._known.items():
+            self._consider(config, outcome)
 
     def known(self) -> list[tuple[Config, Outcome]]:
         """Every config that was probed, with its outcome."""
@@ -253,6 +280,9 @@ class Loop:
         if outcome.kind is Kind.OOM or (outcome.measurement and self.objective.beyond_memory(outcome)):
             key = _without_batch(config)
             self._memory_walls[key] = min(config.batch_size, self._memory_walls.get(key, config.batch_size))
+        self._consider(config, outcome)
+
+    def _consider(self, config: Config, outcome: Outcome) -> None:
         if self.objective.feasible(outcome) and self.space.contains(config):
             score = self.objective.score(outcome)
             if self.best is None or score > self.objective.score(self.best[1]):
@@ -277,22 +307,6 @@ class Loop:
         """Time to leave for the play-off: its fewest rounds, which time twice as long, up to a share of the budget."""
         typical_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
         return min(MIN_ROUNDS * (NUM_FINALISTS + 1) * PLAY_OFF_FACTOR * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
-
-    def _finalists(self) -> list[Config]:
-        feasible = [
-            (self.objective.score(outcome), config)
-            for config, outcome in self._known.items()
-            if self.objective.feasible(outcome) and self.space.contains(config)
-        ]
-        ranked = sorted(feasible, key=lambda pair: pair[0], reverse=True)
-        if not ranked:
-            return []
-        merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
-        best = merits[ranked[0][1]]
-        near = [config for _, config in ranked if merits[config] >= NEAR_BEST * best and config != self.space.baseline]
-        round_of_one_s = PLAY_OFF_FACTOR * median(self.wall_s)
-        affordable = int((self.budget_s - self.elapsed_s) / (MIN_ROUNDS * round_of_one_s)) - 1  # the baseline plays, too
-        return near[: max(1, min(NUM_FINALISTS, affordable))]
 
     def _set_timeout(self, baseline: Outcome) -> None:
         if self.timeout_s is None and baseline.ok:

@@ -1,0 +1,219 @@
+"""From a finished loop to a recommendation: checks, play-off, evidence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from autotune import techniques
+from autotune.config import Config
+from autotune.errors import AutotuneError
+from autotune.outcome import Kind, Outcome
+from autotune.probe.inspection import Inspection
+from autotune.probe.process import ProcessProber
+from autotune.tuning import explain
+from autotune.tuning.events import Listener, Note
+from autotune.tuning.loop import Loop
+from autotune.tuning.playoff import Standing
+from autotune.tuning.result import Check, Measured, Result
+from autotune.units import format_bytes
+
+CHECK_BATCH_SIZE = 4
+MAX_CHECK_SHARE = 0.05  # of the budget, for one check
+BATCH_RULES = (
+    "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
+    "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
+)
+
+
+class NothingFeasible(AutotuneError):
+    """No config ran within the limits. Exit code 1."""
+
+
+class Interrupted(AutotuneError):
+    """The user interrupted the search; `result` is the best so far, or None. Exit code 130."""
+
+    def __init__(self, result: Result | None) -> None:
+        super().__init__("interrupted; the study is kept and the same command goes on with it")
+        self.result = result
+
+
+class Recommender:
+    """Runs a loop to its end, checks what it found, and puts the recommendation together."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        prober: ProcessProber,
+        inspection: Inspection,
+        listener: Listener,
+        warnings: list[str],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.loop = loop
+        self.prober = prober
+        self.inspection = inspection
+        self.listener = listener
+        self.warnings = warnings
+        self.interrupted = interrupted
+
+    def answer(self) -> Result:
+        """Run the loop, the checks and the play-off, and put the result together.
+
+        Raises:
+            NothingFeasible: no config ran within the limits.
+            Interrupted: by the user; carries the best so far.
+        """
+        loop = self.loop
+        loop.measure_baseline(given=self.inspection.baseline_given)
+        loop.explore()
+        loop.undo_changes()
+        while self._drop_inexact():
+            loop.undo_changes()
+        if loop.best is None and not self.interrupted():
+            raise NothingFeasible(explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes))
+        standing = loop.run_play_off() if not self.interrupted() else None
+        if standing is not None and standing.answer is None and not self.interrupted():
+            raise NothingFeasible(
+                "none of the best configs ran through a second time; leave more room with --headroom 15%"
+            )
+        result = self._result(standing)
+        if result is not None:
+            loop.store.set_attribute("result", result.to_dict())
+            loop.store.set_attribute("warnings", list(result.warnings))
+        if self.interrupted():
+            raise Interrupted(result)
+        assert result is not None
+        return result
+
+    def _drop_inexact(self) -> bool:
+        """Take every exact technique of the finalists out of the space that is not exact on this model; whether there was one."""
+        known: dict[str, str] = self.loop.store.attributes().get("exactness", {})
+        dropped = False
+        for config in self.loop.finalists():
+            for name, choice in config.differences(self.loop.space.baseline).items():
+                technique = techniques.REGISTRY[name]
+                checked = technique.exact and technique.phase is not techniques.Phase.LOADER and choice != technique.off
+                if not checked or name == "accumulation_steps" or self.interrupted():
+                    continue
+                key = f"{name}={choice}"
+                if key not in known:
+                    known[key] = self._check_failure(techniques.complete({name: choice}))
+                if known[key] and choice in self.loop.space.choices[name]:
+                    self.loop.drop(name, choice)
+                    self.warn(f"{key} is left out: {known[key]}")
+                    dropped = True
+        self.loop.store.set_attribute("exactness", known)
+        return dropped
+
+    def warn(self, text: str) -> None:
+        """Tell the user, now and with the answer."""
+        self.warnings.append(text)
+        self.listener.on(Note(text=text, warning=True))
+
+    def _check_failure(self, config: Config) -> str:
+        """Why a config is not exact on this model; empty when it is, or when memory or time do not suffice to compare."""
+        settings = self.loop.settings.replace(timeout_s=max(10.0, MAX_CHECK_SHARE * self.loop.budget_s))
+        check = self.prober.check(config, settings, CHECK_BATCH_SIZE)
+        if isinstance(check, Outcome):
+            inconclusive = check.kind in (Kind.OOM, Kind.TIMEOUT)
+            return "" if inconclusive else f"it did not run ({check.kind}: {check.cause})"
+        return "" if check.passed else check.reason
+
+    def _result(self, standing: Standing | None) -> Result | None:
+        loop = self.loop
+        probed = loop.probed()
+        confirmed = standing.answer if standing is not None else None
+        if confirmed is not None:
+            answer, measured = confirmed.config, confirmed.measured()
+        elif loop.best is not None and loop.best[1].measurement is not None:
+            answer, measured = loop.best[0], explain.measured_once(loop.best[0], loop.best[1].measurement)
+        else:
+            return None
+        baseline, speedup = self._baseline(standing, measured)
+        verdict = "same" if answer == loop.space.baseline else "faster" if speedup and speedup[1] > 1 else "same"
+        if baseline is None:
+            verdict = "faster"
+        checks = self._checks(answer) if standing is not None else ()
+        self._collect_warnings(
+            answer, baseline, confirmed.outcomes.values() if confirmed else [loop.best[1]] if loop.best else []
+        )
+        of_answer = [outcome for config, outcome in loop.known() if config == answer and outcome.measurement]
+        found = of_answer[-1].measurement if of_answer else None
+        entrants = [e for e in (standing.entrants if standing else ()) if any(o.ok for o in e.outcomes.values())]
+        all_probes = loop.store.probed()
+        return Result(
+            config=answer.as_dict(),
+            samples_per_s=measured.samples_per_s,
+            samples_per_s_ci=measured.samples_per_s_ci,
+            peak_bytes=measured.peak_bytes,
+            memory_limit_bytes=loop.objective.memory_limit_bytes,
+            headroom=loop.objective.headroom,
+            baseline=baseline,
+            speedup=speedup[0] if speedup else None,
+            speedup_ci=(speedup[1], speedup[2]) if speedup else None,
+            verdict=verdict,
+            objective=loop.objective.name,
+            confirmed=confirmed is not None,
+            finalists=tuple(entrant.measured() for entrant in entrants),
+            front=explain.front(probed),
+            effects=explain.effects(answer, loop.space.baseline, probed),
+            checks=checks,
+            limit=explain.limiting(answer, found, probed, loop.objective) if found else "",
+            outcomes=dict(Counter(str(probe.outcome.kind) for probe in all_probes)),
+            probes=len(all_probes),
+            wall_s=loop.elapsed_s,
+            train_s=loop.train_s,
+            storage=loop.store.place.storage,
+            study=loop.store.place.study,
+            device=self.inspection.device.name,
+            warnings=tuple(dict.fromkeys(self.warnings)),
+        )
+
+    def _baseline(
+        self, standing: Standing | None, answer: Measured
+    ) -> tuple[Measured | None, tuple[float, float, float] | None]:
+        """The baseline's figures and the answer's throughput over them: from the play-off, else from the search's own probes."""
+        if standing is not None and standing.baseline is not None:
+            return standing.baseline.measured(), standing.speedup
+        found = self.loop.baseline.measurement if self.loop.baseline else None
+        if (
+            standing is not None
+            or found is None
+            or self.loop.baseline is None
+            or not self.loop.objective.feasible(self.loop.baseline)
+        ):
+            return None, None
+        measured = explain.measured_once(self.loop.space.baseline, found)
+        low, high = answer.samples_per_s_ci
+        ratio = answer.samples_per_s / found.samples_per_s
+        return measured, (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)
+
+    def _checks(self, answer: Config) -> tuple[Check, ...]:
+        """Checks G, B and N of the answer on the user's own model, at a small batch."""
+        check = self.prober.check(answer, self.loop.settings, CHECK_BATCH_SIZE)
+        if isinstance(check, Outcome):
+            self.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
+            return ()
+        if not check.passed:
+            self.warn(f"the answer's gradients differ from plain fp32: {check.reason}")
+        return (check,)
+
+    def _collect_warnings(self, answer: Config, baseline: Measured | None, outcomes: Any) -> None:
+        if baseline is None:
+            self.warn("the baseline does not run within the memory limit, so there is no speed-up to state")
+        old, new = self.loop.space.baseline.samples_per_step, answer.samples_per_step
+        if self.inspection.global_batch is None and new != old:
+            self.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))
+        for name in answer.differences(self.loop.space.baseline):
+            if note := self.inspection.support[name].note:
+                self.warn(f"{name}: {note}")
+        growth = max((o.measurement.growth_bytes_per_step for o in outcomes if o.measurement), default=0.0)
+        if growth > 0:
+            self.warn(
+                f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "
+                "something from every step (a list of losses with their graphs, say), and a long run will run out of memory"
+            )
+        if any(o.measurement and o.measurement.disturbances for o in outcomes):
+            self.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
