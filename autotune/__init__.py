@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune.api import search
-    from autotune.tuning.reading import load_study
     from autotune.session import Session, prepare
     from autotune.task import Task, load_task
+    from autotune.tuning.reading import load_study
 
 __all__ = ["Session", "Task", "load_study", "load_task", "prepare", "search"]
 __version__ = "0.1.0"

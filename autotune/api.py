@@ -13,12 +13,12 @@ from autotune.errors import ConfigError
 from autotune.outcome import Outcome
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
+from autotune.task import Task
+from autotune.task.source import TaskSource
 from autotune.tuning.events import Listener
 from autotune.tuning.options import SearchOptions
 from autotune.tuning.result import Result
 from autotune.tuning.run import search as run_search
-from autotune.task import Task
-from autotune.task.source import TaskSource
 from autotune.units import parse_bytes, parse_fraction, parse_seconds
 
 VERIFY_TIMEOUT_S = 24 * 3600.0

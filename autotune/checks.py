@@ -19,11 +19,11 @@ from autotune.config import Choice, Config
 from autotune.devices import Device, open_device
 from autotune.differences import Difference, Run, difference, worst
 from autotune.dropout_off import dropout_off
-from autotune.tuning.result import Check
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.techniques.accumulation import uses_batch_statistics
 from autotune.techniques.matmul_precision import kept_matmul_precision
+from autotune.tuning.result import Check
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         code = commands.exit_code(error)
         if error.frames:
-            print(error.frames.rstrip(), file=sys.stderr)
+            frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
+            print(f"In your code (most recent call last):\n{frames}", file=sys.stderr)
         print(f"autotune: {error}", file=sys.stderr)
         if getattr(options, "json", False):
             print(json.dumps({"error": str(error), "exit_code": code}))

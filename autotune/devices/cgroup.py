@@ -100,8 +100,6 @@ def _directories(root: Path, controller: str, v1: T, v2: T) -> Iterator[tuple[Pa
         top = root / mount_point.lstrip("/")
         below = os.path.relpath(path, mount_root)
         group = top if below.startswith("..") else top / below
-        if not group.is_dir():
-            group = top
         while True:
             yield group, value
             if group == top:

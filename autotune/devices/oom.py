@@ -19,7 +19,6 @@ _ALLOCATION_FAILED = re.compile(
     r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: "
     r"(?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
     r"|std::bad_alloc\Z"
-    r"|CUDA out of memory\. Tried to allocate "
     r"|CUDA (?:driver )?error: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )
@@ -33,14 +32,14 @@ _PERHAPS_FAILED = re.compile(
     r"|(?:FIND|Unable to find|unable to find) [\w ]*cuDNN algorithm to run convolution"
 )
 # what torch raises in place of an error in a data-loading worker, a pinning thread or a replica: its traceback as text
-_HANDED_OVER = re.compile(r"Caught \w+ in [^\n]+\.\nOriginal Traceback ")
+_HANDED_OVER = re.compile(r"Caught \w+ in [^\n]+\.\nOriginal ")
 _HANDED_LINE = re.compile(
-    r"^(?:[\w.]+\.)?(?:(?P<memory>MemoryError|_ArrayMemoryError|OutOfMemoryError)(?:: .*)?"
+    r"^(?:Original )?(?:[\w.]+\.)?(?:(?P<memory>MemoryError|_ArrayMemoryError|OutOfMemoryError)(?:: .*)?"
     r"|(?:RuntimeError|AcceleratorError): (?P<message>.*))$",
     re.MULTILINE,
 )
-_ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)\b", re.IGNORECASE)
-_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
 
 def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambda: False) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -258,7 +259,7 @@ def growth_per_step(held: list[tuple[int, int]]) -> float:
     settled = held[len(held) // 3 :]
     if len(settled) < 4:
         return 0.0
-    increments = [after - before for (_, before), (_, after) in zip(settled, settled[1:], strict=False)]
+    increments = [after - before for (_, before), (_, after) in pairwise(settled)]
     total = settled[-1][1] - settled[0][1]
     steady = sum(increment > 0 for increment in increments) >= 0.7 * len(increments)
     if not steady or total < LEAK_BYTES:

@@ -20,8 +20,8 @@ from autotune.errors import TaskError
 from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
-from autotune.tuning.result import Check
 from autotune.task.source import TaskSource
+from autotune.tuning.result import Check
 from autotune.units import format_bytes, format_seconds
 
 IMPORT_TIMEOUT_S = 180.0

@@ -162,10 +162,12 @@ def seed_everything(seed: int) -> None:
 def _failure(
     error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
 ) -> Outcome:
-    from autotune.devices.oom import attempted_bytes
+    from autotune.devices.oom import attempted_bytes, is_out_of_memory
     from autotune.errors import AutotuneError
     from autotune.techniques.base import UnsupportedError
 
+    if kind is None and is_out_of_memory(error):
+        kind = Kind.OOM
     attempted = attempted_bytes(error) if kind is Kind.OOM else 0
     if kind is None:
         kind = Kind.UNSUPPORTED if isinstance(error, UnsupportedError) else Kind.ERROR
@@ -178,8 +180,8 @@ def _failure(
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-    frames = error.frames if isinstance(error, AutotuneError) and error.frames else ""
-    detail = frames or "".join(traceback.format_exception(error))[-8000:]
+    ours = isinstance(error, AutotuneError | UnsupportedError)
+    detail = getattr(error, "frames", "") if ours else "".join(traceback.format_exception(error))[-8000:]
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()

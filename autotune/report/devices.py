@@ -113,7 +113,7 @@ def _renderable(readings: list[_Reading], remarks: list[str]) -> RenderableType:
     rows = [_row(reading) for reading in readings]
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)] if rows else []
     for heading in shown:
-        table.add_column(heading, no_wrap=heading in ("device", "load"))
+        table.add_column(heading, no_wrap=heading not in ("model", "slowed by"))
     for row in rows:
         table.add_row(*(row[heading] for heading in shown))
     parts: list[RenderableType] = [table]
@@ -144,7 +144,6 @@ def _row(reading: _Reading) -> dict[str, str]:
         "device": info.name,
         "model": info.model,
         "memory used": f"{format_bytes(used_bytes)} of {format_bytes(info.total_bytes)}",
-        "free": format_bytes(info.free_bytes),
         "load": load,
         "temperature": _shown(values, "temperature_c", "{:.0f} °C"),
         "power": power,

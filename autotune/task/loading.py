@@ -213,16 +213,17 @@ def _nothing_found(module: ModuleType) -> TaskError:
 
 def _misspelt(module: ModuleType) -> tuple[str, ...]:
     """Warnings for names close to one of ours that the file lacks: they would be ignored in silence."""
-    warnings = []
     own = [
         name
         for name, item in vars(module).items()
         if name not in _NAMES and (name.isupper() or getattr(item, "__module__", None) == module.__name__)
     ]
-    for missing in (name for name in _NAMES if not hasattr(module, name)):
-        for near in difflib.get_close_matches(missing, own, n=1, cutoff=_MISSPELT):
-            warnings.append(f"{near} in the model file is not used; if {missing} was meant, rename it")
-    return tuple(warnings)
+    return tuple(
+        f"{near} in the model file is not used; if {missing} was meant, rename it"
+        for missing in _NAMES
+        if not hasattr(module, missing)
+        for near in difflib.get_close_matches(missing, own, n=1, cutoff=_MISSPELT)
+    )
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -115,7 +115,7 @@ class TaskSource:
         return TaskSource(**{**data, **decoded})
 
     def _unpickle(self) -> Task:
-        import cloudpickle  # type: ignore[import-untyped]
+        import cloudpickle
 
         with user_code("unpickling the task", "move its functions into a file model.py and give its path"):
             task = cloudpickle.loads(self.pickled)

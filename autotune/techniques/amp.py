@@ -77,7 +77,7 @@ def _trains_in_fp16(device: torch.device) -> bool:
             warnings.simplefilter("ignore")  # an unsupported dtype only warns and switches autocast off
             with torch.autocast(device.type, torch.float16):
                 product = weight @ weight
-        product.float().sum().backward()  # type: ignore[no-untyped-call]
+        product.float().sum().backward()
     except RuntimeError:
         return False
     return product.dtype is torch.float16

@@ -18,7 +18,7 @@ _TF32_CAPABILITY = (8, 0)
 
 
 class MatmulPrecision(Technique):
-    """The precision of fp32 matrix products, for the whole process. (Convolutions use TF32 by torch's own default.)"""
+    """The precision of fp32 matrix products, for the whole process; convolutions use TF32 by default."""
 
     name: ClassVar[str] = "matmul_precision"
     summary: ClassVar[str] = "fp32 matrix products in TF32: faster, inputs rounded to 10 bits of mantissa"

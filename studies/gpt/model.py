@@ -2,7 +2,7 @@
 
 The default size suits a two-core CPU. Larger machines set the environment:
 
-    GPT_LAYERS        transformer blocks                      6
+    GPT_LAYERS        transformer blocks                      4
     GPT_WIDTH         model width, a multiple of GPT_HEADS    128
     GPT_HEADS         attention heads                         4
     GPT_CONTEXT       bytes a sample                          256
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-LAYERS = int(os.environ.get("GPT_LAYERS", "6"))
+LAYERS = int(os.environ.get("GPT_LAYERS", "4"))
 WIDTH = int(os.environ.get("GPT_WIDTH", "128"))
 HEADS = int(os.environ.get("GPT_HEADS", "4"))
 CONTEXT = int(os.environ.get("GPT_CONTEXT", "256"))

@@ -31,6 +31,12 @@ def run(prober, **choices):
     return prober.run(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
 
 
+def gpt_after(lines):
+    """The study's file with `lines` at its top."""
+    future = "from __future__ import annotations\n"
+    return future + lines + GPT.read_text().replace(future, "")
+
+
 def test_probes_are_forked_although_the_module_could_ask_for_cuda(prober):
     assert prober.mode == "fork"
 
@@ -92,7 +98,7 @@ def test_a_search_ends_with_a_confirmed_answer(tmp_path):
 
 def test_a_module_that_asks_whether_cuda_is_there_can_still_be_forked(tmp_path):
     model = tmp_path / "asks.py"
-    model.write_text("import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n" + GPT.read_text().split('"""', 2)[2].replace("from __future__ import annotations\n", ""))
+    model.write_text(gpt_after("import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n"))
     with ProcessProber(TaskSource.of(model), logs=tmp_path) as prober:
         assert prober.mode == "fork"
         assert run(prober).kind is Kind.OK
@@ -100,7 +106,7 @@ def test_a_module_that_asks_whether_cuda_is_there_can_still_be_forked(tmp_path):
 
 def test_a_module_that_uses_cuda_at_import_gets_new_interpreters(tmp_path):
     model = tmp_path / "uses.py"
-    model.write_text("import torch\ntorch.zeros(1, device='cuda')\n" + GPT.read_text().split('"""', 2)[2].replace("from __future__ import annotations\n", ""))
+    model.write_text(gpt_after("import torch\ntorch.zeros(1, device='cuda')\n"))
     with ProcessProber(TaskSource.of(model), logs=tmp_path) as prober:
         assert prober.mode == "new interpreter"
         assert run(prober).kind is Kind.OK

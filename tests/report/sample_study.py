@@ -16,8 +16,8 @@ from sqlalchemy.pool import NullPool
 
 from autotune.config import Config
 from autotune.outcome import Kind, Measurement, Outcome
-from autotune.tuning.result import Check, Effect, Measured, Result
 from autotune.techniques import complete
+from autotune.tuning.result import Check, Effect, Measured, Result
 from autotune.units import MIB
 
 GLOBAL_BATCH = 48

@@ -231,9 +231,15 @@ def test_no_color_draws_without_colour(
 
 def test_an_interrupt_passes_through_and_leaves_the_terminal_clean(terminal: tuple[TextIO, Callable[[], str]]) -> None:
     stream, close = terminal
-    with pytest.raises(KeyboardInterrupt), live_listener(stream, quiet=False) as view:
-        view.on(STARTED)
-        raise KeyboardInterrupt
+    view = live_listener(stream, quiet=False)
+
+    def interrupted() -> None:
+        with view:
+            view.on(STARTED)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     drawn = close()
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is back
     assert drawn.endswith("\x1b[2K")  # and the table is gone

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from autotune.report.study_text import render_study
 from autotune.report.text import render_result
+from autotune.techniques import complete
 from autotune.tuning.reading import Study
 from autotune.tuning.result import Result
-from autotune.techniques import complete
 from tests.report.sample_study import ANSWER, BASELINE
 
 

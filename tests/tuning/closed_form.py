@@ -13,12 +13,12 @@ from autotune.devices.base import DeviceInfo
 from autotune.outcome import Kind, Measurement, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
+from autotune.techniques.base import Support
 from autotune.tuning.events import Listener
 from autotune.tuning.loop import Loop
 from autotune.tuning.objective import Objective
 from autotune.tuning.space import Space, build_space
 from autotune.tuning.study import Store, place_of
-from autotune.techniques.base import Support
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB

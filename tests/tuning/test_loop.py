@@ -25,7 +25,7 @@ def test_the_baseline_is_probed_first(tmp_path):
 
 def test_no_config_is_probed_twice_outside_the_play_off(tmp_path):
     prober = ClosedFormProber()
-    loop = make_loop(tmp_path, prober, num_trials=40)
+    loop = make_loop(tmp_path, prober, num_trials=20)
     loop.measure_baseline(given=True)
     loop.explore()
     loop.undo_changes()
@@ -34,7 +34,7 @@ def test_no_config_is_probed_twice_outside_the_play_off(tmp_path):
 
 def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
     prober = ClosedFormProber()
-    loop = make_loop(tmp_path, prober, num_trials=60, sampler="random")
+    loop = make_loop(tmp_path, prober, num_trials=40, sampler="random")
     loop.measure_baseline(given=True)
     loop.explore()
     walls: dict[Config, int] = {}
@@ -53,9 +53,9 @@ def test_every_config_keeps_the_global_batch(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
-def test_the_answer_is_within_three_percent_of_the_optimum_in_forty_probes(tmp_path, sampler):
+def test_the_answer_is_within_three_percent_of_the_optimum_in_thirty_probes(tmp_path, sampler):
     prober = ClosedFormProber(noise=0.005)
-    loop = make_loop(tmp_path, prober, num_trials=40, sampler=sampler)
+    loop = make_loop(tmp_path, prober, num_trials=30, sampler=sampler)
     standing = finish(loop)
     optimum = prober.best_samples_per_s(loop.space, loop.objective.usable_bytes)
     assert prober.samples_per_s(standing.answer.config) >= 0.97 * optimum
@@ -131,7 +131,7 @@ def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_find
     from autotune import techniques
 
     found = inspection(baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict())
-    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found, num_trials=15)
+    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found, num_trials=10)
     standing = finish(loop)
     assert loop.baseline is not None and loop.baseline.kind is Kind.OOM
     assert standing.answer is not None and standing.gain is None
@@ -153,7 +153,7 @@ def test_infeasible_trials_are_complete_with_a_positive_constraint(tmp_path):
 
 def test_the_best_is_compared_with_each_of_its_changes_undone(tmp_path):
     prober = ClosedFormProber()
-    loop = make_loop(tmp_path, prober, num_trials=60)
+    loop = make_loop(tmp_path, prober, num_trials=25)
     loop.measure_baseline(given=True)
     loop.explore()
     loop.undo_changes()

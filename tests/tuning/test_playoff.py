@@ -49,7 +49,7 @@ def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=
 def test_the_fastest_wins_and_its_gain_is_paired():
     standing, _ = contest({config(8): 150.0, config(16): 200.0, BASE: 100.0})
     assert standing.answer.config == config(16)
-    ratio, low, high = standing.gain
+    _, low, high = standing.gain
     assert low <= 2.0 <= high
     assert high - low < 0.1  # although rounds differ by 40 %
 
@@ -73,13 +73,13 @@ def test_losers_leave_after_the_first_rounds():
 
 def test_on_a_tie_the_one_with_less_memory_wins():
     speeds = {config(16): 200.0, config(8): 199.5, BASE: 90.0}
-    standing, _ = contest(speeds, {config(16): 800 * MIB, config(8): 400 * MIB}, noise=0.01)
+    standing, _ = contest(speeds, {config(16): 800 * MIB, config(8): 400 * MIB}, noise=0.01, seed=1)
     assert standing.answer.config == config(8)
 
 
 def test_on_a_tie_of_equal_memory_the_one_with_fewer_techniques_wins():
     plain, more = config(16), config(16, optimizer_impl="fused")
-    standing, _ = contest({more: 200.0, plain: 199.5, BASE: 90.0}, noise=0.01)
+    standing, _ = contest({more: 200.0, plain: 199.5, BASE: 90.0}, noise=0.01, seed=1)
     assert standing.answer.config == plain
 
 

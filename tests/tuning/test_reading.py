@@ -105,7 +105,7 @@ def test_a_missing_file_is_not_made_and_its_neighbours_are_offered(tmp_path: Pat
 
 def test_a_missing_file_with_no_neighbour_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StudyError, match="autotune search model.py"):
+    with pytest.raises(StudyError, match=r"autotune search model.py"):
         load_study("gpt.db")
 
 
@@ -140,7 +140,7 @@ def test_an_optuna_study_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_of_several_studies_one_has_to_be_named(tmp_path: Path) -> None:
     file = write_study(tmp_path / "both.db", name="gpt", with_probes=False, with_result=False)
     write_study(file, name="digits", with_probes=False, with_result=False)
-    with pytest.raises(StudyError, match="holds 2 studies.*--study: digits, gpt"):
+    with pytest.raises(StudyError, match=r"holds 2 studies.*--study: digits, gpt"):
         load_study(file)
     assert load_study(file, study="digits").name == "digits"
     with pytest.raises(StudyError, match="no study 'wordy'; it holds: digits, gpt"):

@@ -4,8 +4,8 @@ import pytest
 
 from autotune import techniques
 from autotune.errors import ConfigError
-from autotune.tuning.space import SpaceExhausted, build_space
 from autotune.techniques.base import Support
+from autotune.tuning.space import SpaceExhausted, build_space
 
 from .closed_form import SUPPORT, inspection
 

@@ -1,0 +1,298 @@
+"""The CPU device, in real processes under real limits."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.devices import cpu, open_device
+from autotune.devices.oom import attempted_bytes
+from autotune.errors import DeviceError
+from tests.devices.processes import in_process
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CPU device needs Linux's /proc")
+
+
+def make_tensor():
+    return torch.ones(16 * MIB, dtype=torch.uint8)
+
+
+def make_array():
+    return np.ones(16 * MIB, dtype=np.uint8)
+
+
+def make_bytes():
+    return bytearray(16 * MIB)
+
+
+def fill(make, margin_bytes):
+    """Allocate until it fails: is it an OOM, of how many bytes, and how many blocks went before."""
+    device = open_device("cpu")
+    device.limit_memory(device.current_bytes() + margin_bytes)
+    held = []
+    try:
+        while len(held) < 1000:
+            held.append(make())
+    except Exception as error:
+        return device.is_out_of_memory(error), attempted_bytes(error), len(held)
+    return None
+
+
+@pytest.mark.parametrize("make", [make_tensor, make_array, make_bytes])
+def test_an_allocation_beyond_the_limit_is_out_of_memory(make):
+    is_oom, _, num_blocks = in_process(fill, make, 200 * MIB)
+    assert is_oom
+    assert 11 <= num_blocks <= 12  # 12 x 16 MiB fit into 200 MiB
+
+
+def test_the_size_that_failed_is_known_for_tensors_and_arrays():
+    assert in_process(fill, make_tensor, 100 * MIB)[1] == 16 * MIB
+    assert in_process(fill, make_array, 100 * MIB)[1] == 16 * MIB
+
+
+def limit_below_use():
+    device = open_device("cpu")
+    try:
+        device.limit_memory(5 * MIB)
+    except DeviceError as error:
+        return str(error), device.current_bytes()
+    return None
+
+
+def test_a_limit_below_what_the_process_holds_is_refused_naming_both():
+    message, held_bytes = in_process(limit_below_use)
+    assert "5.00 MiB" in message
+    assert f"{held_bytes // MIB} MiB" in message
+    assert "--memory-limit" in message
+
+
+def limit_twice():
+    device = open_device("cpu")
+    held_bytes = device.current_bytes()
+    device.limit_memory(held_bytes + 100 * MIB)
+    device.limit_memory(held_bytes + 500 * MIB)
+    try:
+        torch.empty(300 * MIB, dtype=torch.uint8)
+    except RuntimeError as error:
+        return device.is_out_of_memory(error)
+    return False
+
+
+def test_a_limit_is_not_raised_by_a_later_one():
+    assert in_process(limit_twice)
+
+
+def compute_in_parallel_after_the_limit():
+    torch.set_num_threads(4)
+    device = open_device("cpu")
+    cpu._start_compute_threads()
+    device.limit_memory(device.current_bytes() + 4 * MIB)  # less than the stack of one thread
+    return float(torch.ones(600_000).sum()), len(os.listdir("/proc/self/task"))
+
+
+def test_compute_threads_exist_before_the_limit_so_that_parallel_work_runs_under_it():
+    total, num_threads = in_process(compute_in_parallel_after_the_limit)
+    assert total == 600_000
+    assert num_threads >= 4
+
+
+def peak_of_freed_memory(untouched_bytes):
+    device = open_device("cpu")
+    before_bytes = device.peak_bytes()
+    blocks = [torch.ones(400 * MIB, dtype=torch.uint8), torch.empty(untouched_bytes, dtype=torch.uint8)]
+    held_bytes = device.current_bytes()
+    del blocks
+    return before_bytes, held_bytes, device.peak_bytes(), device.current_bytes()
+
+
+@pytest.mark.parametrize("untouched_bytes", [0, 200 * MIB])
+def test_the_peak_counts_freed_memory_touched_or_not_as_the_limit_does(untouched_bytes):
+    before_bytes, held_bytes, peak_bytes, after_bytes = in_process(peak_of_freed_memory, untouched_bytes)
+    assert peak_bytes - before_bytes == pytest.approx(400 * MIB + untouched_bytes, rel=0.03)
+    assert held_bytes - before_bytes == pytest.approx(400 * MIB + untouched_bytes, rel=0.03)
+    assert after_bytes - before_bytes < 20 * MIB
+
+
+def peak_after_a_file_was_mapped(path):
+    device = open_device("cpu")
+    before_bytes = device.peak_bytes()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[0]
+    return device.peak_bytes() - before_bytes
+
+
+def test_a_large_file_mapped_for_a_while_is_not_memory(tmp_path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(64 * 2**30)
+    assert in_process(peak_after_a_file_was_mapped, path) < 200 * MIB
+
+
+def train(limit_bytes):
+    """A few steps whose memory is mostly activations: whether they were out of memory, and the peak."""
+    device = open_device("cpu")
+    if limit_bytes:
+        device.limit_memory(limit_bytes)
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(3 if layer == 0 else 16, 16, 3, padding=1) for layer in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        for _ in range(2):
+            model(torch.randn(16, 3, 64, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return device.is_out_of_memory(error), device.peak_bytes()
+    return False, device.peak_bytes()
+
+
+def test_a_run_fits_into_its_own_peak_and_not_into_less():
+    _, peak_bytes = in_process(train, 0)
+    assert in_process(train, int(1.03 * peak_bytes))[0] is False
+    assert in_process(train, int(0.93 * peak_bytes))[0] is True
+
+
+class Hoarder(torch.utils.data.Dataset):
+    """Keeps memory in the worker that reads it; optionally more than there is."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        self.kept = torch.ones(self.num_bytes, dtype=torch.uint8)
+        return torch.zeros(1)
+
+
+def load_with_a_worker():
+    device = open_device("cpu")
+    before_bytes = device.current_bytes()
+    batches = iter(torch.utils.data.DataLoader(Hoarder(200 * MIB), num_workers=1))
+    next(batches)
+    with_worker_bytes = device.current_bytes()
+    del batches
+    after_bytes = device.current_bytes()
+    return before_bytes, with_worker_bytes, after_bytes, device.peak_bytes(), device.memory_detail()
+
+
+def test_memory_of_data_loading_workers_counts():
+    before_bytes, with_worker_bytes, after_bytes, peak_bytes, detail = in_process(load_with_a_worker)
+    assert with_worker_bytes - before_bytes > 195 * MIB
+    assert after_bytes - before_bytes < 100 * MIB
+    assert peak_bytes >= with_worker_bytes
+    assert detail["workers_bytes"] == pytest.approx(200 * MIB, rel=0.2)
+
+
+def load_with_a_worker_beyond_the_limit():
+    device = open_device("cpu")
+    device.limit_memory(device.current_bytes() + 150 * MIB)
+    try:
+        list(torch.utils.data.DataLoader(Hoarder(400 * MIB), num_workers=1))
+    except Exception as error:
+        return device.is_out_of_memory(error), str(error)
+    return None
+
+
+def test_an_allocation_that_fails_in_a_worker_is_out_of_memory():
+    is_oom, message = in_process(load_with_a_worker_beyond_the_limit)
+    assert "DataLoader worker" in message
+    assert is_oom
+
+
+def operator(name):
+    if name == "convolution":
+        return torch.nn.Conv2d(16, 32, 3, padding=1), torch.randn(16, 16, 32, 32)
+    if name == "linear":
+        return torch.nn.Linear(512, 512), torch.randn(512, 512)
+    return torch.nn.LSTM(64, 64, batch_first=True), torch.randn(16, 32, 64)
+
+
+def fail_within(margin_bytes, name, amp):
+    """Run an operator for the first time, forward and backward: '' or whether what it raised is an OOM, and the error."""
+    device = open_device("cpu")
+    module, batch = operator(name)
+    device.limit_memory(device.current_bytes() + margin_bytes)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            output = module(batch)
+        (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+    except Exception as error:
+        return f"{device.is_out_of_memory(error)} {error!r:.200}"
+    return ""
+
+
+def fail_at_many_limits(name):
+    """What an operator raised under ever looser limits, each in a process of its own."""
+    failures = []
+    for step in range(1, 25):
+        reading, writing = os.pipe()
+        if not (pid := os.fork()):
+            try:
+                os.write(writing, fail_within(MIB // 2 + step**2 * MIB // 16, name, amp=step % 2 == 1).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            failures.append(pipe.read().decode())
+        os.waitpid(pid, 0)
+    return [failure for failure in failures if failure]
+
+
+@pytest.mark.parametrize("name", ["convolution", "linear", "lstm"])
+def test_whatever_an_operator_raises_at_the_limit_is_out_of_memory(name):
+    failures = in_process(fail_at_many_limits, name)
+    assert failures
+    assert [failure for failure in failures if not failure.startswith("True")] == []
+
+
+def fail_far_from_the_limit(message):
+    device = open_device("cpu")
+    device.limit_memory(device.current_bytes() + 2**30)
+    return device.is_out_of_memory(RuntimeError(message))
+
+
+def test_a_message_with_other_causes_is_not_out_of_memory_far_from_the_limit():
+    assert in_process(fail_far_from_the_limit, "could not create a primitive") is False
+    assert in_process(fail_far_from_the_limit, "std::bad_alloc") is True
+
+
+def test_details_are_bytes_of_this_process():
+    detail = open_device("cpu").memory_detail()
+    assert set(detail) == {"vm_data_bytes", "rss_anon_bytes", "rss_anon_peak_bytes", "shared_bytes", "workers_bytes"}
+    assert 0 < detail["rss_anon_bytes"] <= detail["rss_anon_peak_bytes"]
+    assert detail["rss_anon_bytes"] < detail["vm_data_bytes"]
+
+
+def test_info_tells_what_the_machine_has():
+    info = open_device("cpu").info()
+    installed = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < info.free_bytes < info.total_bytes <= installed
+    assert info.name == "cpu"
+    assert info.model
+    assert info.num_threads >= 1
+    assert info.torch_version.split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_telemetry_has_load_and_memory():
+    values = open_device("cpu").telemetry().values
+    assert values["load_1m"] >= 0
+    assert 0 < values["used_bytes"] < values["total_bytes"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"OMP_NUM_THREADS": "1"}])
+def test_the_number_of_threads_is_known_before_torch_is_imported(variables):
+    code = (
+        "import sys; from autotune.devices import open_device; told = open_device('cpu').info().num_threads;"
+        "assert 'torch' not in sys.modules; import torch; print(told, torch.get_num_threads())"
+    )
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name} | variables
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    told, actual = run.stdout.split()
+    assert told == actual

@@ -1,0 +1,314 @@
+"""The CUDA device on a real GPU, each scenario in a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from autotune.devices import nvml, open_device
+from autotune.devices.oom import attempted_bytes
+from autotune.errors import DeviceError
+from tests.devices.processes import CONTEXT, in_process
+
+pytestmark = pytest.mark.gpu
+MIB, GIB = 2**20, 2**30
+
+# prints what the driver books on this process while it has asked for everything that needs no context
+WITHOUT_CONTEXT = """
+import os, sys
+from autotune.devices import available, nvml, open_device
+device = open_device("auto")
+assert device.name == "cuda:0", device.name
+info, telemetry = device.info(), device.telemetry()
+assert [opened.name for opened in available()][-1] == "cpu"
+assert "torch" not in sys.modules
+connection = nvml.connect()
+booked = [process.pid for gpu in connection.boards() for process in connection.processes(gpu)]
+import torch
+print(os.getpid() in booked, torch.cuda.is_initialized(), info.total_bytes, telemetry.values["used_bytes"])
+"""
+
+
+def test_info_and_telemetry_create_no_context_and_import_no_torch():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_CONTEXT], capture_output=True, text=True, check=True)
+    booked, initialized, total_bytes, used_bytes = run.stdout.split()
+    assert (booked, initialized) == ("False", "False")
+    assert 0 <= float(used_bytes) < int(total_bytes)
+
+
+def test_info_agrees_with_cuda():
+    info = open_device("cuda").info()
+    told = in_process(properties)
+    assert info.model == told["name"]
+    assert info.capability == told["capability"]
+    assert info.total_bytes == pytest.approx(told["total_bytes"], rel=0.05)
+    assert info.driver
+
+
+def properties():
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": (properties.major, properties.minor),
+        "total_bytes": properties.total_memory,
+    }
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(DeviceError, match=r"cuda:63.*cuda:0"):
+        open_device("cuda:63")
+
+
+def test_hidden_gpus_are_not_opened(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match="hides every GPU"):
+        open_device("cuda")
+    assert open_device("auto").name == "cpu"
+
+
+def test_a_gpu_can_be_named_by_its_uuid(monkeypatch):
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    last = connection.visible_gpus()[-1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", last.uuid)
+    assert [gpu.uuid for gpu in connection.visible_gpus()] == [last.uuid]
+    assert open_device("cuda").info().model == last.name
+
+
+def test_telemetry_has_memory_temperature_and_utilization():
+    values = open_device("cuda").telemetry().values
+    assert 0 <= values["used_bytes"] < values["total_bytes"]
+    assert 0 < values["temperature_c"] < 120
+    assert 0 <= values["gpu_utilization"] <= 100
+    assert values.get("power_w", 1) > 0
+
+
+def fill(limit_bytes):
+    device = open_device("cuda")
+    device.limit_memory(limit_bytes)
+    blocks = []
+    try:
+        while True:
+            blocks.append(torch.empty(64 * MIB, dtype=torch.uint8, device=device.torch_device))
+    except Exception as error:
+        return {
+            "type": type(error).__name__,
+            "is_oom": device.is_out_of_memory(error),
+            "attempted_bytes": attempted_bytes(error),
+            "peak_bytes": device.peak_bytes(),
+            "detail": device.memory_detail(),
+        }
+
+
+def test_beyond_the_limit_torch_raises_out_of_memory():
+    found = in_process(fill, 3 * GIB)
+    assert found["type"] == "OutOfMemoryError"
+    assert found["is_oom"]
+    assert found["attempted_bytes"] == 64 * MIB
+    assert found["detail"]["num_ooms"] >= 1
+
+
+@pytest.mark.parametrize("limit_bytes", [2 * GIB, 5 * GIB])
+def test_the_limit_bounds_all_that_the_process_has_on_the_card(limit_bytes):
+    found = in_process(fill, limit_bytes)
+    assert limit_bytes - 200 * MIB < found["peak_bytes"] <= limit_bytes + 64 * MIB
+    assert found["detail"]["outside_bytes"] > 50 * MIB  # a context is never smaller
+
+
+def refuse_small_limit():
+    device = open_device("cuda")
+    try:
+        device.limit_memory(10 * MIB)
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_limit_below_what_cuda_itself_takes_is_refused_naming_both():
+    message = in_process(refuse_small_limit)
+    assert "10.0 MiB" in message
+    assert "cuda:0" in message
+    assert "--memory-limit" in message
+
+
+def train():
+    device = open_device("cuda")
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device.torch_device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4096, 2048, device=device.torch_device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    device.synchronize()
+    peak_bytes, current_bytes = device.peak_bytes(), device.current_bytes()
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    gpu = connection.visible_gpus()[0]
+    booked_bytes = next((p.used_bytes for p in connection.processes(gpu) if p.pid == os.getpid()), None)
+    return {
+        "peak_bytes": peak_bytes,
+        "current_bytes": current_bytes,
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "booked_bytes": booked_bytes,
+        "card_bytes": (connection.memory(gpu) or (0, 0))[0],
+        "detail": device.memory_detail(),
+    }
+
+
+def test_the_peak_covers_the_allocators_peak_and_is_what_the_driver_books():
+    before = open_device("cuda").telemetry().values["used_bytes"]
+    found = in_process(train)
+    assert found["peak_bytes"] >= found["allocated_bytes"]
+    assert found["current_bytes"] <= found["peak_bytes"]
+    seen_bytes = found["booked_bytes"] or found["card_bytes"] - before
+    assert found["peak_bytes"] == pytest.approx(seen_bytes, rel=0.1)
+    detail = found["detail"]
+    assert detail["allocated_bytes"] == found["allocated_bytes"]
+    assert detail["reserved_bytes"] + detail["outside_bytes"] == pytest.approx(found["peak_bytes"], rel=0.01)
+    assert detail["num_alloc_retries"] == detail["num_ooms"] == 0
+
+
+def peak_after_free():
+    device = open_device("cuda")
+    before_bytes = device.peak_bytes()
+    block = torch.ones(GIB, dtype=torch.uint8, device=device.torch_device)
+    held_bytes = device.current_bytes()
+    del block
+    torch.cuda.empty_cache()
+    return before_bytes, held_bytes, device.peak_bytes(), device.current_bytes()
+
+
+def test_freed_memory_still_counts_in_the_peak():
+    before_bytes, held_bytes, peak_bytes, after_bytes = in_process(peak_after_free)
+    assert peak_bytes - before_bytes == pytest.approx(GIB, rel=0.05)
+    assert held_bytes - after_bytes == pytest.approx(GIB, rel=0.05)
+
+
+def raise_without_memory(name):
+    """Take the whole card, then make a library allocate for itself."""
+    device = open_device("cuda")
+    torch.cuda.init()
+    block_bytes, blocks = 256 * MIB, []
+    while block_bytes >= MIB:
+        try:
+            blocks.append(torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device))
+        except torch.OutOfMemoryError:
+            block_bytes //= 2
+    try:
+        if name == "cublas":
+            torch._C._cuda_getCurrentBlasHandle()
+        else:
+            convolution = torch.nn.Conv2d(64, 64, 3).to(device.torch_device)
+            convolution(torch.ones(64, 64, 128, 128, device=device.torch_device)).sum().backward()
+    except Exception as error:
+        return device.is_out_of_memory(error), f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("name", ["cublas", "cudnn"])
+def test_what_libraries_raise_on_a_full_card_is_out_of_memory(name):
+    outcome = in_process(raise_without_memory, name)
+    if outcome is None:
+        pytest.skip(f"{name} needed no memory")
+    is_oom, message = outcome
+    assert is_oom, message
+
+
+def raise_for_another_reason():
+    device = open_device("cuda")
+    device.limit_memory(4 * GIB)
+    try:
+        torch.ones(3, 4, device=device.torch_device) @ torch.ones(5, 6, device=device.torch_device)
+    except RuntimeError as error:
+        return device.is_out_of_memory(error)
+    return None
+
+
+def test_another_error_on_the_gpu_is_not_out_of_memory():
+    assert in_process(raise_for_another_reason) is False
+
+
+def elapsed_with_and_without_synchronize():
+    device = open_device("cuda")
+    matrix = torch.ones(8192, 8192, device=device.torch_device)
+    matrix @ matrix
+    device.synchronize()
+    begin = time.perf_counter()
+    for _ in range(20):
+        matrix @ matrix
+    queued = time.perf_counter() - begin
+    device.synchronize()
+    return queued, time.perf_counter() - begin
+
+
+def test_synchronize_waits_for_queued_work():
+    queued, done = in_process(elapsed_with_and_without_synchronize)
+    assert done > 2 * queued
+
+
+def hold_gpu(ready):
+    matrix = torch.ones(4096, 4096, device="cuda:0")
+    ready.set()
+    while True:
+        matrix = torch.tanh(matrix @ matrix)
+        torch.cuda.synchronize()
+
+
+def contention_while_working(seconds):
+    device = open_device("cuda")
+    matrix = torch.ones(4096, 4096, device=device.torch_device)
+    device.start_measuring()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        matrix = torch.tanh(matrix @ matrix)
+        device.synchronize()
+    pids = [process.pid for process in nvml.connect().processes(device._gpu()[1])]
+    return device.contention(), os.getpid() in pids
+
+
+def test_another_process_on_the_gpu_is_seen_where_the_driver_shows_processes():
+    ready = CONTEXT.Event()
+    other = CONTEXT.Process(target=hold_gpu, args=(ready,), daemon=True)
+    other.start()
+    assert ready.wait(60)
+    try:
+        share, visible = in_process(contention_while_working, 3)
+    finally:
+        other.kill()
+        other.join()
+    if not visible:
+        pytest.skip("the driver does not show this process to itself (a container)")
+    assert 0.1 < share <= 1
+
+
+def peak_beside_another_process():
+    device = open_device("cuda")
+    device.limit_memory(4 * GIB)
+    return device.peak_bytes()
+
+
+def hold_memory(ready):
+    block = torch.ones(8 * GIB, dtype=torch.uint8, device="cuda:0")
+    ready.set()
+    time.sleep(600)
+    del block
+
+
+def test_memory_of_another_process_is_not_counted():
+    ready = CONTEXT.Event()
+    other = CONTEXT.Process(target=hold_memory, args=(ready,), daemon=True)
+    other.start()
+    assert ready.wait(60)
+    try:
+        assert in_process(peak_beside_another_process) < 3 * GIB
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_opening_and_describing_a_gpu_leaves_a_process_able_to_fork():
+    assert open_device("cuda").info().free_bytes > 0
+    assert not torch.cuda.is_initialized()

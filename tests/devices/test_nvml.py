@@ -1,0 +1,94 @@
+"""What the management library is asked and how its answers are read, on GPUs that exist on paper."""
+
+import dataclasses
+
+import pytest
+
+from autotune.devices.nvml import Nvml
+from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml
+
+TWO = (FakeGpu("GPU-aaaa-1"), FakeGpu("GPU-bbbb-2"))
+DIVIDED = FakeGpu("GPU-cccc-3", instances=[FakeGpu("MIG-1"), FakeGpu("MIG-2", total_bytes=20 * GIB)])
+
+
+def visible(gpus, variable):
+    environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+    return [gpu.uuid for gpu in Nvml(FakeNvml(*gpus)).visible_gpus(environment)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (None, ["GPU-aaaa-1", "GPU-bbbb-2"]),
+        ("1,0", ["GPU-bbbb-2", "GPU-aaaa-1"]),
+        ("1", ["GPU-bbbb-2"]),
+        ("GPU-bbbb", ["GPU-bbbb-2"]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", ["GPU-aaaa-1"]),  # the list ends at the first that does not exist
+        ("0,0", []),  # as CUDA has it
+        ("GPU-", []),  # ambiguous
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(variable, expected):
+    assert visible(TWO, variable) == expected
+
+
+def test_of_a_divided_gpu_the_first_instance_is_visible_or_the_one_that_is_named():
+    assert visible([DIVIDED], None) == ["MIG-1"]
+    assert visible([DIVIDED], "0") == ["MIG-1"]
+    assert visible([DIVIDED], "MIG-2") == ["MIG-2"]
+
+
+def telemetry(gpu, **arguments):
+    nvml = Nvml(FakeNvml(gpu))
+    return nvml.telemetry(nvml.visible_gpus({})[0], **arguments)
+
+
+def test_every_instrument_is_read():
+    assert telemetry(TWO[0]).values == {
+        "gpu_utilization": 37,
+        "memory_utilization": 12,
+        "used_bytes": 2 * GIB,
+        "total_bytes": 140 * GIB,
+        "temperature_c": 51,
+        "power_w": 312.5,
+        "power_limit_w": 700,
+        "sm_clock_mhz": 1980,
+    }
+
+
+def test_what_a_gpu_does_not_support_is_missing():
+    values = telemetry(FakeGpu("GPU-1", utilization=None, temperature_c=None, power_mw=None)).values
+    assert set(values) == {"used_bytes", "total_bytes", "power_limit_w", "sm_clock_mhz"}
+
+
+def test_only_reasons_that_slow_the_gpu_down_are_told():
+    idle_and_application_clocks = 0x01 | 0x02 | 0x10
+    assert telemetry(FakeGpu("GPU-1", reasons=idle_and_application_clocks)).throttle_reasons == ()
+    reasons = telemetry(FakeGpu("GPU-1", reasons=0x04 | 0x40 | 0x01)).throttle_reasons
+    assert reasons == ("power cap", "temperature (hardware)")
+
+
+def test_an_older_library_tells_the_reasons_under_their_older_name(monkeypatch):
+    older = FakeNvml(FakeGpu("GPU-1", reasons=0x08))
+    monkeypatch.setattr(
+        FakeNvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda self, gpu: gpu.reasons, raising=False
+    )
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    nvml = Nvml(older)
+    assert nvml.telemetry(nvml.boards()[0]).throttle_reasons == ("hardware slowdown",)
+
+
+def test_other_processes_are_listed_with_their_names_but_not_those_left_out():
+    gpu = dataclasses.replace(TWO[0], processes=[(10, GIB), (11, 2 * GIB), (10**6, None)])
+    listed = telemetry(gpu, without=frozenset({10})).processes
+    assert listed == ((11, 2 * GIB, "python3"), (10**6, 0, ""))
+
+
+def test_an_instance_has_its_own_memory_and_its_boards_temperature():
+    divided = dataclasses.replace(DIVIDED, temperature_c=70, instances=[FakeGpu("MIG-1", total_bytes=20 * GIB)])
+    values = telemetry(divided).values
+    assert values["total_bytes"] == 20 * GIB
+    assert values["temperature_c"] == 70
+    assert "gpu_utilization" not in values

@@ -1,0 +1,192 @@
+"""What is out of memory, and what only sounds like it."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.devices.oom import attempted_bytes, is_out_of_memory, kernel_oom_kills
+from tests.devices.processes import in_process
+
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4294967296 bytes. Error code 12 (Cannot allocate memory)"
+)
+CUDA_ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 1.06 GiB is free."
+
+
+class UserError(RuntimeError):
+    """An exception of the user's own."""
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        torch.OutOfMemoryError(CUDA_ALLOCATOR),
+        RuntimeError(CPU_ALLOCATOR),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
+        ),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:40]}",
+)
+def test_a_failed_allocation_is_out_of_memory(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 raises RuntimeError")
+def test_an_accelerator_error_is_judged_by_its_text():
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+
+
+def test_real_errors_of_torch_and_numpy_are_out_of_memory():
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(2**60, dtype=np.uint8)
+    for error in (of_torch.value, of_numpy.value):
+        assert is_out_of_memory(error)
+        assert attempted_bytes(error) == 2**60
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("we are out of memory"),
+        RuntimeError("out of memory: CUDA error: out of memory"),
+        RuntimeError(f"our loader failed: {CPU_ALLOCATOR}"),
+        ValueError(CPU_ALLOCATOR),
+        ValueError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(CUDA_ALLOCATOR),  # torch raises it as torch.OutOfMemoryError
+        UserError(CPU_ALLOCATOR),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:40]}",
+)
+def test_an_error_that_only_sounds_like_it_is_not(error):
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "could not create a primitive",
+        "could not create a memory object",
+        "could not execute a primitive",
+        "can't start new thread",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "GET was unable to find an engine to execute this computation",
+        "Unable to find a valid cuDNN algorithm to run convolution",
+        "DataLoader worker (pid 12) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+    ],
+)
+def test_an_error_with_several_causes_counts_only_with_evidence_that_memory_is_short(message):
+    assert is_out_of_memory(RuntimeError(message), scarce=lambda: True)
+    assert not is_out_of_memory(RuntimeError(message), scarce=lambda: False)
+
+
+def test_evidence_alone_makes_no_error_out_of_memory():
+    assert not is_out_of_memory(RuntimeError("shapes do not match"), scarce=lambda: True)
+
+
+def test_it_is_found_as_the_cause_of_another_error():
+    assert is_out_of_memory(raised(UserError("step failed"), cause=raised(MemoryError())))
+
+
+def fail_while_handling(error):
+    try:
+        raise error
+    except RuntimeError:
+        raise UserError("step failed") from None
+
+
+def test_it_is_found_as_the_context_of_another_error_even_when_hidden():
+    with pytest.raises(UserError) as caught:
+        fail_while_handling(RuntimeError(CPU_ALLOCATOR))
+    assert is_out_of_memory(caught.value)
+    assert attempted_bytes(caught.value) == 4 * 2**30
+
+
+def test_it_is_found_in_a_group():
+    assert is_out_of_memory(ExceptionGroup("several", [ValueError(), ExceptionGroup("inner", [MemoryError()])]))
+
+
+def test_errors_that_cause_each_other_do_not_hang():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+    assert attempted_bytes(first) == 0
+
+
+class Failing(torch.utils.data.Dataset):
+    """Fails in a data-loading worker, with its error as the cause of another."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise UserError("no sample") from self.error
+
+
+def classify_in_worker(errors):
+    found = []
+    for error in errors:
+        with pytest.raises(UserError, match="Caught UserError in DataLoader worker process 0") as reported:
+            list(torch.utils.data.DataLoader(Failing(error), num_workers=1))
+        found.append(is_out_of_memory(reported.value))
+    return found
+
+
+def test_it_is_found_in_what_a_data_loading_worker_reports():
+    allocations = [MemoryError(), MemoryError("of python"), RuntimeError(CPU_ALLOCATOR)]
+    others = [ValueError("out of memory"), RuntimeError("out of memory")]
+    assert in_process(classify_in_worker, allocations + others) == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (CPU_ALLOCATOR, 4 * 2**30),
+        (CUDA_ALLOCATOR, 2 * 2**30),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB.", 20 * 2**20),
+        ("CUDA out of memory. Tried to allocate 512 bytes.", 512),
+        ("CUDA error: out of memory", 0),
+    ],
+)
+def test_the_size_that_failed_is_read_from_the_message(message, expected):
+    assert attempted_bytes(RuntimeError(message)) == expected
+
+
+def test_the_kernels_count_of_kills_does_not_fall():
+    before = kernel_oom_kills()
+    assert before >= 0
+    assert kernel_oom_kills() >= before

@@ -1,0 +1,60 @@
+"""`autotune devices`: what is shown, with and without a GPU."""
+
+import json
+import signal
+import subprocess
+import sys
+
+from autotune.report.devices import render_devices
+from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
+
+
+def show_busy_gpu(monkeypatch, **arguments):
+    install(monkeypatch, FakeGpu("GPU-1", reasons=0x20, processes=[(7, 3 * GIB)]))
+    return render_devices(**arguments)
+
+
+def test_a_gpu_is_shown_with_memory_load_temperature_power_slowdown_and_processes(monkeypatch):
+    text = show_busy_gpu(monkeypatch)
+    gpu = next(line for line in text.splitlines() if line.startswith("cuda:0"))
+    for shown in ("NVIDIA H200", "2.00 GiB of 140 GiB", "37 %", "51 °C", "312 W of 700 W", "temperature (driver)"):
+        assert shown in gpu
+    assert any(line.split() == ["cuda:0", "7", "3.00", "GiB", "python3"] for line in text.splitlines())
+    assert any(line.startswith("cpu ") for line in text.splitlines())
+
+
+def test_without_a_driver_one_line_says_so_and_the_cpu_is_shown(monkeypatch):
+    install(monkeypatch, error=FakeNvml.NVMLError_LibraryNotFound("NVML Shared Library Not Found"))
+    text = render_devices()
+    assert "no GPU: no NVIDIA driver is installed" in text.splitlines()
+    assert "thread" in next(line for line in text.splitlines() if line.startswith("cpu "))
+    assert "temperature" not in text
+
+
+def test_the_json_holds_every_figure(monkeypatch):
+    document = json.loads(show_busy_gpu(monkeypatch, as_json=True))
+    gpu, cpu = document["devices"]
+    assert document["no_gpu"] is None
+    assert gpu["total_bytes"] == 140 * GIB
+    assert gpu["telemetry"]["values"]["temperature_c"] == 51
+    assert gpu["telemetry"]["throttle_reasons"] == ["temperature (driver)"]
+    assert gpu["telemetry"]["processes"] == [{"pid": 7, "used_bytes": 3 * GIB, "name": "python3"}]
+    assert cpu["name"] == "cpu"
+    assert cpu["num_threads"] >= 1
+
+
+def test_the_json_says_why_there_is_no_gpu(monkeypatch):
+    install(monkeypatch)
+    assert json.loads(render_devices(as_json=True))["no_gpu"] == "the NVIDIA driver finds no GPU"
+
+
+def test_watching_reads_again_until_it_is_interrupted():
+    code = "import sys; from autotune.report.devices import watch_devices; watch_devices(sys.stdout, interval_s=0.05)"
+    watcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert watcher.stdout is not None
+    num_readings = 0
+    while num_readings < 3:
+        num_readings += watcher.stdout.readline().startswith("cpu ")
+    watcher.send_signal(signal.SIGINT)
+    watcher.communicate(timeout=30)
+    assert watcher.returncode == 0
