@@ -44,6 +44,7 @@ class Measurement:
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
     contention: float = 0.0  # share of the timed wall time in which others held the processor or GPU
+    cut_short: bool = False  # too slow to be worth timing: the blocks are the warm-up's steps
     disturbances: tuple[str, ...] = ()  # what was seen to disturb the timing, in words
     memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
     telemetry: dict[str, float] = field(

@@ -25,6 +25,7 @@ MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 DISTURBED = 0.1  # share of the wall time that others may hold
+MIN_GROWTH_POINTS = 5  # blocks after the first ones
 LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
 
 
@@ -60,16 +61,18 @@ class Run:
         self._warm_up()
         warmup_s = self.train_s
         self.report("timing", self.train_s)
-        blocks, growth = self._time()
-        contention = self.device.contention()
+        cut_short = self._is_hopeless()
+        blocks, growth = (self._warm_up_as_blocks(), 0.0) if cut_short else self._time()
+        contention = 0.0 if cut_short else self.device.contention()
         before_phases = self.train_s
-        phases = self._phases()
+        phases = {} if cut_short else self._phases()
         detail = self.device.memory_detail()
         low, high = median_interval(blocks.samples_per_s)
         speed = median(blocks.samples_per_s)
         typical = median(self.warmup_step_s[1:])
         telemetry = self.device.telemetry()
-        throttled = tuple(f"clock throttled: {reason}" for reason in telemetry.throttle_reasons)
+        # a large GPU is at its power cap whenever it works hard: that is its speed, not a disturbance
+        throttled = tuple(f"clock throttled: {r}" for r in telemetry.throttle_reasons if r != "power cap")
         contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
         return Measurement(
             samples_per_s=speed,
@@ -90,6 +93,7 @@ class Run:
             num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
             num_ooms=int(detail.get("num_ooms", 0)),
             contention=contention,
+            cut_short=cut_short,
             disturbances=contended + throttled,
             memory=detail,
             telemetry=telemetry.values,
@@ -141,6 +145,16 @@ class Run:
         if scaler is None or not scaler.is_enabled():
             return 0
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
+
+    def _is_hopeless(self) -> bool:
+        speed = self.session.config.batch_size / median(self.warmup_step_s[1:])
+        return not self.settings.num_steps and speed < self.settings.slowest_samples_per_s
+
+    def _warm_up_as_blocks(self) -> Blocks:
+        blocks = Blocks(interval=self.settings.interval, max_timed_s=0.0)
+        for step_s in self.warmup_step_s[1:]:
+            blocks.add(self.session.config.batch_size / step_s, 0.0)
+        return blocks
 
     def _time(self) -> tuple[Blocks, float]:
         """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
@@ -253,15 +267,16 @@ def largest_step_batch(session: Session, num_micro: int) -> StepBatch:
 def growth_per_step(held: list[tuple[int, int]]) -> float:
     """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
 
-    The first blocks are left out (allocators settle); growth counts when it is steady (most blocks grow) and beyond what
-    allocators do by themselves.
+    The first blocks are left out (allocators settle); growth counts when it is steady (of few blocks every one, of many most
+    of them) and beyond what allocators do by themselves.
     """
-    settled = held[len(held) // 3 :]
-    if len(settled) < 4:
+    settled = held[max(1, len(held) // 3) :]
+    if len(settled) < MIN_GROWTH_POINTS:
         return 0.0
     increments = [after - before for (_, before), (_, after) in pairwise(settled)]
     total = settled[-1][1] - settled[0][1]
-    steady = sum(increment > 0 for increment in increments) >= 0.7 * len(increments)
+    growing = sum(increment > 0 for increment in increments)
+    steady = growing == len(increments) if len(increments) < 2 * MIN_GROWTH_POINTS else growing >= 0.7 * len(increments)
     if not steady or total < LEAK_BYTES:
         return 0.0
     return total / (settled[-1][0] - settled[0][0])

@@ -16,6 +16,8 @@ class ProbeSettings:
         interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
         max_timed_s: timing stops then, if the noise has not let it stop before.
         max_warmup_s: warming up stops then, once the minimum is done.
+        slowest_samples_per_s: a config that is slower than this while it warms up is not worth timing: its warm-up steps
+            are its measurement.
         num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
         seed: of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed then.
@@ -26,6 +28,7 @@ class ProbeSettings:
     interval: float = 0.02
     max_timed_s: float = 3.0
     max_warmup_s: float = 5.0
+    slowest_samples_per_s: float = 0.0
     num_steps: int = 0
     seed: int = 0
     timeout_s: float = 60.0

@@ -30,11 +30,14 @@ class Amp(Technique):
     exact: ClassVar[bool] = False
 
     def support(self, setting: Setting) -> Support:
-        """bf16 on CPUs and from compute capability 8.0; fp16 on GPUs, and on a CPU whose torch can train in it."""
+        """bf16 on CPUs and from compute capability 8.0; fp16 on GPUs and CPUs, if included on one that emulates it."""
         if setting.device.kind == "cpu":
-            if _trains_in_fp16(setting.device.torch_device):
-                return Support(choices=_CHOICES)
-            return Support(choices=("off", "bf16"), reason="this torch build cannot train in fp16 on a CPU")
+            if not _trains_in_fp16(setting.device.torch_device):
+                return Support(choices=("off", "bf16"), reason="this torch build cannot train in fp16 on a CPU")
+            if not _has_fp16_arithmetic():
+                reason = "this processor has no fp16 arithmetic, and emulating it is many times slower"
+                return Support(choices=("off", "bf16"), optional=("fp16",), reason=reason)
+            return Support(choices=_CHOICES)
         capability = setting.device.info().capability
         if capability >= _BF16_CAPABILITY:
             return Support(choices=_CHOICES)
@@ -66,6 +69,16 @@ def one_of(choice: Any, choices: tuple[str, ...]) -> str:
     if not isinstance(choice, str) or choice not in choices:
         raise ValueError(f"expected one of {', '.join(choices)}")
     return choice
+
+
+def _has_fp16_arithmetic() -> bool:
+    """What oneDNN, which computes torch's matrix products in short types on a CPU, says of the processor."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):  # a torch build without oneDNN
+        return False
 
 
 def _trains_in_fp16(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from autotune import techniques
@@ -209,7 +210,8 @@ class Recommender:
         for name in answer.differences(self.loop.space.baseline):
             if note := self.inspection.support[name].note:
                 self.warn(f"{name}: {note}")
-        growth = max((o.measurement.growth_bytes_per_step for o in outcomes if o.measurement), default=0.0)
+        growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
+        growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
         if growth > 0:
             self.warn(
                 f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "

@@ -104,7 +104,15 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objec
     if share.get("optimizer", 0.0) > DATA_BOUND:
         return f"The optimizer step: {share['optimizer']:.0%} of the time; more samples per optimizer step would spread it."
     parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
-    return f"Compute: a step is {parts}; a larger batch was not faster."
+    larger = [
+        probe.outcome.measurement.samples_per_s
+        for probe in probed
+        if probe.outcome.measurement
+        and probe.config.batch_size > answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+    ]
+    tried = "; a larger batch was not faster" if larger and max(larger) < GROWING * found.samples_per_s else ""
+    return f"Compute: a step is {parts}{tried}."
 
 
 def no_fit(probed: Sequence[Probed], limit_bytes: int) -> str:

@@ -16,7 +16,7 @@ from autotune.probe.process import ProbeFault
 from autotune.probe.settings import ProbeSettings
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
 from autotune.tuning.objective import Objective
-from autotune.tuning.playoff import MIN_ROUNDS, Standing, play_off
+from autotune.tuning.playoff import Standing, play_off
 from autotune.tuning.sampler import AdmissibleSampler, make_sampler
 from autotune.tuning.space import Space, SpaceExhausted
 from autotune.tuning.start import one_change_back, starting_configs
@@ -24,12 +24,14 @@ from autotune.tuning.study import Probed, Store
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
+HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 NUM_FINALISTS = 3
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
 PLAY_OFF_INTERVAL = 0.01
-PLAY_OFF_FACTOR = 1.3  # a play-off's probe takes this much longer, since it is timed more closely
+PLAY_OFF_MIN_TIMED_S = 0.5
+WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes,
 FEWEST_ROUNDS_OVERRUN = 1.2  # which is worth this much of the budget
 MAX_PLAY_OFF_SHARE = 0.4  # of the budget
@@ -77,8 +79,8 @@ class Loop:
             if probe.stage != "play-off":
                 self.wall_s.append(probe.outcome.wall_s)
                 self._learn(probe.config, probe.outcome)
-        if self.baseline is not None and self.timeout_s is None:
-            self._set_timeout(self.baseline)
+        if self.baseline is not None:
+            self._expect_like(self.baseline)
 
     @property
     def elapsed_s(self) -> float:
@@ -101,7 +103,7 @@ class Loop:
         self.baseline = self._known.get(self.space.baseline)
         if self.baseline is not None and self.baseline.ok:
             self.objective = self.objective.with_baseline(self.baseline)
-            self._set_timeout(self.baseline)
+            self._expect_like(self.baseline)
 
     def explore(self) -> None:
         """Probe what the starting design and then the sampler propose, until the play-off's time has come."""
@@ -134,7 +136,11 @@ class Loop:
 
     def run_play_off(self) -> Standing:
         """Confirm the best few and the baseline in fresh processes."""
-        settings = self.settings.replace(interval=PLAY_OFF_INTERVAL, max_timed_s=2 * self.settings.max_timed_s)
+        settings = self.settings.replace(
+            interval=PLAY_OFF_INTERVAL,
+            slowest_samples_per_s=0.0,
+            max_timed_s=max(PLAY_OFF_MIN_TIMED_S, self.settings.max_timed_s / 2),
+        )
         finalists = self.finalists()
         if finalists:
             self.listener.on(Note(text=f"play-off: {len(finalists)} configs and the baseline, in fresh processes"))
@@ -172,10 +178,8 @@ class Loop:
         merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
         best = merits[ranked[0][1]]
         near = [config for _, config in ranked if merits[config] >= NEAR_BEST * best and config != self.space.baseline]
-        round_of_one_s = PLAY_OFF_FACTOR * median(self.wall_s)
-        affordable = (
-            int((self.budget_s - self.elapsed_s) / (MIN_ROUNDS * round_of_one_s)) - 1
-        )  # the baseline plays, too
+        wanted_s = WANTED_ROUNDS * median(self.wall_s)
+        affordable = int((self.budget_s - self.elapsed_s) / wanted_s) - 1  # the baseline plays, too
         return near[: max(1, min(NUM_FINALISTS, affordable))]
 
     def drop(self, name: str, choice: Choice) -> None:
@@ -306,10 +310,14 @@ class Loop:
     def _play_off_s(self) -> float:
         """Time to leave for the play-off: its fewest rounds, which time twice as long, up to a share of the budget."""
         typical_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
-        return min(MIN_ROUNDS * (NUM_FINALISTS + 1) * PLAY_OFF_FACTOR * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
+        return min(WANTED_ROUNDS * (NUM_FINALISTS + 1) * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
 
-    def _set_timeout(self, baseline: Outcome) -> None:
-        if self.timeout_s is None and baseline.ok:
+    def _expect_like(self, baseline: Outcome) -> None:
+        """Take the baseline for the measure of how long a probe may take and how slow it may be."""
+        if baseline.measurement is None:
+            return
+        self.settings = self.settings.replace(slowest_samples_per_s=HOPELESS * baseline.measurement.samples_per_s)
+        if self.timeout_s is None:
             self.settings = self.settings.replace(timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * baseline.wall_s))
 
     def _best_score(self) -> float | None:

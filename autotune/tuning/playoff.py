@@ -17,7 +17,7 @@ from autotune.tuning.objective import Objective
 from autotune.tuning.result import Measured
 
 MIN_ROUNDS = 3
-MAX_ROUNDS = 8
+MAX_ROUNDS = 12
 DECIDED = 0.01  # half-width of the gain's interval at which more rounds tell nothing new
 LOST = 0.99  # confidence at which a loser is dropped: it is looked at after every round
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval

@@ -147,3 +147,11 @@ def test_a_sigkill_that_the_kernel_did_not_send_for_memory_is_a_crash(prober):
 def test_a_loss_that_is_nan_in_fp16_only_is_nonfinite_there_only(prober):
     assert run(prober, 8, amp="fp16").kind is Kind.NONFINITE
     assert run(prober, 8, amp="off").kind is Kind.OK
+
+
+def test_a_config_too_slow_to_be_worth_timing_is_measured_by_its_warm_up(prober):
+    outcome = run(prober, 8, slowest_samples_per_s=1e12)
+    assert outcome.kind is Kind.OK
+    assert outcome.measurement.cut_short
+    assert 0 < outcome.measurement.samples_per_s < 1e12
+    assert not run(prober, 8, slowest_samples_per_s=1e-3).measurement.cut_short
