@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, ConfigError
+from autotune.outcome import Kind
 
 ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -29,6 +31,8 @@ def search(options: argparse.Namespace) -> int:
     from autotune.tuning.answer import Interrupted
     from autotune.tuning.result import Result
 
+    if options.out:
+        _require_writable(Path(options.out))
     result: Result | None
     code = ANSWERED
     try:
@@ -55,14 +59,14 @@ def search(options: argparse.Namespace) -> int:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
     document = {"error": "interrupted before anything was measured"} if result is None else result.to_dict()
-    if options.out:
-        _write(Path(options.out), export.document(document) + "\n")
     if options.json:
         print(export.document(document))
     elif result is not None:
         from autotune.report.text import render_result
 
         render_result(result, _console(), model=options.model)
+    if options.out:
+        _write(Path(options.out), export.document(document) + "\n")
     return code
 
 
@@ -98,6 +102,8 @@ def _run_one(options: argparse.Namespace, *, steps: int) -> int:
         from autotune.report.outcome import render_outcome
 
         render_outcome(outcome, config, _console())
+    if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
+        return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE
 
 
@@ -184,8 +190,8 @@ def _config(text: str) -> dict[str, Any]:
     is_json = text.lstrip().startswith("{")
     try:
         content = text if is_json else Path(text).read_text()
-    except OSError as error:
-        raise ConfigError(f"--config {text!r} is neither a JSON object nor a file: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {text!r} is neither a JSON object nor a text file: {error}") from None
     try:
         config = json.loads(content)
     except json.JSONDecodeError as error:
@@ -197,6 +203,14 @@ def _config(text: str) -> dict[str, Any]:
             f'--config {text!r} holds a {type(config).__name__}; expected a JSON object such as {{"batch_size": 16}}'
         )
     return config
+
+
+def _require_writable(path: Path) -> None:
+    """Before a search rather than after it."""
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"--out {path} cannot be written; expected a file in a folder that exists and may be written to"
+        )
 
 
 def _write(path: Path, content: str) -> None:

@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.COMMANDS[options.command](options)
     except KeyboardInterrupt:
         print("autotune: interrupted", file=sys.stderr)
+        if getattr(options, "json", False):
+            print(json.dumps({"error": "interrupted", "exit_code": INTERRUPTED}))
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -58,8 +58,10 @@ def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> d
     check_task(task, opened.torch_device)
     facts = gather_facts(task)
     given: dict[str, Any] = dict(task.baseline or {})
-    if "batch_size" not in given and task.global_batch is None and facts.dataset_size is not None:
-        given["batch_size"] = min(32, facts.dataset_size)
+    if "batch_size" not in given and facts.dataset_size is not None:
+        most = min(int(techniques.REGISTRY["batch_size"].off), facts.dataset_size)
+        fitting = techniques.divisors(task.global_batch) if task.global_batch is not None else [most]
+        given["batch_size"] = max(size for size in fitting if size <= most)
     baseline = techniques.complete(given, global_batch=task.global_batch).as_dict()
     model = task.model().to(opened.torch_device)
     setting = techniques.Setting(

@@ -15,6 +15,7 @@ import torch
 
 from autotune.batches import StepBatch, num_samples
 from autotune.devices import Device
+from autotune.errors import TaskError
 from autotune.outcome import Measurement
 from autotune.probe.settings import ProbeSettings
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm, median_interval
@@ -250,12 +251,17 @@ def micro_batches(session: Session) -> Iterator[Any]:
         prepared = [session.task.batch(session.config.batch_size) for _ in range(NUM_PREPARED)]
         while True:
             yield from prepared
-    full = 0
-    while True:
+    found = True
+    while found:
+        found = False
         for micro in session.loader.micro_batches():
-            full = full or num_samples(micro)
-            if num_samples(micro) >= full:  # an epoch's last one may be smaller
+            if num_samples(micro) >= session.config.batch_size:  # an epoch's last one may be smaller
+                found = True
                 yield micro
+    raise TaskError(
+        f"a pass over train_dataset gives no batch of {session.config.batch_size} samples; expected at least one: "
+        "choose a smaller batch_size, or give more data"
+    )
 
 
 def largest_step_batch(session: Session, num_micro: int) -> StepBatch:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.config import Config
-from autotune.errors import TaskError
+from autotune.devices.cpu import num_threads
+from autotune.errors import AutotuneError, StudyError, TaskError
 from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
@@ -24,11 +25,10 @@ from autotune.task.source import TaskSource
 from autotune.tuning.result import Check
 from autotune.units import format_bytes, format_seconds
 
-IMPORT_TIMEOUT_S = 180.0
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one probe
 
 
-class ProbeFault(Exception):
+class ProbeFault(AutotuneError):
     """The machinery around a probe failed (the supervisor died): a fault of the machine, not of the config."""
 
 
@@ -38,14 +38,16 @@ class ProcessProber:
     Args:
         source: how a process gets the task.
         logs: folder for what the user's code prints, one file a probe; it is made when needed.
+        import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each probe from the outset.
     """
 
-    def __init__(self, source: TaskSource, *, logs: Path, fork: bool = True) -> None:
+    def __init__(self, source: TaskSource, *, logs: Path, import_timeout_s: float = 180.0, fork: bool = True) -> None:
         self._source = source
         self._logs = logs.absolute()
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after `inspect`
         self._fork = fork
+        self._import_timeout_s = import_timeout_s
         self._num_jobs = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.mode = ""
@@ -55,7 +57,13 @@ class ProcessProber:
         self._folder = tempfile.TemporaryDirectory(prefix="autotune-")
         self._channel = os.path.join(self._folder.name, "channel")
         os.mkfifo(self._channel, 0o600)
-        self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._folder.cleanup()
+            raise StudyError(f"the folder for logs {self._logs} cannot be made: {error.strerror}") from None
+        taken = [int(log.name[:4]) for log in self._logs.glob("[0-9][0-9][0-9][0-9]-*.log")]
+        self._num_jobs = max(taken, default=-1) + 1  # an earlier search's logs are still named in its outcomes
         try:
             self._start()
         except BaseException:
@@ -102,8 +110,13 @@ class ProcessProber:
         blas_threads = 0
         if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
             environment["OPENBLAS_NUM_THREADS"] = "1"
-            blas_threads = int(environment.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
-        greeting = {"source": self._source.to_dict(), "blas_threads": blas_threads, "fork": self._fork}
+            blas_threads = num_threads()
+        greeting = {
+            "source": self._source.to_dict(),
+            "blas_threads": blas_threads,
+            "fork": self._fork,
+            "parent": os.getpid(),
+        }
         self._import_log = self._logs / "import.log"
         with self._import_log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -122,11 +135,11 @@ class ProcessProber:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(greeting).encode() + b"\n")
             self._process.stdin.close()
-        ours.settimeout(IMPORT_TIMEOUT_S)
+        ours.settimeout(self._import_timeout_s)
         try:
             line = self._replies.readline()
         except TimeoutError:
-            self._import_failed(f"did not end within {format_seconds(IMPORT_TIMEOUT_S)}")
+            self._import_failed(f"did not end within {format_seconds(self._import_timeout_s)}")
         ours.settimeout(None)
         if not line:
             self._import_failed(describe_exit(self._process.wait()))

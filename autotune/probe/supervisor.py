@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -34,18 +35,21 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
+    if os.getppid() != greeting["parent"]:
+        os._exit(0)
     hello, task = _import(source)
+    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
     if not greeting["fork"]:
         hello, task = hello | {"mode": "new interpreter", "reason": "asked for"}, None
     if blas_threads:
-        del os.environ["OPENBLAS_NUM_THREADS"]
+        os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
-    if "error" in hello:
-        return
     reader = connection.makefile("r")
-    while line := reader.readline():
+    while "error" not in hello and (line := reader.readline()):
         request = json.loads(line) | {"blas_threads": blas_threads, "source": source}
         _send(connection, _serve(request, task, connection))
+    os._exit(0)  # a thread that the user's module started would keep the interpreter alive
 
 
 def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -118,7 +122,7 @@ def _serve(request: dict[str, Any], task: Any, connection: socket.socket) -> dic
     wall_s = time.monotonic() - started
     _reap_descendants()
     if ended_by == "closed":
-        sys.exit(0)
+        os._exit(0)
     return {
         "exit_code": os.waitstatus_to_exitcode(status),
         "timed_out": ended_by == "timeout",
@@ -136,7 +140,7 @@ def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
     from autotune.probe import worker
 
     try:
-        connection.close()
+        os.close(connection.detach())
         worker.enter(request)
         _restore_blas_threads(request["blas_threads"])
         worker.run_job(task, request)

@@ -21,7 +21,18 @@ from autotune.techniques.persistent_workers import PersistentWorkers
 from autotune.techniques.pin_memory import PinMemory
 from autotune.techniques.prefetch_factor import PrefetchFactor
 
-__all__ = ["REGISTRY", "Phase", "Setting", "Support", "Technique", "UnsupportedError", "complete", "known", "validate"]
+__all__ = [
+    "REGISTRY",
+    "Phase",
+    "Setting",
+    "Support",
+    "Technique",
+    "UnsupportedError",
+    "complete",
+    "divisors",
+    "known",
+    "validate",
+]
 
 _TECHNIQUES: tuple[Technique, ...] = (
     BatchSize(),

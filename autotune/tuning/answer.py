@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from autotune import techniques
-from autotune.config import Config
+from autotune.config import Choice, Config
 from autotune.errors import AutotuneError
 from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProcessProber
+from autotune.probe.process import ProbeFault, ProcessProber
 from autotune.tuning import explain
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.loop import Loop
@@ -21,6 +21,9 @@ from autotune.tuning.result import Check, Measured, Result
 from autotune.units import format_bytes
 
 CHECK_BATCH_SIZE = 4
+BATCHNORM_CHECK_SIZE = 64
+MIN_CHECK_S = 10.0
+FEW_ROUNDS = 2  # of the play-off
 MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 BATCH_RULES = (
     "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
@@ -67,26 +70,54 @@ class Recommender:
             Interrupted: by the user; carries the best so far.
         """
         loop = self.loop
+        standing: Standing | None = None
+        killed = False
+        try:
+            standing = self._run()
+            result = self._result(standing)
+        except KeyboardInterrupt:  # the second one: the running probe is killed
+            killed = True
+            result = self._result(None)
+        if result is not None:
+            loop.store.set_attribute("result", result.to_dict())
+            loop.store.set_attribute("warnings", list(result.warnings))
+        if killed or self.interrupted():
+            raise Interrupted(result)
+        assert result is not None
+        return result
+
+    def _run(self) -> Standing | None:
+        """Loop, checks and play-off; None when the user interrupted before the play-off."""
+        loop = self.loop
+        for key, reason in loop.store.attributes().get("exactness", {}).items():
+            name, _, text = key.partition("=")
+            choice = next((c for c in loop.space.choices[name] if str(c) == text), None)
+            if reason and choice is not None:
+                self._leave_out(name, choice, reason)
         loop.measure_baseline(given=self.inspection.baseline_given)
         loop.explore()
         loop.undo_changes()
         while self._drop_inexact():
             loop.undo_changes()
-        if loop.best is None and not self.interrupted():
+        if self.interrupted():
+            return None
+        if loop.best is None:
             raise NothingFeasible(explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes))
-        standing = loop.run_play_off() if not self.interrupted() else None
-        if standing is not None and standing.answer is None and not self.interrupted():
+        standing = loop.run_play_off()
+        if self.interrupted() or standing.answer is not None:
+            return standing
+        if any(entrant.dropped for entrant in standing.entrants):
             raise NothingFeasible(
                 "none of the best configs ran through a second time; leave more room with --headroom 15%"
             )
-        result = self._result(standing)
-        if result is not None:
-            loop.store.set_attribute("result", result.to_dict())
-            loop.store.set_attribute("warnings", list(result.warnings))
-        if self.interrupted():
-            raise Interrupted(result)
-        assert result is not None
-        return result
+        self.warn(
+            "no round of the play-off fitted into the time, so the answer is not confirmed; give a larger --budget"
+        )
+        return None
+
+    def _leave_out(self, name: str, choice: Choice, reason: str) -> None:
+        self.loop.drop(name, choice)
+        self.warn(f"{name}={choice} is left out: {reason}")
 
     def _drop_inexact(self) -> bool:
         """Take every exact technique of the finalists out of the space that is not exact on this model; whether there was one."""
@@ -99,11 +130,12 @@ class Recommender:
                 if not checked or name == "accumulation_steps" or self.interrupted():
                     continue
                 key = f"{name}={choice}"
+                if key not in known and self.loop.elapsed_s > self.loop.budget_s:
+                    continue
                 if key not in known:
                     known[key] = self._check_failure(techniques.complete({name: choice}))
                 if known[key] and choice in self.loop.space.choices[name]:
-                    self.loop.drop(name, choice)
-                    self.warn(f"{key} is left out: {known[key]}")
+                    self._leave_out(name, choice, known[key])
                     dropped = True
         self.loop.store.set_attribute("exactness", known)
         return dropped
@@ -115,12 +147,21 @@ class Recommender:
 
     def _check_failure(self, config: Config) -> str:
         """Why a config is not exact on this model; empty when it is, or when memory or time do not suffice to compare."""
-        settings = self.loop.settings.replace(timeout_s=max(10.0, MAX_CHECK_SHARE * self.loop.budget_s))
-        check = self.prober.check(config, settings, CHECK_BATCH_SIZE)
+        check = self._check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * self.loop.budget_s))
         if isinstance(check, Outcome):
             inconclusive = check.kind in (Kind.OOM, Kind.TIMEOUT)
             return "" if inconclusive else f"it did not run ({check.kind}: {check.cause})"
         return "" if check.passed else check.reason
+
+    def _check(self, config: Config, timeout_s: float) -> Check | Outcome:
+        """Run the checks in a process of their own, within the time that is left."""
+        settings = self.loop.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, self.loop.left_s)))
+        small = not self.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
+        size = CHECK_BATCH_SIZE if small else min(BATCHNORM_CHECK_SIZE, self.loop.space.baseline.samples_per_step)
+        try:
+            return self.prober.check(config, settings, size)
+        except ProbeFault as fault:
+            return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
 
     def _result(self, standing: Standing | None) -> Result | None:
         loop = self.loop
@@ -133,13 +174,18 @@ class Recommender:
         else:
             return None
         baseline, speedup = self._baseline(standing, measured)
-        verdict = "same" if answer == loop.space.baseline else "faster" if speedup and speedup[1] > 1 else "same"
-        if baseline is None:
-            verdict = "faster"
+        verdict = "faster" if baseline is None else "same"
+        if speedup is not None and answer != loop.space.baseline:
+            verdict = "faster" if speedup[1] > 1 else "slower" if speedup[2] < 1 else "same"
         checks = self._checks(answer) if standing is not None else ()
         self._collect_warnings(
             answer, baseline, confirmed.outcomes.values() if confirmed else [loop.best[1]] if loop.best else []
         )
+        if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
+            self.warn(
+                f"only {standing.num_rounds} round(s) of the play-off fitted into the budget; "
+                "a larger --budget gives a surer answer"
+            )
         of_answer = [outcome for config, outcome in loop.known() if config == answer and outcome.measurement]
         found = of_answer[-1].measurement if of_answer else None
         entrants = [e for e in (standing.entrants if standing else ()) if any(o.ok for o in e.outcomes.values())]
@@ -191,9 +237,19 @@ class Recommender:
         ratio = answer.samples_per_s / found.samples_per_s
         return measured, (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)
 
+    def _baseline_failure(self) -> str:
+        outcome = self.loop.baseline
+        if outcome is None:
+            return "it was not measured"
+        if outcome.ok:
+            return "it needs more than the memory limit less headroom"
+        return f"{outcome.kind}, {outcome.cause}"
+
     def _checks(self, answer: Config) -> tuple[Check, ...]:
         """Checks G, B and N of the answer on the user's own model, at a small batch."""
-        check = self.prober.check(answer, self.loop.settings, CHECK_BATCH_SIZE)
+        if self.interrupted():
+            return ()
+        check = self._check(answer, self.loop.settings.timeout_s)
         if isinstance(check, Outcome):
             self.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
             return ()
@@ -203,7 +259,7 @@ class Recommender:
 
     def _collect_warnings(self, answer: Config, baseline: Measured | None, outcomes: Any) -> None:
         if baseline is None:
-            self.warn("the baseline does not run within the memory limit, so there is no speed-up to state")
+            self.warn(f"there is no speed-up to state, since the baseline does not run: {self._baseline_failure()}")
         old, new = self.loop.space.baseline.samples_per_step, answer.samples_per_step
         if self.inspection.global_batch is None and new != old:
             self.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))

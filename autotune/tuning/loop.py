@@ -71,16 +71,25 @@ class Loop:
     _num_probes: int = 0
 
     def __post_init__(self) -> None:
+        self._deadline_s = self.budget_s + self.settings.timeout_s  # a search takes its budget and one time-out at most
         self._known: dict[Config, Outcome] = {}
         self._memory_walls: dict[
             Config, int
         ] = {}  # config with batch size 1 in its place -> smallest batch that failed
         for probe in self.store.probed():
+            gave_up_early = probe.outcome.kind is Kind.TIMEOUT and probe.outcome.wall_s < 0.9 * self.settings.timeout_s
+            if probe.config == self.space.baseline and gave_up_early:
+                continue  # this run has more patience
             if probe.stage != "play-off":
                 self.wall_s.append(probe.outcome.wall_s)
                 self._learn(probe.config, probe.outcome)
         if self.baseline is not None:
             self._expect_like(self.baseline)
+
+    @property
+    def left_s(self) -> float:
+        """Until the search must have ended: its budget and one time-out."""
+        return self._deadline_s - self.elapsed_s
 
     @property
     def elapsed_s(self) -> float:
@@ -92,14 +101,12 @@ class Loop:
         while True:
             self._probe_once(self.space.baseline, "baseline", "what you run today" if given else "plain fp32")
             outcome = self._known.get(self.space.baseline)
-            smaller = [
-                size for size in self.space.choices["batch_size"] if 2 * int(size) <= self.space.baseline.batch_size
-            ]
-            if given or outcome is None or outcome.kind is not Kind.OOM or not smaller:
+            too_large = outcome is not None and (outcome.kind is Kind.OOM or self.objective.beyond_memory(outcome))
+            smaller = self.space.with_smaller_baseline()
+            if given or not too_large or smaller is None or self.interrupted():
                 break
-            smaller_baseline = self.space.complete({"batch_size": smaller[-1]})
-            self.space = self.space.with_baseline(smaller_baseline)
-            self.store.set_attribute("baseline_config", smaller_baseline.as_dict())
+            self.space = smaller
+            self.store.set_attribute("baseline_config", smaller.baseline.as_dict())
         self.baseline = self._known.get(self.space.baseline)
         if self.baseline is not None and self.baseline.ok:
             self.objective = self.objective.with_baseline(self.baseline)
@@ -107,9 +114,8 @@ class Loop:
 
     def explore(self) -> None:
         """Probe what the starting design and then the sampler propose, until the play-off's time has come."""
-        for config, reason in starting_configs(
-            self.space, baseline_fits=self.baseline is not None and self.baseline.ok
-        ):
+        fits = self.baseline is not None and self.objective.feasible(self.baseline)
+        for config, reason in starting_configs(self.space, baseline_fits=fits):
             if not self._may_go_on():
                 return
             self._probe_once(config, "search", reason)
@@ -146,10 +152,13 @@ class Loop:
             self.listener.on(Note(text=f"play-off: {len(finalists)} configs and the baseline, in fresh processes"))
 
         def run(config: Config, number: int) -> Outcome | None:
-            if self.interrupted():
-                return None
-            trial = self.store.begin(config, self.space)
-            return self._run_trial(trial, config, "play-off", f"round {number + 1}", settings=settings, round=number)
+            outcome = None
+            while outcome is None and not self.interrupted() and self.elapsed_s < self._deadline_s:
+                trial = self.store.begin(config, self.space)  # once more after a fault of the machinery
+                outcome = self._run_trial(
+                    trial, config, "play-off", f"round {number + 1}", settings=settings, round=number
+                )
+            return outcome
 
         def has_time(round_s: float, number: int) -> bool:
             overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
@@ -270,7 +279,8 @@ class Loop:
         return outcome
 
     def _run(self, config: Config, settings: ProbeSettings) -> Outcome:
-        outcome = self.prober.run(config, settings)
+        left_s = max(1.0, self._deadline_s - self.elapsed_s)
+        outcome = self.prober.run(config, settings.replace(timeout_s=min(settings.timeout_s, left_s)))
         self.wall_s.append(outcome.wall_s)
         self.train_s += outcome.measurement.train_s if outcome.measurement else outcome.train_s
         return outcome

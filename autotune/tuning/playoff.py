@@ -13,11 +13,12 @@ from statistics import fmean, median, stdev
 
 from autotune.config import Config
 from autotune.outcome import Outcome
-from autotune.tuning.objective import Objective
+from autotune.tuning.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.tuning.result import Measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12
+SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
 DECIDED = 0.01  # half-width of the gain's interval at which more rounds tell nothing new
 LOST = 0.99  # confidence at which a loser is dropped: it is looked at after every round
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
@@ -72,25 +73,27 @@ class Standing:
 
 
 def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Geometric mean and its Student interval, from logarithms. One value alone has an unbounded interval."""
+    """Geometric mean and its Student interval, from logarithms. One value alone is taken to be within 25 %."""
     from scipy.stats import t
 
     mean = fmean(logs)
     if len(logs) < 2:
-        return math.exp(mean), 0.0, math.inf
+        return math.exp(mean), math.exp(mean) / SINGLE_SPREAD, math.exp(mean) * SINGLE_SPREAD
     half = float(t.ppf((1 + confidence) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def paired_ratio(
     a: Entrant, b: Entrant, merit: Callable[[Outcome], float], confidence: float = 0.95
-) -> tuple[float, float, float]:
-    """Merit of `a` over `b` from the rounds that both ran, with its interval."""
+) -> tuple[float, float, float] | None:
+    """Merit of `a` over `b` from the rounds that both ran, with its interval; None when there is no such round."""
     rounds = [
         number
         for number, outcome in a.outcomes.items()
         if outcome.ok and number in b.outcomes and b.outcomes[number].ok
     ]
+    if not rounds:
+        return None
     return ratio_interval([math.log(merit(a.outcomes[n]) / merit(b.outcomes[n])) for n in rounds], confidence)
 
 
@@ -126,10 +129,8 @@ def play_off(
                 return _standing(entrants, base, objective, number)
             round_s += outcome.wall_s
             entrant.outcomes[number] = outcome
-            if not objective.feasible(outcome) and entrant is not base:
-                entrant.dropped = (
-                    f"{outcome.kind}: {outcome.cause}" if not outcome.ok else "beyond the memory limit or too slow"
-                )
+            if not outcome.ok or objective.beyond_memory(outcome):
+                entrant.dropped = outcome.cause or "beyond the memory limit less headroom"
         number += 1
         if number >= MIN_ROUNDS and _settle(entrants, base, objective):
             break
@@ -138,18 +139,24 @@ def play_off(
 
 def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective) -> bool:
     """Drop who has lost; whether what remains is decided."""
+    if objective.name == "memory" and base is not None and not base.dropped:
+        for entrant in entrants:  # in pairs, since the whole machine may have become slower since the search
+            speed = paired_ratio(entrant, base, samples_per_s)
+            if not entrant.dropped and speed is not None and speed[0] < MEMORY_SPEED_TOLERANCE:
+                entrant.dropped = "slower than the baseline"
     remaining = [entrant for entrant in entrants if not entrant.dropped]
     if not remaining:
         return True
     leader = _leader(remaining, objective)
     for entrant in remaining:
-        if entrant is not leader and paired_ratio(entrant, leader, objective.merit, LOST)[2] < 1:
+        against_leader = paired_ratio(entrant, leader, objective.merit, LOST)
+        if entrant is not leader and against_leader is not None and against_leader[2] < 1:
             entrant.dropped = "slower" if objective.name == "throughput" else "worse"
     alone = sum(not entrant.dropped for entrant in remaining) == 1
-    if base is None or base.dropped or not any(outcome.ok for outcome in base.outcomes.values()):
+    if base is None or base.dropped:
         return alone
-    ratio, low, high = paired_ratio(leader, base, objective.merit)
-    return alone and (high - low) / 2 / ratio <= DECIDED
+    gain = paired_ratio(leader, base, objective.merit)
+    return alone and gain is not None and (gain[2] - gain[1]) / 2 / gain[0] <= DECIDED
 
 
 def _leader(entrants: Sequence[Entrant], objective: Objective) -> Entrant:
@@ -163,36 +170,37 @@ def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objectiv
     """Choose: on a tie less memory, then fewer techniques; the baseline unless the answer beats it beyond the noise."""
     _settle([entrant for entrant in entrants if entrant.outcomes], base, objective)
     remaining = [entrant for entrant in entrants if not entrant.dropped and entrant.outcomes]
-    base_runs = base is not None and any(objective.feasible(outcome) for outcome in base.outcomes.values())
-    answer: Entrant | None = None
-    if remaining:
-        leader = _leader(remaining, objective)
-        tied = [e for e in remaining if e is leader or paired_ratio(e, leader, objective.merit)[0] > 1 - CLOSE]
-        reference = base.config if base else None
-
-        def cost(entrant: Entrant) -> tuple[int, int]:
-            peak_step = round(math.log(entrant.peak_bytes) / math.log(1 + CLOSE))
-            changes = len(entrant.config.differences(reference)) if reference else 0
-            return peak_step, changes
-
-        answer = min(tied, key=cost)
+    base = base if base is not None and base.outcomes and not base.dropped else None
+    answer = _choose(remaining, base, objective) if remaining else None
     gain = speedup = None
-    if base_runs:
-        assert base is not None
+    if base is not None:
         if answer is not None:
-            gain, speedup = paired_ratio(answer, base, objective.merit), paired_ratio(answer, base, _samples_per_s)
+            gain, speedup = paired_ratio(answer, base, objective.merit), paired_ratio(answer, base, samples_per_s)
         if gain is None or gain[1] <= 1:
             answer, gain, speedup = base, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     return Standing(
-        answer=answer,
-        baseline=base if base_runs else None,
-        gain=gain,
-        speedup=speedup,
-        entrants=tuple(entrants),
-        num_rounds=rounds,
+        answer=answer, baseline=base, gain=gain, speedup=speedup, entrants=tuple(entrants), num_rounds=rounds
     )
 
 
-def _samples_per_s(outcome: Outcome) -> float:
+def _choose(entrants: Sequence[Entrant], base: Entrant | None, objective: Objective) -> Entrant:
+    """The leader, or the cheapest of those as good; one that does not itself beat the baseline is not as good."""
+    leader = _leader(entrants, objective)
+
+    def as_good(entrant: Entrant) -> bool:
+        against_leader = paired_ratio(entrant, leader, objective.merit)
+        against_base = None if base is None else paired_ratio(entrant, base, objective.merit)
+        close = against_leader is not None and against_leader[0] > 1 - CLOSE
+        return close and (base is None or (against_base is not None and against_base[1] > 1))
+
+    def cost(entrant: Entrant) -> tuple[int, int]:
+        peak_step = round(math.log(entrant.peak_bytes) / math.log(1 + CLOSE))
+        return peak_step, len(entrant.config.differences(base.config)) if base else 0
+
+    return min([leader, *(entrant for entrant in entrants if entrant is not leader and as_good(entrant))], key=cost)
+
+
+def samples_per_s(outcome: Outcome) -> float:
+    """The throughput of an outcome that is `ok`."""
     assert outcome.measurement is not None
     return outcome.measurement.samples_per_s

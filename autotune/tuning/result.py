@@ -54,7 +54,7 @@ class Result:
     """What a search answers with.
 
     Attributes:
-        verdict: `faster`, `same` or `slower` than the baseline, in the play-off.
+        verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run.
         speedup: throughput over the baseline's, from paired fresh processes; `speedup_ci` its 95 % interval. None when the
             baseline itself does not run within the limit (`baseline` is None then, too).
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autotune import __version__, techniques
 from autotune.devices import open_device
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.outcome import Kind, Outcome
@@ -59,7 +60,8 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             max_timed_s=min(10.0, max(1.0, options.budget_s / 60)),
             max_warmup_s=min(20.0, max(2.0, options.budget_s / 60)),
         )
-        prober = stack.enter_context(ProcessProber(source, logs=place.logs))
+        import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
+        prober = stack.enter_context(ProcessProber(source, logs=place.logs, import_timeout_s=import_timeout_s))
         if prober.mode_reason:
             watch.on(Note(text=f"every probe starts a new interpreter: {prober.mode_reason}", warning=True))
         for note in info.notes:
@@ -134,6 +136,19 @@ def _validate(options: SearchOptions) -> None:
             raise ConfigError(f"{value!r} is not a known {what}; expected one of {', '.join(allowed)}")
     if options.global_batch is not None and options.global_batch < 1:
         raise ConfigError(f"a global batch of {options.global_batch} is not possible; expected at least 1")
+    for name, valid, expected in (
+        ("headroom", 0 <= options.headroom < 1, "a share from 0% to below 100%"),
+        ("budget_s", options.budget_s > 0, "more than 0 seconds"),
+        ("probe_timeout_s", options.probe_timeout_s is None or options.probe_timeout_s > 0, "more than 0 seconds"),
+        (
+            "memory_limit_bytes",
+            options.memory_limit_bytes is None or options.memory_limit_bytes > 0,
+            "more than 0 bytes",
+        ),
+        ("seed", 0 <= options.seed < 2**32, "a number from 0 to 4294967295"),
+    ):
+        if not valid:
+            raise ConfigError(f"{name} {getattr(options, name)} is not possible; expected {expected}")
     if options.num_trials is not None and options.num_trials < 1:
         raise ConfigError(f"{options.num_trials} trials are not possible; expected at least 1")
 
@@ -155,7 +170,14 @@ def _memory_limit(options: SearchOptions, place: Place, free_bytes: int) -> int:
 
 def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> dict[str, Any]:
     device = inspection.device
+    choices = {
+        name: sorted(map(str, {*support.choices, *support.optional}))
+        for name, support in inspection.support.items()
+        if not techniques.REGISTRY[name].ordered
+    }
     return {
+        "autotune": __version__,
+        "choices": choices,
         "task": inspection.facts["source_hash"],
         "num_parameters": inspection.facts["num_parameters"],  # a model file may read its size from elsewhere
         "device": f"{device.name} {device.model}",

@@ -43,8 +43,9 @@ class Space:
     accumulations: frozenset[Choice]
 
     def complete(self, choices: Mapping[str, Choice]) -> Config:
-        """A full config: what is missing is as in the baseline, accumulation follows."""
-        full = {**self.baseline.as_dict(), **choices}
+        """A full config: what is missing is as fixed, or else as in the baseline; accumulation follows."""
+        fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
+        full = {**self.baseline.as_dict(), **fixed, **choices}
         if self.global_batch is not None:
             full[ACCUMULATION] = self.global_batch // int(full["batch_size"])
         return Config(tuple(full.items()))
@@ -73,12 +74,19 @@ class Space:
 
     def without(self, name: str, dropped: set[Choice]) -> Space:
         """The space without some choices of a technique."""
-        kept = tuple(choice for choice in self.choices[name] if choice not in dropped)
+        kept = tuple(choice for choice in self.choices[name] if choice not in dropped) or (self.baseline[name],)
         return replace(self, choices={**self.choices, name: kept})
 
-    def with_baseline(self, baseline: Config) -> Space:
-        """The space with another baseline."""
-        return replace(self, baseline=baseline)
+    def with_smaller_baseline(self) -> Space | None:
+        """The space with the baseline's batch halved (or the next divisor of the global batch below); None at one."""
+        half = self.baseline.batch_size // 2
+        if half < 1:
+            return None
+        changes: dict[str, Choice] = {"batch_size": half}
+        if self.global_batch is not None:
+            half = max(divisor for divisor in techniques.divisors(self.global_batch) if divisor <= half)
+            changes = {"batch_size": half, ACCUMULATION: self.global_batch // half}
+        return replace(self, baseline=self.baseline.replace(**changes))
 
     def params(self, config: Config) -> dict[str, Any]:
         """The config as Optuna's trial parameters."""

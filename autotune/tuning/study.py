@@ -128,7 +128,10 @@ class Store:
             # heartbeats do not work with ask and tell; the lock says that nobody runs these
             if trial.state is TrialState.WAITING:
                 self._study.ask()
-            self._study.tell(trial.number, state=TrialState.FAIL)
+            if "outcome" in trial.user_attrs:
+                self._study.tell(trial.number, trial.user_attrs["score"])
+            else:
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
     def attributes(self) -> dict[str, Any]:
         """The study's own attributes."""
@@ -169,11 +172,12 @@ class Store:
     def finish(self, trial: Trial, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> None:
         """Tell the study an outcome. Infeasible ones are told as complete with the worst value and a constraint."""
         infeasibility = objective.infeasibility(outcome)
-        trial.set_user_attr("outcome", outcome.to_dict())
-        trial.set_user_attr("feasible", infeasibility <= 0)
-        trial.set_user_attr("disturbed", disturbed)
+        score = objective.score(outcome) if outcome.ok else worst
         trial.set_constraint("infeasibility", infeasibility)
-        self._study.tell(trial, objective.score(outcome) if outcome.ok else worst)
+        for key, value in {"score": score, "feasible": infeasibility <= 0, "disturbed": disturbed}.items():
+            trial.set_user_attr(key, value)
+        trial.set_user_attr("outcome", outcome.to_dict())  # last: with it the trial is finished, told or not
+        self._study.tell(trial, score)
 
     def fail(self, trial: Trial, reason: str) -> None:
         """Close a trial that a fault of the machine, or the user, cut short."""
@@ -200,8 +204,8 @@ def stored_limit_bytes(place: Place) -> int | None:
         return None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with contextlib.suppress(Exception):  # no such study, no database: `Store` says what is wrong
-        limit = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs["memory_limit_bytes"]
-        return int(limit)
+        attributes = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs
+        return int(attributes["fingerprint"]["memory_limit_bytes"])
     return None
 
 

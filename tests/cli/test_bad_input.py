@@ -161,3 +161,19 @@ def test_a_module_that_dies_at_import(tmp_path):
 @pytest.mark.parametrize("option", [("--trials", "0"), ("--global-batch", "0")])
 def test_counts_below_one(tmp_path, option):
     refused(search(tmp_path, GOOD, *option), "at least 1")
+
+
+def test_a_seed_that_numpy_would_refuse(tmp_path):
+    refused(search(tmp_path, GOOD, "--seed", "-1"), "-1", "seed")
+
+
+def test_an_out_file_that_cannot_be_written_is_refused_before_the_search(tmp_path):
+    refused(search(tmp_path, GOOD, "--out", "missing/result.json"), "missing/result.json")
+
+
+def test_an_error_of_the_users_code_in_a_single_probe_is_the_model_files(tmp_path):
+    text = GOOD + "\ndef training_step(model, batch):\n    raise LookupError('the vocabulary is empty')\n"
+    (tmp_path / "model.py").write_text(text)
+    done = run(tmp_path, "probe", "model.py", "--device", "cpu", "--config", '{"batch_size": 4}')
+    assert done.returncode == 2
+    assert "the vocabulary is empty" in done.stdout

@@ -255,3 +255,57 @@ GLOBAL_BATCH = None
     ]
     result = search("tiny.py", "--budget", "12s", "--trials", "2", "--memory-limit", "4GiB", *fix, cwd=tmp_path)
     assert any("bytes) per optimizer step" in warning for warning in result["warnings"])
+
+
+def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path):
+    text = (
+        MODELS / "tiny.py"
+    ).read_text() + "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
+    (tmp_path / "kept.py").write_text(text)
+    process = subprocess.Popen(
+        command("search", "kept.py", "--budget", "30s", "--device", "cpu"),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "searching" in line:
+            break
+    supervisors = set(subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split())
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    assert supervisors
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in supervisors) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in supervisors)
+
+
+def test_the_second_interrupt_kills_the_running_probe_and_still_gives_the_best_so_far(tmp_path):
+    text = (MODELS / "tiny.py").read_text()
+    text += """
+import time
+def training_step(model, batch):
+    if len(batch[0]) > 4:
+        time.sleep(3600)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+    (tmp_path / "tiny.py").write_text(text)
+    process = subprocess.Popen(
+        command("search", "tiny.py", "--budget", "90s", "--device", "cpu", "--json", "--sampler", "grid"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "#0" in line:
+            break
+    time.sleep(8)  # by then a probe hangs
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert json.loads(out)["config"]["batch_size"] <= 4

@@ -1,5 +1,7 @@
 """The search loop: what is probed, in what order, and what never is."""
 
+import time
+
 import pytest
 
 from autotune.config import Config
@@ -196,3 +198,80 @@ def test_the_same_seed_gives_the_same_search(tmp_path):
         loop.explore()
         runs.append(prober.configs)
     assert runs[0] == runs[1]
+
+
+def test_a_fixed_technique_is_in_every_config_but_the_baseline(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=12, fix={"amp": "bf16"})
+    finish(loop)
+    assert {c["amp"] for c in prober.configs if c != loop.space.baseline} == {"bf16"}
+    assert loop.best[0]["amp"] == "bf16"
+
+
+def test_an_unstated_baseline_is_halved_until_it_leaves_the_headroom(tmp_path):
+    from autotune import techniques
+
+    class Tight(ClosedFormProber):
+        def peak_bytes(self, config):
+            return int(0.97 * LIMIT_BYTES) if config.batch_size == 12 else super().peak_bytes(config)
+
+    found = inspection(
+        baseline=techniques.complete({"batch_size": 12}, global_batch=96).as_dict(), baseline_given=False
+    )
+    loop = make_loop(tmp_path, Tight(), inspection=found)
+    loop.measure_baseline(given=False)
+    assert loop.space.baseline.batch_size == 6
+
+
+def test_a_baseline_that_timed_out_is_tried_again_with_more_patience(tmp_path):
+    class Slow(ClosedFormProber):
+        def run(self, config, settings):
+            self.configs.append(config)
+            return Outcome(kind=Kind.TIMEOUT, cause="killed", wall_s=settings.timeout_s)
+
+    from autotune.probe.settings import ProbeSettings
+
+    hasty = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=20)
+    make_loop(tmp_path, Slow(), settings=hasty).measure_baseline(given=True)
+    patient = ClosedFormProber()
+    loop = make_loop(tmp_path, patient, settings=hasty.replace(timeout_s=200))
+    loop.measure_baseline(given=True)
+    assert loop.baseline is not None and loop.baseline.ok
+
+
+def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path):
+    """A search may be killed between the two."""
+    loop = make_loop(tmp_path, ClosedFormProber())
+    trial = loop.store.begin(loop.space.baseline, loop.space)
+    loop.store.describe(trial, loop.space.baseline, stage="baseline", reason="")
+    outcome = ClosedFormProber().run(loop.space.baseline, loop.settings)
+    for key, value in {"score": 50.0, "feasible": True, "disturbed": False, "outcome": outcome.to_dict()}.items():
+        trial.set_user_attr(key, value)
+    resumed = make_loop(tmp_path, ClosedFormProber())
+    assert [probe.config for probe in resumed.probed()] == [resumed.space.baseline]
+
+
+def test_a_probe_never_gets_more_time_than_the_budget_and_one_time_out(tmp_path):
+    class Watching(ClosedFormProber):
+        timeouts: list[float]
+
+        def run(self, config, settings):
+            self.timeouts = [*getattr(self, "timeouts", []), settings.timeout_s]
+            return super().run(config, settings)
+
+    prober = Watching()
+    started = time.monotonic() - 95
+    loop = make_loop(tmp_path, prober, budget_s=100.0, started=started, num_trials=2)
+    loop.measure_baseline(given=True)
+    assert max(prober.timeouts) <= 100 + loop.settings.timeout_s - 95
+
+
+def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=15)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert loop.best[0]["amp"] == "bf16"
+    loop.drop("amp", "bf16")
+    assert loop.best[0]["amp"] != "bf16"
+    assert not any(config["amp"] == "bf16" for config in loop.finalists())

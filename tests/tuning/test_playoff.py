@@ -125,3 +125,47 @@ def test_the_ratio_interval_covers_the_truth_95_percent_of_the_time():
         _, low, high = ratio_interval([generator.gauss(0, 0.1) for _ in range(4)])
         covered += low <= 1 <= high
     assert 0.93 < covered / 1000 < 0.97
+
+
+def test_one_round_is_enough_for_a_large_gain_and_not_for_a_small_one():
+    standing, _ = contest({config(16): 300.0, BASE: 100.0}, rounds=1)
+    assert standing.answer.config == config(16)
+    standing, _ = contest({config(16): 110.0, BASE: 100.0}, rounds=1)
+    assert standing.answer.config == BASE
+
+
+def test_a_proven_gain_is_not_given_up_for_a_cheaper_config_that_has_not_proven_one():
+    generator = random.Random(0)
+    speeds, noise = {config(16): 102.5, config(8): 101.5, BASE: 100.0}, {config(8): 0.03}
+    peaks = {config(16): 800 * MIB, config(8): 400 * MIB}
+
+    def run(candidate, number):
+        speed = speeds[candidate] * (1 + noise.get(candidate, 0.0003) * generator.gauss(0, 1))
+        found = measurement(candidate, speed, peaks.get(candidate, 500 * MIB))
+        return Outcome(kind=Kind.OK, measurement=found, wall_s=1.0)
+
+    standing = play_off(
+        [config(16), config(8)], BASE, run=run, objective=OBJECTIVE, has_time=lambda seconds, number: True, seed=0
+    )
+    assert standing.answer.config == config(16)
+    assert standing.gain[1] > 1
+
+
+def test_with_the_objective_memory_speed_is_compared_in_pairs_and_not_with_the_search():
+    """The machine may be slower by now than when the search measured the baseline."""
+    objective = Objective(
+        name="memory", memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0
+    )  # twice what the play-off sees
+    speeds = {config(2): 99.0, config(1): 60.0, BASE: 100.0}
+    peaks = {config(2): 300 * MIB, config(1): 200 * MIB, BASE: 500 * MIB}
+
+    def run(candidate, number):
+        return Outcome(
+            kind=Kind.OK, measurement=measurement(candidate, speeds[candidate], peaks[candidate]), wall_s=1.0
+        )
+
+    standing = play_off(
+        [config(2), config(1)], BASE, run=run, objective=objective, has_time=lambda seconds, number: True, seed=0
+    )
+    assert standing.answer.config == config(2)
+    assert standing.baseline is not None
