@@ -260,10 +260,10 @@ def test_a_probe_never_gets_more_time_than_the_budget_and_one_time_out(tmp_path)
             return super().run(config, settings)
 
     prober = Watching()
-    started = time.monotonic() - 95
+    started = time.monotonic() - 130
     loop = make_loop(tmp_path, prober, budget_s=100.0, started=started, num_trials=2)
     loop.measure_baseline(given=True)
-    assert max(prober.timeouts) <= 100 + loop.settings.timeout_s - 95
+    assert max(prober.timeouts) <= 30
 
 
 def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
