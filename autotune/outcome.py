@@ -36,6 +36,7 @@ class Measurement:
     setup_s: float  # building model, optimizer and loader
     warmup_s: float
     timed_s: float
+    explained_s: float = 0.0  # the steps that `phases_s` was taken from
     compile_s: float = 0.0  # time of the first step beyond a typical one
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
@@ -54,7 +55,7 @@ class Measurement:
     @property
     def train_s(self) -> float:
         """Seconds inside training steps."""
-        return self.warmup_s + self.timed_s
+        return self.warmup_s + self.timed_s + self.explained_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,7 @@ class Run:
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=before_phases - warmup_s,
+            explained_s=self.train_s - before_phases,
             compile_s=max(0.0, self.warmup_step_s[0] - typical),
             phases_s=phases,
             final_loss=float(self._loss),

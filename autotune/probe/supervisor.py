@@ -83,6 +83,7 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 def _import_everything() -> None:
     """Import all that a probe needs, so that it is there after a fork: also what torch imports late."""
+    import threadpoolctl  # noqa: F401
     import torch
     import torch.utils.checkpoint
 
