@@ -143,7 +143,6 @@ def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
     try:
         os.close(connection.detach())
         worker.enter(request)
-        _restore_blas_threads(request["blas_threads"])
         worker.run_job(task, request)
     finally:
         os._exit(70)
@@ -188,14 +187,6 @@ def _reap_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.002)
-
-
-def _restore_blas_threads(num_threads: int) -> None:
-    """Give numpy's BLAS its threads back: the fork server itself was started with one, to hold one thread."""
-    if num_threads > 1:
-        from threadpoolctl import threadpool_limits
-
-        threadpool_limits(num_threads, user_api="blas")
 
 
 def _num_threads() -> int:

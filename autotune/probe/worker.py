@@ -54,8 +54,8 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
 
     Args:
         task: the user's task, loaded.
-        request: `job` (a key of `JOBS`), `arguments` for it, `widest` (positions of the dataset's widest samples, or None),
-            `channel` (path of the named pipe), `log` (path).
+        request: `job` (a key of `JOBS`), `arguments` for it, `blas_threads` for numpy (0: as it is), `widest` (positions
+            of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
     """
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
@@ -68,6 +68,8 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
     if request["widest"] is not None:
         task.use_widest(request["widest"])
     try:
+        if request["blas_threads"] > 1 and task.dataset() is not None:
+            _restore_blas_threads(request["blas_threads"])
         message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:
         del reserve
@@ -147,6 +149,16 @@ JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
     "inspect": _inspect,
     "check": _check,
 }
+
+
+def _restore_blas_threads(num_threads: int) -> None:
+    """Give numpy's BLAS its threads back, which the fork server was started without, to hold one thread.
+
+    Only for a dataset, which may compute with numpy: a new OpenBLAS thread spins for 0.1 s before it sleeps.
+    """
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(num_threads, user_api="blas")
 
 
 def seed_everything(seed: int) -> None:

@@ -37,7 +37,9 @@ def process_s(*arguments: str) -> float:
 
 def start_s(folder: Path, *, fork: bool) -> float:
     """Median time from asking for a probe until the user's task is there to run, in its own process, and back."""
-    config = techniques.complete({"batch_size": 5})  # does not keep the global batch: ends the probe as soon as it is up
+    config = techniques.complete(
+        {"batch_size": 5}
+    )  # does not keep the global batch: ends the probe as soon as it is up
     settings = ProbeSettings(device="cpu", memory_limit_bytes=None)
     with ProcessProber(TaskSource.of(TINY), logs=folder, fork=fork) as prober:
         return median(prober.run(config, settings).wall_s for _ in range(REPEATS if fork else 5))
