@@ -193,7 +193,7 @@ def _failure(
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     ours = isinstance(error, AutotuneError | UnsupportedError)
-    detail = getattr(error, "frames", "") if ours else "".join(traceback.format_exception(error))[-8000:]
+    detail = getattr(error, "frames", "") if ours else _frames(error)[-8000:]
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
@@ -206,6 +206,14 @@ def _failure(
         peak_bytes=peak_bytes,
         attempted_bytes=attempted,
     )
+
+
+def _frames(error: BaseException) -> str:
+    """The frames of the user's own code, or all of them where there is none of it."""
+    from autotune.task.usercode import user_frames
+
+    frames = user_frames(error)
+    return frames if "\n  File " in frames else "".join(traceback.format_exception(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
