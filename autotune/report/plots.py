@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NUM_GROUPS = 6  # lines in colour; more cannot be told apart
+FAR_LIMIT = 3.0  # times the largest peak
 GREY = "0.72"
 COLOURS = (
     "#0072B2",
@@ -60,7 +61,11 @@ def plot_front(study: Study, ax: Axes | None = None) -> Axes:
     _errorbars(ax, [m for m in measured if m.config == answer], color=COLOURS[1], label="answer", marker="*", size=15)
     if study.memory_limit_bytes:
         usable = study.memory_limit_bytes * (1 - study.headroom) / MIB
-        ax.axvline(usable, color="0.4", linestyle="--", linewidth=1, label="limit less headroom")
+        largest = max((m.peak_bytes / MIB for m in measured), default=usable)
+        if usable <= FAR_LIMIT * largest:  # a limit far away would press everything to the left edge
+            ax.axvline(usable, color="0.4", linestyle="--", linewidth=1, label="limit less headroom")
+        else:
+            ax.plot([], [], " ", label=f"limit less headroom: {usable:,.0f} MiB")
     ax.set(xlabel="peak memory (MiB)", ylabel="throughput (samples/s)", title=f"{study.name}: memory and throughput")
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
