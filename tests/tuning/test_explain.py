@@ -1,0 +1,99 @@
+"""Why this answer: what each technique did, what limits it, and why nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune import techniques
+from autotune.outcome import Kind, Outcome
+from autotune.tuning import explain
+from autotune.tuning.objective import Objective
+from autotune.tuning.study import Probed
+
+from .closed_form import measurement
+
+MIB = 2**20
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+
+
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
+
+
+def probed(candidate, samples_per_s=100.0, peak_mib=500, *, feasible=True, **changes):
+    found = replace(measurement(candidate, samples_per_s, peak_mib * MIB), **changes)
+    outcome = Outcome(kind=Kind.OK, measurement=found)
+    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=feasible)
+
+
+def failed(candidate, kind=Kind.OOM, **changes):
+    outcome = Outcome(kind=kind, cause="it did not", **changes)
+    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
+
+
+def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
+    answer, baseline = config(8, amp="bf16"), config(4)
+    probes = [
+        probed(answer, 180, 300),
+        probed(config(8), 120, 400),
+        probed(config(4, amp="bf16"), 150, 250),
+        probed(baseline, 100, 350),
+    ]
+    found = {effect.technique: effect for effect in explain.effects(answer, baseline, probes)}
+    assert found["amp"].speed_ratio == pytest.approx(1.5)
+    assert found["amp"].num_pairs == 2
+    assert found["batch_size"].speed_ratio == pytest.approx(1.2)
+    assert found["amp"].memory_ratio == pytest.approx((300 / 400 * 250 / 350) ** 0.5)
+
+
+def test_an_effect_that_was_not_isolated_is_not_invented():
+    answer, baseline = config(8, amp="bf16"), config(4)
+    (batch, amp) = explain.effects(answer, baseline, [probed(answer), probed(baseline)])
+    assert batch.num_pairs == amp.num_pairs == 0
+    assert batch.speed_ratio is None and amp.memory_ratio is None
+
+
+def test_the_front_leaves_out_what_is_not_feasible():
+    probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
+    assert [measured.config["batch_size"] for measured in explain.front(probes)] == [4, 8]
+
+
+def limiting(answer, *others, **changes):
+    own = probed(answer, 100, **changes)
+    return explain.limiting(answer, own.outcome.measurement, [own, *others], OBJECTIVE)
+
+
+PHASES = {"data": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.1}
+
+
+def test_waiting_for_data_is_the_limit_when_it_takes_much_of_a_step():
+    assert limiting(config(8), phases_s={**PHASES, "data": 2.0}).startswith("Data loading")
+
+
+def test_memory_is_the_limit_when_throughput_still_rises_and_a_larger_batch_does_not_fit():
+    text = limiting(config(8), probed(config(4), 80), failed(config(16)), phases_s=PHASES)
+    assert text.startswith("Memory")
+
+
+def test_compute_is_the_limit_otherwise_and_only_what_was_tried_is_claimed():
+    assert limiting(config(8), phases_s=PHASES).endswith("optimizer 3%.")
+    assert "a larger batch was not faster" in limiting(config(8), probed(config(16), 99), phases_s=PHASES)
+
+
+def test_an_idle_gpu_is_named():
+    assert limiting(config(8), phases_s=PHASES, telemetry={"gpu_utilization": 40.0}).startswith("Launching work")
+
+
+def test_when_nothing_fits_it_is_said_by_how_much():
+    text = explain.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
+    assert "300 MiB more" in text and "--memory-limit" in text
+
+
+def test_when_everything_needs_the_headroom_the_least_need_is_said():
+    text = explain.no_fit([probed(config(1), peak_mib=980, feasible=False)], 1000 * MIB)
+    assert "980 MiB" in text and "--headroom" in text
+
+
+def test_when_everything_fails_otherwise_the_causes_are_said():
+    text = explain.no_fit([failed(config(1), Kind.ERROR)], 1000 * MIB)
+    assert "it did not" in text and "autotune probe" in text
