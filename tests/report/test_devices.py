@@ -50,7 +50,12 @@ def test_the_json_says_why_there_is_no_gpu(monkeypatch):
 
 def test_watching_reads_again_until_it_is_interrupted():
     code = "import sys; from autotune.report.devices import watch_devices; watch_devices(sys.stdout, interval_s=0.05)"
-    watcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
     assert watcher.stdout is not None
     num_readings = 0
     while num_readings < 3:
