@@ -30,6 +30,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch, optuna and pandas take seconds."""
     if name not in _HOMES:

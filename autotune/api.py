@@ -122,7 +122,7 @@ def probe(
         source = source.with_global_batch(global_batch)
     with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
         given = prober.global_batch
-        complete = techniques.complete(config, global_batch=given)
+        complete = techniques.complete(techniques.with_baseline_batch(config, prober.baseline), global_batch=given)
         _require_global_batch(complete, given)
         return prober.run(complete, settings)
 

@@ -168,7 +168,7 @@ def prepare(
 
     Args:
         task: a task, or the path of a `model.py`.
-        config: a config dict; techniques it does not name are off.
+        config: a config dict; techniques it does not name are off, and the batch size is the task's baseline's.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
 
     Raises:
@@ -178,9 +178,10 @@ def prepare(
         UnsupportedError: a technique cannot be applied to this model on this device.
     """
     task = task if isinstance(task, Task) else load_task(task)
-    config = techniques.complete(
-        config.as_dict() if isinstance(config, Config) else config, global_batch=task.global_batch
-    )
+    if not isinstance(config, Config | Mapping):
+        raise ConfigError(f"{config!r} is no config; expected a dict such as the config of a search's result")
+    choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
+    config = techniques.complete(choices, global_batch=task.global_batch)
     if task.global_batch is not None and config.samples_per_step != task.global_batch:
         raise ConfigError(
             f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "

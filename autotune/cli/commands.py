@@ -196,6 +196,8 @@ def _config(text: str) -> dict[str, Any]:
         config = json.loads(content)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--config {text!r} holds no JSON: {error}") from None
+    if isinstance(config, dict) and isinstance(config.get("result"), dict):  # of `show --json`
+        config = config["result"]
     if isinstance(config, dict) and isinstance(config.get("config"), dict):
         config = config["config"]
     if not isinstance(config, dict):

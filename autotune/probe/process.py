@@ -148,6 +148,7 @@ class ProcessProber:
             raise TaskError(hello["error"], frames=hello.get("frames", ""))
         self.mode, self.mode_reason = hello["mode"], hello["reason"]
         self.global_batch: int | None = hello["global_batch"]
+        self.baseline: dict[str, Any] | None = hello["baseline"]
 
     def _import_failed(self, what: str) -> NoReturn:
         tail = self._import_log.read_text(errors="replace").strip()[-1500:]

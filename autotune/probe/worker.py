@@ -23,6 +23,7 @@ from typing import Any
 from autotune.outcome import Kind, Outcome
 from autotune.probe.settings import ProbeSettings
 from autotune.task import Task
+from autotune.units import format_bytes
 
 Report = Callable[[str, float], None]
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
@@ -192,6 +193,8 @@ def _failure(
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    if attempted:
+        cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
     ours = isinstance(error, AutotuneError | UnsupportedError)
     detail = getattr(error, "frames", "") if ours else _frames(error)[-8000:]
     for link in _chain(error):

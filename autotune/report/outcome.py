@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.config import Choice
-from autotune.outcome import Measurement, Outcome
+from autotune.outcome import Kind, Measurement, Outcome
 from autotune.units import format_bytes, format_seconds
 
 
@@ -20,7 +20,7 @@ def render_outcome(outcome: Outcome, config: Mapping[str, Choice], console: Cons
         console.print(
             f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True, markup=False
         )
-        if outcome.detail:
+        if outcome.detail and outcome.kind is not Kind.OOM:
             console.print(outcome.detail.rstrip(), soft_wrap=True, markup=False)
     else:
         console.print("outcome  ok")

@@ -32,6 +32,7 @@ __all__ = [
     "divisors",
     "known",
     "validate",
+    "with_baseline_batch",
 ]
 
 _TECHNIQUES: tuple[Technique, ...] = (
@@ -96,6 +97,12 @@ def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> 
         if "accumulation_steps" not in given:
             full["accumulation_steps"] = global_batch // batch_size
     return Config(tuple(full.items()))
+
+
+def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A partial config dict with the batch size of the task's baseline where it names none."""
+    stated = {"batch_size": baseline["batch_size"]} if baseline and "batch_size" in baseline else {}
+    return {**stated, **choices}
 
 
 def divisors(number: int) -> list[int]:

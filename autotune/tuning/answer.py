@@ -189,6 +189,8 @@ class Recommender:
         of_answer = [outcome for config, outcome in loop.known() if config == answer and outcome.measurement]
         found = of_answer[-1].measurement if of_answer else None
         entrants = [e for e in (standing.entrants if standing else ()) if any(o.ok for o in e.outcomes.values())]
+        finalists = tuple(entrant.measured() for entrant in entrants)
+        known = explain.figures(probed, (*finalists, baseline) if baseline is not None else finalists)
         all_probes = loop.store.probed()
         return Result(
             config=answer.as_dict(),
@@ -203,9 +205,9 @@ class Recommender:
             verdict=verdict,
             objective=loop.objective.name,
             confirmed=confirmed is not None,
-            finalists=tuple(entrant.measured() for entrant in entrants),
-            front=explain.front(probed),
-            effects=explain.effects(answer, loop.space.baseline, probed),
+            finalists=finalists,
+            front=explain.front(known),
+            effects=explain.effects(answer, loop.space.baseline, known),
             checks=checks,
             limit=explain.limiting(answer, found, probed, loop.objective) if found else "",
             outcomes=dict(Counter(str(probe.outcome.kind) for probe in all_probes)),
@@ -260,6 +262,11 @@ class Recommender:
     def _collect_warnings(self, answer: Config, baseline: Measured | None, outcomes: Any) -> None:
         if baseline is None:
             self.warn(f"there is no speed-up to state, since the baseline does not run: {self._baseline_failure()}")
+        if not self.inspection.baseline_given:
+            self.warn(
+                f"the model file states no BASELINE, so plain fp32 with batch {self.loop.space.baseline.batch_size} was taken "
+                "for what you run today; state yours for a gain that means something"
+            )
         old, new = self.loop.space.baseline.samples_per_step, answer.samples_per_step
         if self.inspection.global_batch is None and new != old:
             self.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))

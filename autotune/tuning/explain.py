@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from autotune.config import Config
@@ -18,9 +18,19 @@ DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading t
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 
 
-def effects(answer: Config, baseline: Config, probed: Sequence[Probed]) -> tuple[Effect, ...]:
-    """What each choice of the answer that differs from the baseline did, from probes that differ in it alone."""
-    measured = [(probe.config, probe.outcome.measurement) for probe in probed if probe.outcome.measurement]
+def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
+    """What is known of every feasible config: the play-off's figures where it took part, else its one probe's."""
+    found = {
+        probe.config: measured_once(probe.config, probe.outcome.measurement)
+        for probe in probed
+        if probe.feasible and probe.outcome.measurement
+    }
+    return found | {Config(tuple(measured.config.items())): measured for measured in confirmed}
+
+
+def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
+    """What each choice of the answer that differs from the baseline did, from configs that differ in it alone."""
+    measured = list(known.items())
     found = []
     for name, choice in answer.differences(baseline).items():
         if name == "accumulation_steps":
@@ -52,14 +62,10 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
     return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
 
 
-def front(probed: Sequence[Probed]) -> tuple[Measured, ...]:
+def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
     """The memory/throughput front of what is feasible, by increasing memory."""
-    points = [
-        (probe.config, probe.outcome.measurement) for probe in probed if probe.feasible and probe.outcome.measurement
-    ]
-    chosen = pareto_front([(found.peak_bytes, found.samples_per_s) for _, found in points])
-    kept = [measured_once(points[index][0], points[index][1]) for index in chosen]
-    return tuple(sorted(kept, key=lambda measured: measured.peak_bytes))
+    points = list(known.values())
+    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
 
 
 def measured_once(config: Config, found: Measurement) -> Measured:

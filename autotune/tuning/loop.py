@@ -115,10 +115,11 @@ class Loop:
     def explore(self) -> None:
         """Probe what the starting design and then the sampler propose, until the play-off's time has come."""
         fits = self.baseline is not None and self.objective.feasible(self.baseline)
-        for config, reason in starting_configs(self.space, baseline_fits=fits):
+        for config, reason in starting_configs(self.space, baseline_fits=fits, objective=self.objective.name):
             if not self._may_go_on():
                 return
             self._probe_once(config, "search", reason)
+        self.undo_changes()  # what usually helps may hurt here
         sampler = make_sampler(self.sampler, self.space, self._admissible, self.seed)
         self.store.use_sampler(sampler)
         since_better = 0
@@ -260,7 +261,8 @@ class Loop:
         except BaseException:
             self.store.fail(trial, "interrupted")
             raise
-        self.store.finish(trial, outcome, self.objective, worst=self._worst(), disturbed=disturbed)
+        objective = self.objective.in_play_off() if stage == "play-off" else self.objective
+        self.store.finish(trial, outcome, objective, worst=self._worst(), disturbed=disturbed)
         if stage != "play-off":
             self._num_probes += 1
             self._learn(config, outcome)
@@ -270,7 +272,7 @@ class Loop:
                 stage=stage,
                 config=config,
                 outcome=outcome,
-                feasible=self.objective.feasible(outcome),
+                feasible=objective.feasible(outcome),
                 best=self.best,
                 baseline=self.baseline,
                 elapsed_s=self.elapsed_s,

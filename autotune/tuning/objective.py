@@ -78,6 +78,10 @@ class Objective:
         assert outcome.measurement is not None
         return replace(self, baseline_samples_per_s=outcome.measurement.samples_per_s)
 
+    def in_play_off(self) -> Objective:
+        """The objective for single play-off processes: there speed is compared in pairs, not with the search's baseline."""
+        return replace(self, baseline_samples_per_s=None)
+
     def feasible(self, outcome: Outcome) -> bool:
         """Whether the outcome may be recommended."""
         return outcome.ok and self.infeasibility(outcome) <= 0

@@ -150,7 +150,9 @@ def build_space(
         searched = tuple(dict.fromkeys((*support.choices, *optional, baseline[name])))
         if technique.ordered:
             everything, searched = tuple(sorted(everything)), tuple(sorted(searched))
-        if name in fixed:
+        if name in fixed and name == "batch_size":
+            searched = (_possible_batch(int(fixed[name]), inspection),)
+        elif name in fixed:
             searched = (
                 _supported(name, fixed[name], everything, support.reason, derived=name == ACCUMULATION and derived),
             )
@@ -174,6 +176,17 @@ def build_space(
         accumulations=accumulations,
     )
     return space, notes
+
+
+def _possible_batch(batch_size: int, inspection: Inspection) -> int:
+    """Any batch size may be fixed that the global batch and the dataset allow, also between the searched steps."""
+    techniques.complete({"batch_size": batch_size}, global_batch=inspection.global_batch)
+    dataset_size = inspection.facts.get("dataset_size")
+    if dataset_size is not None and batch_size > dataset_size:
+        raise ConfigError(
+            f"batch_size={batch_size} is more than the training set's {dataset_size} samples; fix a smaller one"
+        )
+    return batch_size
 
 
 def _supported(name: str, choice: Choice, supported: tuple[Choice, ...], reason: str, *, derived: bool) -> Choice:

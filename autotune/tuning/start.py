@@ -15,10 +15,11 @@ _LIKELY = {
 }
 
 
-def starting_configs(space: Space, *, baseline_fits: bool) -> list[tuple[Config, str]]:
+def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> list[tuple[Config, str]]:
     """Configs to begin with, each with its reason.
 
-    With a baseline that runs: each likely technique alone, all together, and all together at two and four times the batch.
+    With a baseline that runs: each likely technique alone, all together, and all together at two and four times the batch,
+    or, where memory is the objective, at a half and a quarter of it and with checkpointing.
     Without one: the least memory there is, to find something that fits.
     """
     switched: dict[str, Choice] = {}
@@ -36,7 +37,14 @@ def starting_configs(space: Space, *, baseline_fits: bool) -> list[tuple[Config,
         return [(space.complete(smallest), "least memory"), (space.complete(lean), "least memory, all switched")]
     if len(switched) > 1:
         configs.append((space.complete(switched), "all together"))
-    for factor in (2, 4):
+    if objective == "memory":
+        for divisor in (2, 4):
+            smaller = [size for size in space.choices["batch_size"] if int(size) * divisor <= space.baseline.batch_size]
+            if smaller:
+                configs.append((space.complete({**switched, "batch_size": smaller[-1]}), f"1/{divisor} of the batch"))
+        checkpointed = space.complete({**switched, "checkpoint_segments": space.choices["checkpoint_segments"][-1]})
+        configs.append((checkpointed, "all checkpointed"))
+    for factor in (2, 4) if objective != "memory" else ():
         larger = [size for size in space.choices["batch_size"] if int(size) >= factor * space.baseline.batch_size]
         if larger:
             configs.append((space.complete({**switched, "batch_size": larger[0]}), f"{factor}x the batch"))

@@ -39,7 +39,7 @@ def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
         probed(config(4, amp="bf16"), 150, 250),
         probed(baseline, 100, 350),
     ]
-    found = {effect.technique: effect for effect in explain.effects(answer, baseline, probes)}
+    found = {effect.technique: effect for effect in explain.effects(answer, baseline, explain.figures(probes, ()))}
     assert found["amp"].speed_ratio == pytest.approx(1.5)
     assert found["amp"].num_pairs == 2
     assert found["batch_size"].speed_ratio == pytest.approx(1.2)
@@ -48,14 +48,14 @@ def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
 
 def test_an_effect_that_was_not_isolated_is_not_invented():
     answer, baseline = config(8, amp="bf16"), config(4)
-    (batch, amp) = explain.effects(answer, baseline, [probed(answer), probed(baseline)])
+    (batch, amp) = explain.effects(answer, baseline, explain.figures([probed(answer), probed(baseline)], ()))
     assert batch.num_pairs == amp.num_pairs == 0
     assert batch.speed_ratio is None and amp.memory_ratio is None
 
 
 def test_the_front_leaves_out_what_is_not_feasible():
     probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
-    assert [measured.config["batch_size"] for measured in explain.front(probes)] == [4, 8]
+    assert [measured.config["batch_size"] for measured in explain.front(explain.figures(probes, ()))] == [4, 8]
 
 
 def limiting(answer, *others, **changes):
@@ -97,3 +97,10 @@ def test_when_everything_needs_the_headroom_the_least_need_is_said():
 def test_when_everything_fails_otherwise_the_causes_are_said():
     text = explain.no_fit([failed(config(1), Kind.ERROR)], 1000 * MIB)
     assert "it did not" in text and "autotune probe" in text
+
+
+def test_the_play_offs_figures_replace_a_single_probes():
+    confirmed = replace(explain.measured_once(config(4), measurement(config(4), 130, 400 * MIB)), num_processes=5)
+    known = explain.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
+    assert known[config(4)].samples_per_s == 130
+    assert [measured.config["batch_size"] for measured in explain.front(known)] == [4]

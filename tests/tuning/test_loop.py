@@ -275,3 +275,26 @@ def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
     loop.drop("amp", "bf16")
     assert loop.best[0]["amp"] != "bf16"
     assert not any(config["amp"] == "bf16" for config in loop.finalists())
+
+
+def test_with_the_objective_memory_smaller_batches_and_checkpointing_come_first(tmp_path):
+    from autotune.tuning.objective import Objective
+
+    prober = ClosedFormProber()
+    objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    loop = make_loop(tmp_path, prober, objective=objective, num_trials=10)
+    standing = finish(loop)
+    assert prober.peak_bytes(standing.answer.config) < prober.peak_bytes(loop.space.baseline)
+    assert prober.samples_per_s(standing.answer.config) >= 0.97 * prober.samples_per_s(loop.space.baseline)
+
+
+def test_the_sum_of_what_usually_helps_is_taken_apart(tmp_path):
+    """Before the sampler: one of the parts may hurt here."""
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, num_trials=14)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    sum_of_all = loop.space.complete({"amp": "bf16", "optimizer_impl": "fused"})
+    assert sum_of_all in prober.configs
+    reasons = {probe.stage for probe in loop.probed()}
+    assert "ablation" in reasons

@@ -119,3 +119,10 @@ def test_without_a_global_batch_nothing_accumulates():
     support = support_with(accumulation_steps=Support(choices=(1,)))
     baseline = techniques.complete({"batch_size": 32}).as_dict()
     assert {c.accumulation_steps for c in space_of(support=support, global_batch=None, baseline=baseline)} == {1}
+
+
+def test_any_batch_size_that_divides_the_global_batch_may_be_fixed():
+    support = support_with(batch_size=Support(choices=(1, 2, 4)))
+    assert {c.batch_size for c in space_of(support=support, fix={"batch_size": 32})} == {32}
+    with pytest.raises(ConfigError, match="divide"):
+        space_of(fix={"batch_size": 37})
