@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def seed_everything(seed: int) -> None:
 def _failure(
     error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
 ) -> Outcome:
-    from autotune.devices.oom import attempted_bytes, is_out_of_memory
+    from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
     from autotune.errors import AutotuneError
     from autotune.techniques.base import UnsupportedError
 
@@ -197,7 +197,7 @@ def _failure(
         cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
     ours = isinstance(error, AutotuneError | UnsupportedError)
     detail = getattr(error, "frames", "") if ours else _frames(error)[-8000:]
-    for link in _chain(error):
+    for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
     return Outcome(
@@ -217,14 +217,6 @@ def _frames(error: BaseException) -> str:
 
     frames = user_frames(error)
     return frames if "\n  File " in frames else "".join(traceback.format_exception(error))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _quietly(read: Callable[[], int]) -> int:
