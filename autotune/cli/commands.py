@@ -122,6 +122,45 @@ def show(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def sweep(options: argparse.Namespace) -> int:
+    """`autotune sweep`: a recorded table."""
+    from autotune import api
+    from autotune.report.live import summary
+    from autotune.report.words import describe
+    from autotune.task.source import TaskSource
+    from autotune.tuning import sweep as sweeping
+
+    def show(progress: sweeping.Progress) -> None:
+        found = summary(progress.row.outcome, feasible=True)
+        line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
+        print(line, file=sys.stderr, flush=True)
+
+    table = sweeping.sweep(
+        TaskSource.of(options.model),
+        sweeping.SweepOptions(
+            out=Path(options.out),
+            device=options.device,
+            memory_limit_bytes=api.memory_limit_bytes(options.memory_limit, options.device),
+            global_batch=options.global_batch,
+            grid={name: _choices(text) for name, text in _named(options.grid, "--grid", "amp=off,bf16").items()},
+            include=tuple(options.include),
+            exclude=tuple(options.exclude),
+            interval=options.interval,
+            max_repeats=options.max_repeats,
+            probe_timeout_s=options.probe_timeout,
+            seed=options.seed,
+        ),
+        (lambda progress: None) if options.quiet else show,
+    )
+    ran = [figure for figure in table.figures.values() if figure.samples_per_s]
+    sharp = sum(figure.half_width <= options.interval for figure in ran)
+    print(
+        f"{table.path}: {len(table.figures)} configs, {len(table.rows)} probes; {len(ran)} ran, {sharp} of them known within "
+        f"{options.interval:.1%}"
+    )
+    return ANSWERED
+
+
 def devices(options: argparse.Namespace) -> int:
     """`autotune devices`: what there is to train on."""
     from autotune.report.devices import render_devices, watch_devices
@@ -147,6 +186,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "probe": probe,
     "verify": verify,
     "show": show,
+    "sweep": sweep,
     "devices": devices,
     "init": init,
 }
@@ -163,21 +203,35 @@ def _console() -> Any:
 
 
 def _fixed(items: list[str]) -> dict[str, Any]:
-    """`--fix amp=bf16 --fix batch_size=8` as a dict; a choice is read as JSON where it is JSON.
+    """`--fix amp=bf16 --fix batch_size=8` as a dict."""
+    return {name: _choice(text) for name, text in _named(items, "--fix", "amp=bf16").items()}
+
+
+def _named(items: list[str], option: str, example: str) -> dict[str, str]:
+    """Options of the form NAME=TEXT as a dict.
 
     Raises:
-        ConfigError: an item is not NAME=CHOICE.
+        ConfigError: an item has no `=`.
     """
-    fixed = {}
+    named = {}
     for item in items:
-        name, separator, choice = item.partition("=")
+        name, separator, text = item.partition("=")
         if not separator:
-            raise ConfigError(f"--fix {item} is not NAME=CHOICE; expected for example --fix amp=bf16")
-        try:
-            fixed[name] = json.loads(choice)
-        except json.JSONDecodeError:
-            fixed[name] = choice
-    return fixed
+            raise ConfigError(f"{option} {item} is not of the form NAME=...; expected for example {option} {example}")
+        named[name] = text
+    return named
+
+
+def _choices(text: str) -> tuple[Any, ...]:
+    return tuple(_choice(part) for part in text.split(","))
+
+
+def _choice(text: str) -> Any:
+    """A choice, read as JSON where it is JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _config(text: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_verify(commands)
     _add_show(commands)
+    _add_sweep(commands)
     devices = commands.add_parser("devices", help="memory, utilisation, temperature, power, processes")
     devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     devices.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -83,6 +84,26 @@ def _add_show(commands: Any) -> None:
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON document on stdout")
     form.add_argument("--csv", action="store_true", help="one line per probe")
+
+
+def _add_sweep(commands: Any) -> None:
+    sweep = commands.add_parser(
+        "sweep", help="measure a whole space into a table, to compare searches on", epilog=EXIT_CODES
+    )
+    _add_model(sweep)
+    sweep.add_argument("--out", required=True, metavar="FILE.csv", help="the table; one that is there is carried on")
+    sweep.add_argument(
+        "--grid", action="append", default=[], metavar="NAME=A,B,...", help="sweep these choices of a technique only"
+    )
+    sweep.add_argument("--include", action="append", default=[], metavar="NAME", help="sweep an optional technique too")
+    sweep.add_argument("--exclude", action="append", default=[], metavar="NAME", help="leave as in the baseline")
+    sweep.add_argument(
+        "--interval", type=_checked(parse_fraction), default=0.03, metavar="3%", help="repeat until known so well (3%%)"
+    )
+    sweep.add_argument("--max-repeats", type=int, default=8, metavar="N", help="but no more often than that (8)")
+    sweep.add_argument("--probe-timeout", type=_checked(parse_seconds), default=120.0, metavar="120s")
+    sweep.add_argument("--seed", type=int, default=0, metavar="N")
+    sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
 
 
 def _add_model(parser: Any) -> None:

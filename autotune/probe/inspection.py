@@ -18,6 +18,8 @@ class Inspection:
         facts: `autotune.task.facts.TaskFacts` as a dict.
         baseline: the user's baseline, complete; `baseline_given` when the task states one.
         support: per technique what may be searched.
+        outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
+            user's module, a CUDA context.
     """
 
     facts: dict[str, Any]
@@ -26,6 +28,7 @@ class Inspection:
     baseline: dict[str, Choice]
     baseline_given: bool
     support: dict[str, Support]
+    outside_bytes: int
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Inspection:
@@ -55,6 +58,7 @@ def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> d
     info = opened.info()
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
+    outside_bytes = opened.current_bytes()
     check_task(task, opened.torch_device)
     facts = gather_facts(task)
     given: dict[str, Any] = dict(task.baseline or {})
@@ -81,4 +85,5 @@ def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> d
         "baseline": baseline,
         "baseline_given": task.baseline is not None,
         "support": {name: asdict(technique.support(setting)) for name, technique in techniques.REGISTRY.items()},
+        "outside_bytes": outside_bytes,
     }

@@ -140,7 +140,7 @@ def build_space(
     baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
     derived = inspection.global_batch is not None
     choices: dict[str, tuple[Choice, ...]] = {}
-    distributions: dict[str, BaseDistribution] = {}
+    supported: dict[str, tuple[Choice, ...]] = {}
     accumulations: frozenset[Choice] = frozenset()
     notes: list[str] = []
     for name, technique in techniques.REGISTRY.items():
@@ -167,10 +167,10 @@ def build_space(
         if name == ACCUMULATION:
             accumulations = frozenset(searched)
         if len(everything) > 1 and len(searched) > 1:
-            distributions[name] = _distribution(everything, ordered=technique.ordered)
+            supported[name] = everything
     space = Space(
         choices=choices,
-        distributions=distributions,
+        distributions=distributions_of(supported),
         baseline=baseline,
         global_batch=inspection.global_batch,
         accumulations=accumulations,
@@ -200,11 +200,16 @@ def _supported(name: str, choice: Choice, supported: tuple[Choice, ...], reason:
     return choice
 
 
-def _distribution(choices: tuple[Choice, ...], *, ordered: bool) -> BaseDistribution:
-    if ordered:
-        low, high = int(choices[0]), int(choices[-1])
-        return IntDistribution(low, high, log=low > 0)
-    return CategoricalDistribution(choices)
+def distributions_of(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, BaseDistribution]:
+    """How Optuna sees the techniques that leave a choice."""
+    found: dict[str, BaseDistribution] = {}
+    for name, options in choices.items():
+        if len(options) > 1 and techniques.REGISTRY[name].ordered:
+            low, high = int(options[0]), int(options[-1])
+            found[name] = IntDistribution(low, high, log=low > 0)
+        elif len(options) > 1:
+            found[name] = CategoricalDistribution(options)
+    return found
 
 
 def _snap(value: Any, choices: tuple[Choice, ...]) -> Choice:

@@ -102,6 +102,7 @@ def inspection(**changes: object) -> Inspection:
         "baseline": techniques.complete({"batch_size": 4}, global_batch=96).as_dict(),
         "baseline_given": True,
         "support": support,
+        "outside_bytes": 200 * MIB,
     }
     return Inspection(**{**base, **changes})  # type: ignore[arg-type]
 

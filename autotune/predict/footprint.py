@@ -1,0 +1,42 @@
+"""What the allocator holds at the peak of a training step, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """What the allocator holds at the moment of its peak, by purpose. The parts add up to the tensors' sum.
+
+    Attributes:
+        parameters_bytes: parameters and buffers of the model.
+        gradients_bytes: gradients of the parameters.
+        optimizer_bytes: the optimizer's state.
+        activations_bytes: what the forward pass keeps for the backward pass.
+        temporaries_bytes: everything else: inputs, results in flight, the optimizer's scratch space.
+        modules: (name, bytes) of the modules whose forward passes hold most of the activations, largest first.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporaries_bytes: int
+    modules: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedPeak:
+    """The allocator's peak over whole training steps of one config, found by tracing it without running it.
+
+    Attributes:
+        peak_bytes: on a CPU the largest sum of living tensors; on CUDA what the caching allocator has reserved for them.
+        uncertainty: relative standard deviation of `peak_bytes` as far as the law in the batch size goes: near 0 at a
+            batch size that was traced, larger between and beyond where the law was seen not to be affine.
+        breakdown: of the living tensors at the peak.
+    """
+
+    peak_bytes: int
+    uncertainty: float
+    breakdown: Breakdown

@@ -1,0 +1,81 @@
+"""Sweeping a space into a table, and searching over the table instead of the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune import table
+from autotune.errors import ConfigError
+from autotune.table import TableError
+from autotune.task.source import TaskSource
+from autotune.tuning.sweep import Progress, SweepOptions, space_of, sweep
+
+TINY = Path(__file__).parent.parent / "models" / "tiny.py"
+GRID = {"batch_size": (4, 12), "amp": ("off", "bf16"), "optimizer_impl": ("default",), "checkpoint_segments": (0,)}
+
+
+def options(folder: Path, **changes: object) -> SweepOptions:
+    small = SweepOptions(
+        out=folder / "tiny.csv", device="cpu", grid=GRID, max_repeats=2, max_timed_s=0.05, max_warmup_s=0.05
+    )
+    return replace(small, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
+
+
+@pytest.fixture(scope="module")
+def swept(folder: Path) -> list[Progress]:
+    seen: list[Progress] = []
+    sweep(TaskSource.of(TINY), options(folder), seen.append)
+    return seen
+
+
+def test_every_config_is_measured_once_a_round_in_shuffled_order(swept: list[Progress]) -> None:
+    rounds = [[p.row.config for p in swept if p.round == number] for number in range(2)]
+    assert len(rounds[0]) == 4 and set(rounds[0]) == set(rounds[1]) and rounds[0] != rounds[1]
+    assert [progress.left for progress in swept] == [3, 2, 1, 0] * 2
+
+
+def test_the_table_holds_what_was_measured_and_on_what(folder: Path, swept: list[Progress]) -> None:
+    found = table.read(folder / "tiny.csv")
+    assert len(found.rows) == len(swept) and {figure.num_repeats for figure in found.figures.values()} == {2}
+    assert all(row.outcome.measurement and row.outcome.measurement.peak_bytes > 10**8 for row in found.rows)
+    header = found.header
+    assert (header.task, header.global_batch, header.choices["batch_size"]) == ("tiny", 48, (4, 12))
+    assert header.choices["accumulation_steps"] == (4, 12) and header.outside_bytes > 10**8
+
+
+def test_the_tables_space_is_what_was_swept(folder: Path, swept: list[Progress]) -> None:
+    found = table.read(folder / "tiny.csv")
+    assert set(space_of(found.header)) == set(found.figures)
+
+
+def test_a_table_that_is_there_is_carried_on(folder: Path, swept: list[Progress], tmp_path: Path) -> None:
+    copy = tmp_path / "tiny.csv"
+    copy.write_text("".join((folder / "tiny.csv").read_text().splitlines(keepends=True)[:-3]))
+    seen: list[Progress] = []
+    assert len(sweep(TaskSource.of(TINY), options(tmp_path), seen.append).rows) == 8
+    assert [progress.round for progress in seen] == [1, 1, 1]
+
+
+def test_a_table_of_something_else_is_not_carried_on(folder: Path, swept: list[Progress]) -> None:
+    with pytest.raises(TableError, match="choices was"):
+        sweep(TaskSource.of(TINY), options(folder, grid={**GRID, "batch_size": (4, 24)}), lambda progress: None)
+
+
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "tiny.csv").write_text("mine\n")
+    with pytest.raises(TableError, match="no table"):
+        sweep(TaskSource.of(TINY), options(tmp_path), lambda progress: None)
+    assert (tmp_path / "tiny.csv").read_text() == "mine\n"
+
+
+def test_a_choice_outside_the_space_is_refused_with_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="batch_size=5 cannot be swept.*possible: 1, 2, 3, 4"):
+        sweep(TaskSource.of(TINY), options(tmp_path, grid={"batch_size": (5,)}), lambda progress: None)
