@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from autotune.config import Choice, Config
@@ -22,6 +22,7 @@ from autotune.errors import AutotuneError
 from autotune.outcome import Kind, Measurement, Outcome
 
 MAGIC = "# autotune table, format 1"
+POLISHES = 5  # of the fit of rounds and configs, which settles at once where every round holds every config
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -99,7 +100,8 @@ class Figure:
 
     Attributes:
         samples_per_s: geometric mean; 0 for a config that did not run.
-        half_width: half the 95 % interval of that mean (t distribution, of the logarithms), as a share of it.
+        half_width: half the 95 % interval of that mean (t distribution, of the logarithms), as a share of it; endless for
+            one repeat.
         peak_bytes: the largest peak of any repeat.
     """
 
@@ -129,33 +131,61 @@ class Table:
     @cached_property
     def figures(self) -> dict[Config, Figure]:
         """What is known of each config."""
-        return {config: figure([row.outcome for row in rows]) for config, rows in self.repeats.items()}
+        return figures_of(self.rows)
 
 
-def figure(outcomes: Sequence[Outcome]) -> Figure:
-    """What repeated probes of one config say together. One that failed once counts as failed."""
+def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
+    """What repeated probes say of each config. A config that failed once counts as failed.
+
+    What a round as a whole was faster or slower by (other samples, the machine's mood) is taken out first: with
+    log throughput = config + round, fitted by medians over the round's configs (as in Tukey's median polish, Exploratory
+    Data Analysis, 1977, chapter 10) and means over a config's repeats.
+    """
     from scipy.stats import t
 
-    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
-    found = [outcome.measurement for outcome in outcomes if outcome.measurement is not None]
-    if failed is not None or not found:
-        return Figure(
-            kind=failed.kind if failed else Kind.ERROR,
-            samples_per_s=0.0,
-            half_width=math.inf,
-            peak_bytes=max(outcome.peak_bytes for outcome in outcomes),
-            num_repeats=len(outcomes),
+    by_config: dict[Config, list[Row]] = {}
+    for row in rows:
+        by_config.setdefault(row.config, []).append(row)
+    logs = {
+        config: {row.repeat: math.log(row.outcome.measurement.samples_per_s) for row in mine if row.outcome.measurement}
+        for config, mine in by_config.items()
+        if all(row.outcome.ok for row in mine)
+    }
+    effects = _round_effects(logs)
+    figures = {}
+    for config, mine in by_config.items():
+        peak_bytes = max(
+            row.outcome.measurement.peak_bytes if row.outcome.measurement else row.outcome.peak_bytes for row in mine
         )
-    logs = [math.log(measured.samples_per_s) for measured in found]
-    num = len(logs)
-    half_width = float(t.ppf(0.975, num - 1)) * stdev(logs) / math.sqrt(num) if num > 1 else math.inf
-    return Figure(
-        kind=Kind.OK,
-        samples_per_s=math.exp(fmean(logs)),
-        half_width=half_width,
-        peak_bytes=max(measured.peak_bytes for measured in found),
-        num_repeats=num,
-    )
+        if config not in logs:
+            kind = next(row.outcome.kind for row in mine if not row.outcome.ok)
+            figures[config] = Figure(
+                kind=kind, samples_per_s=0.0, half_width=math.inf, peak_bytes=peak_bytes, num_repeats=len(mine)
+            )
+            continue
+        values = [value - effects[number] for number, value in logs[config].items()]
+        num = len(values)
+        half_width = float(t.ppf(0.975, num - 1)) * stdev(values) / math.sqrt(num) if num > 1 else math.inf
+        figures[config] = Figure(
+            kind=Kind.OK,
+            samples_per_s=math.exp(fmean(values)),
+            half_width=half_width,
+            peak_bytes=peak_bytes,
+            num_repeats=num,
+        )
+    return figures
+
+
+def _round_effects(logs: Mapping[Config, Mapping[int, float]]) -> dict[int, float]:
+    """By how much each round's log throughputs are above the rest's; they add up to zero."""
+    numbers = sorted({number for values in logs.values() for number in values})
+    effects = dict.fromkeys(numbers, 0.0)
+    for _ in range(POLISHES):
+        means = {c: fmean(value - effects[n] for n, value in values.items()) for c, values in logs.items()}
+        effects = {n: median(values[n] - means[c] for c, values in logs.items() if n in values) for n in numbers}
+        level = fmean(effects.values()) if effects else 0.0
+        effects = {number: effect - level for number, effect in effects.items()}
+    return effects
 
 
 def start(path: Path, header: Header) -> None:
@@ -275,4 +305,4 @@ def _short(value: float) -> str:
     return f"{value:.5g}"
 
 
-__all__ = ["Figure", "Header", "Row", "Table", "TableError", "append", "figure", "read", "start"]
+__all__ = ["Figure", "Header", "Row", "Table", "TableError", "append", "figures_of", "read", "start"]

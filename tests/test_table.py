@@ -64,9 +64,7 @@ def written(folder: Path, *rows: Row) -> Path:
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    failed = Outcome(
-        kind=Kind.OOM, cause='no memory, "none"', wall_s=0.5, train_s=0.1, peak_bytes=5, attempted_bytes=7
-    )
+    failed = Outcome(kind=Kind.OOM, cause='no memory, "none"', wall_s=0.5, train_s=0.1, peak_bytes=5, attempted_bytes=7)
     first, second = config(amp="bf16", channels_last=True), config(batch_size=8)
     path = written(
         tmp_path, Row(config=first, repeat=0, outcome=ok(first, 100.0)), Row(config=second, repeat=1, outcome=failed)
@@ -87,14 +85,26 @@ def test_pandas_reads_a_table_as_a_plain_csv_file(tmp_path: Path) -> None:
 
 
 def test_a_configs_figure_is_the_geometric_mean_with_the_interval_of_its_logarithms(tmp_path: Path) -> None:
-    rows = [
-        Row(config=config(), repeat=i, outcome=ok(config(), speed, peak))
-        for i, (speed, peak) in enumerate([(90.0, 5), (100.0, 7), (111.1, 6)])
-    ]
+    speeds = [(90.0, 5), (100.0, 7), (111.1, 6)]
+    rows = [Row(config=config(), repeat=i, outcome=ok(config(), *speed)) for i, speed in enumerate(speeds)]
+    steady = [config(amp="bf16"), config(batch_size=8), config(channels_last=True)]  # so that the rounds are alike
+    rows += [Row(config=which, repeat=i, outcome=ok(which, 50.0)) for which in steady for i in range(3)]
     figure = table.read(written(tmp_path, *rows)).figures[config()]
     assert figure.samples_per_s == pytest.approx((90 * 100 * 111.1) ** (1 / 3))
     assert figure.half_width == pytest.approx(4.303 * 0.1053 / math.sqrt(3), rel=0.01)
     assert (figure.kind, figure.peak_bytes, figure.num_repeats) == (Kind.OK, 7, 3)
+
+
+def test_what_a_whole_round_was_slower_by_is_no_noise(tmp_path: Path) -> None:
+    configs = [config(), config(amp="bf16"), config(batch_size=8)]
+    rows = [
+        Row(config=which, repeat=number, outcome=ok(which, speed * slower))
+        for number, slower in enumerate((1.0, 0.8, 1.0))
+        for which, speed in zip(configs, (100.0, 150.0, 50.0), strict=True)
+    ]
+    figures = table.read(written(tmp_path, *rows)).figures
+    assert all(figure.half_width < 1e-4 for figure in figures.values())
+    assert figures[configs[1]].samples_per_s / figures[configs[0]].samples_per_s == pytest.approx(1.5, rel=1e-4)
 
 
 def test_a_config_that_failed_once_counts_as_failed(tmp_path: Path) -> None:

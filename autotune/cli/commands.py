@@ -147,6 +147,7 @@ def sweep(options: argparse.Namespace) -> int:
             exclude=tuple(options.exclude),
             interval=options.interval,
             max_repeats=options.max_repeats,
+            max_timed_s=options.timed,
             probe_timeout_s=options.probe_timeout,
             seed=options.seed,
         ),

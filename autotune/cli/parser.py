@@ -101,6 +101,13 @@ def _add_sweep(commands: Any) -> None:
         "--interval", type=_checked(parse_fraction), default=0.03, metavar="3%", help="repeat until known so well (3%%)"
     )
     sweep.add_argument("--max-repeats", type=int, default=8, metavar="N", help="but no more often than that (8)")
+    sweep.add_argument(
+        "--timed",
+        type=_checked(parse_seconds),
+        default=0.5,
+        metavar="0.5s",
+        help="time each probe for at most that (0.5s)",
+    )
     sweep.add_argument("--probe-timeout", type=_checked(parse_seconds), default=120.0, metavar="120s")
     sweep.add_argument("--seed", type=int, default=0, metavar="N")
     sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autotune.config import Config
 from autotune.outcome import Outcome
-from autotune.report.figures import counts, measured_rate, plural, times
+from autotune.report.figures import counts, expected, measured_rate, plural, times
 from autotune.report.live import best_speed, introduction, is_best, summary
 from autotune.report.words import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
@@ -116,6 +116,8 @@ class Dashboard(Listener):
             elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
             head = (f"#{running.number} {running.stage}, {elapsed}  ", "bold cyan")
             grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
+            if before := expected(running.forecast):
+                grid.add_row("", Text(before, style="dim"))
         else:
             grid.add_row(
                 "running", Text("between probes" if self._last else "importing torch and the model", style="dim")
@@ -154,7 +156,9 @@ class Dashboard(Listener):
                 speed = Text(measured_rate(found), style="green" if is_best(event) else "")
                 peak = format_bytes(found.peak_bytes)
             cause = f"  {event.outcome.cause}" if found is None else "" if event.feasible else "  not feasible"
-            table.add_row(f"#{event.number}", speed, peak, Text.assemble(describe(event.config), (cause, "red")))
+            before = f"  {expected(event.forecast)}" if event.forecast else ""
+            what = Text.assemble(describe(event.config), (cause, "red"), (before, "dim"))
+            table.add_row(f"#{event.number}", speed, peak, what)
         return table
 
     def _clock(self) -> RenderableType:

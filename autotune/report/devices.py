@@ -52,7 +52,7 @@ def render_devices(*, as_json: bool = False) -> str:
         ]
         return json.dumps({"devices": devices, "no_gpu": None if _has_gpu(readings) else nvml.why_no_gpu()}, indent=2)
     text = io.StringIO()
-    width = Console().width if sys.stdout.isatty() else 120
+    width = Console().width if sys.stdout.isatty() else 160  # a pipe wraps nothing that a device usually says
     Console(file=text, width=width, highlight=False, color_system=None).print(_renderable(readings, remarks))
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 

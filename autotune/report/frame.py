@@ -33,6 +33,17 @@ _FIGURES = {
 }
 _BEFORE = {"number": "int64", "stage": "str", "round": "Int64"}
 _BETWEEN = {"outcome": "str", "cause": "str", "feasible": "bool", "score": "float64"}
+_FORECAST = {
+    "samples_per_s": "float64",
+    "samples_per_s_low": "float64",
+    "samples_per_s_high": "float64",
+    "peak_bytes": "Int64",
+    "peak_low_bytes": "Int64",
+    "peak_high_bytes": "Int64",
+    "chance_to_win": "float64",
+    "chance_to_fit": "float64",
+}
+_PREDICTED = {f"predicted_{name}": kind for name, kind in _FORECAST.items()}
 _AFTER = {
     "train_s": "float64",
     "wall_s": "float64",
@@ -48,14 +59,16 @@ def probe_frame(study: Study) -> pd.DataFrame:
 
     Columns: `number`, `stage`, `round`; every technique by its name; `outcome`, `cause`, `feasible`, `score`; the
     figures of a `Measurement` under the same names with `peak_mib` beside `peak_bytes`, missing where the probe did not
-    end `ok`; the parts of a step as `phase_data_s`, `phase_forward_s`, ...; `train_s`, `wall_s`, `disturbed`,
-    `started`, `reason`, `log`.
+    end `ok`; the parts of a step as `phase_data_s`, `phase_forward_s`, ...; the figures of a `Forecast` as
+    `predicted_samples_per_s`, ..., missing where nothing was predicted; `train_s`, `wall_s`, `disturbed`, `started`,
+    `reason`, `log`.
     Times are seconds, memory is bytes except for `peak_mib`.
     """
     techniques = _in_order(probe.config for probe in study.probes) or list(study.baseline_config)
     phases = _in_order(probe.outcome.measurement.phases_s for probe in study.probes if probe.outcome.measurement)
     phase_columns = {f"phase_{name}_s": "float64" for name in phases}
-    types = {**_BEFORE, **dict.fromkeys(techniques, "object"), **_BETWEEN, **_FIGURES, **phase_columns, **_AFTER}
+    known = {**_BETWEEN, **_FIGURES, **phase_columns, **_PREDICTED}
+    types = {**_BEFORE, **dict.fromkeys(techniques, "object"), **known, **_AFTER}
     frame = pd.DataFrame([_row(probe) for probe in study.probes], columns=list(types)).astype(types)
     frame[techniques] = frame[techniques].infer_objects()
     return frame
@@ -97,6 +110,7 @@ def _row(probe: ProbeRecord) -> dict[str, Any]:
     return {
         **probe.config,
         **(_figures(outcome.measurement) if outcome.measurement else {}),
+        **{f"predicted_{name}": getattr(probe.forecast, name, None) for name in _FORECAST},
         **{name: getattr(probe, name) for name in ("number", "stage", "round", "feasible", "score")},
         **{name: getattr(probe, name) for name in ("wall_s", "disturbed", "started", "reason")},
         "outcome": str(outcome.kind),

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from autotune.config import Config
 from autotune.outcome import Outcome
-from autotune.report.figures import measured_rate
+from autotune.report.figures import expected, measured_rate
 from autotune.report.words import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
 from autotune.units import format_bytes, format_seconds
@@ -69,7 +69,8 @@ class Lines(WarningsOnly):
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         found = f"{describe(event.config)}: {summary(event.outcome, feasible=event.feasible)}"
         best = " (best)" if is_best(event) and event.stage != "baseline" else ""
-        return f"{clock} #{event.number} {event.stage:8} {found}{best}"
+        before = f" [{expected(event.forecast)}]" if expected(event.forecast) else ""
+        return f"{clock} #{event.number} {event.stage:8} {found}{best}{before}"
 
 
 def introduction(event: SearchStarted) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autotune.outcome import Kind
-from autotune.report.figures import counts, measured_rate, plural
+from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.text import FRONT_NOTE, front_table, heading, paragraph, render_answer, table
 from autotune.report.words import describe, describe_batch
 from autotune.tuning.reading import ProbeRecord, Study
@@ -109,7 +109,8 @@ def _what_and_why(probe: ProbeRecord, baseline: dict[str, int | str | bool]) -> 
     flags = [", over the limit"] if probe.outcome.measurement and not probe.feasible else []
     flags += [", disturbed"] if probe.disturbed else []
     changes = changes.replace("checkpoint segment", "segment")  # a row a probe, where the console is 80 wide
-    return Text.assemble(changes, ("".join(flags), "yellow"), (f"  {probe.reason.removeprefix('proposed ')}", "dim"))
+    why = "; ".join(filter(None, (probe.reason.removeprefix("proposed "), expected(probe.forecast))))
+    return Text.assemble(changes, ("".join(flags), "yellow"), (f"  {why}", "dim"))
 
 
 def _failures(study: Study, console: Console) -> None:

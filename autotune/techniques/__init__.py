@@ -10,7 +10,7 @@ from autotune.config import Choice, Config
 from autotune.errors import ConfigError
 from autotune.techniques.accumulation import Accumulation
 from autotune.techniques.amp import Amp
-from autotune.techniques.base import Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.batch_size import BatchSize
 from autotune.techniques.channels_last import ChannelsLast
 from autotune.techniques.checkpoint_segments import CheckpointSegments
@@ -23,6 +23,8 @@ from autotune.techniques.prefetch_factor import PrefetchFactor
 
 __all__ = [
     "REGISTRY",
+    "Expectation",
+    "Factor",
     "Phase",
     "Setting",
     "Support",

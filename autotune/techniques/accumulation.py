@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
-from autotune.techniques.base import Phase, Setting, Support, Technique
+from autotune.techniques.base import Expectation, Phase, Setting, Support, Technique
 from autotune.techniques.batch_size import positive_int
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Accumulation(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Nothing to do: the loader and the session read `config.accumulation_steps`."""
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Nothing by itself: the predictors know how often the optimizer steps."""
+        return Expectation()
 
     def validate(self, choice: Any) -> Choice:
         """A positive integer."""

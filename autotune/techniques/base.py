@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,6 +67,45 @@ class Support:
     note: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """What a choice multiplies something by, known only roughly: lognormal, with this median.
+
+    Attributes:
+        typical: the median.
+        spread: of one standard deviation: two thirds of all models lie within `typical / spread` to `typical * spread`.
+    """
+
+    typical: float = 1.0
+    spread: float = 1.0
+
+
+UNTOUCHED = Factor()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What a choice is expected to do, beside the technique being off, before this model was seen with it.
+
+    The predictors in `autotune.predict` start from it and correct it by every probe.
+
+    Attributes:
+        compute: on the time of forward and backward per sample, once the device is busy.
+        launch: on the time of a micro step that does not depend on its size.
+        update: on the time of the optimizer's step.
+        data: on the time that training waits for samples.
+        state: on the memory of parameters, gradients and optimizer state.
+        activations: on the memory that grows with the micro batch.
+    """
+
+    compute: Factor = UNTOUCHED
+    launch: Factor = UNTOUCHED
+    update: Factor = UNTOUCHED
+    data: Factor = UNTOUCHED
+    state: Factor = UNTOUCHED
+    activations: Factor = UNTOUCHED
+
+
 class Technique(ABC):
     """One thing that can be switched. Stateless; one instance each in `autotune.techniques.REGISTRY`."""
 
@@ -98,6 +137,14 @@ class Technique(ABC):
         if type(choice) is not type(self.off):
             raise ValueError(f"expected {type(self.off).__name__}")
         return choice
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """What `choice` is expected to do to time and memory; asked only for `choice != off`.
+
+        Args:
+            choices: all that are searched, in order.
+        """
+        return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
 
     def is_redundant(self, config: Config) -> bool:
         """Whether `config` is the same training as one with this technique off, and so need not be searched."""

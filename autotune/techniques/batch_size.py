@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
-from autotune.techniques.base import Phase, Setting, Support, Technique
+from autotune.techniques.base import Expectation, Phase, Setting, Support, Technique
 
 if TYPE_CHECKING:
     from autotune.session import Build
@@ -42,6 +43,10 @@ class BatchSize(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Nothing to do: the loader and the session read `config.batch_size`."""
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Nothing by itself: the predictors know how time and memory follow from the batch size."""
+        return Expectation()
 
     def validate(self, choice: Any) -> Choice:
         """A positive integer."""

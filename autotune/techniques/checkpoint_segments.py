@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
-from autotune.techniques.base import Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ class CheckpointSegments(Technique):
             block = chain.blocks[i * num_blocks // num_segments]
             if not is_layer(block):
                 block.forward = _Checkpointed(block, segments)
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """A forward pass is about a third of a step, and is run again for the share of the model that is checkpointed."""
+        share = int(choice) / max(int(other) for other in choices)
+        again = Factor(typical=1 + 0.3 * share, spread=1.06 + 0.06 * share)
+        return Expectation(compute=again, launch=again, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""

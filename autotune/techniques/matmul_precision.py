@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
 from autotune.techniques.amp import one_of
-from autotune.techniques.base import Phase, Setting, Support, Technique
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
 
 if TYPE_CHECKING:
     from autotune.session import Build
@@ -44,6 +44,10 @@ class MatmulPrecision(Technique):
         """Switch TF32 on for the rest of the process."""
         matmul, name = _setting()
         setattr(matmul, name, "tf32" if name == "fp32_precision" else True)
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Faster matrix products; nothing is left to gain where they are computed in bf16 or fp16 already."""
+        return Expectation(compute=Factor(typical=0.85, spread=1.2))
 
     def validate(self, choice: Any) -> Choice:
         """`highest` or `tf32`."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
-from autotune.techniques.base import Phase, Setting, Support, Technique
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
 
 if TYPE_CHECKING:
     from autotune.session import Build
@@ -43,6 +44,10 @@ class NumWorkers(Technique):
     def apply(self, build: Build, choice: Choice) -> None:
         """Give the loader its workers."""
         build.loader_options["num_workers"] = choice
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Loading is hidden, unless the workers take the processors that train."""
+        return Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""

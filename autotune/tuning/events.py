@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autotune.config import Config
 from autotune.outcome import Outcome
+from autotune.predict.forecast import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +29,31 @@ class SearchStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeStarted:
-    """A probe starts. `stage` is `baseline`, `search` or `play-off`; `reason` says why this config, in a few words."""
+    """A probe starts.
+
+    Attributes:
+        stage: `baseline`, `search`, `ablation` or `play-off`.
+        reason: why this config, in a few words.
+        forecast: what is predicted of it; None in the play-off, which confirms what is known.
+    """
 
     number: int
     stage: str
     config: Config
     reason: str
+    forecast: Forecast | None
     elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEnded:
-    """A probe ended. `score` is what the study was told; `feasible` includes the headroom."""
+    """A probe ended. `feasible` includes the headroom; `forecast` is what was predicted before it ran."""
 
     number: int
     stage: str
     config: Config
     outcome: Outcome
+    forecast: Forecast | None
     feasible: bool
     best: tuple[Config, Outcome] | None  # the best feasible so far
     baseline: Outcome | None

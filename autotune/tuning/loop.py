@@ -11,17 +11,20 @@ from optuna.trial import Trial
 
 from autotune.config import Choice, Config
 from autotune.outcome import Kind, Outcome
+from autotune.predict.memory import PeakSource
 from autotune.probe.prober import Prober
 from autotune.probe.process import ProbeFault
 from autotune.probe.settings import ProbeSettings
+from autotune.tuning.cost_model import CostModelSampler
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
 from autotune.tuning.objective import Objective
 from autotune.tuning.playoff import Standing, play_off
-from autotune.tuning.sampler import AdmissibleSampler, make_sampler
+from autotune.tuning.sampler import make_sampler
 from autotune.tuning.space import Space, SpaceExhausted
 from autotune.tuning.start import one_change_back, starting_configs
 from autotune.tuning.study import Probed, Store
 
+COST_MODEL = "cost-model"
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
@@ -48,6 +51,9 @@ class Loop:
         settings: of every probe; the time-out is replaced once the baseline's time is known.
         interrupted: asked before every probe.
         started: `time.monotonic()` when the user started to wait.
+        peaks: traced memory peaks of the space's configs, or None where the model cannot be traced.
+        outside_bytes: what a probe's process holds before it builds the model.
+        starting: the configs to begin with where the sampler has no knowledge of its own.
     """
 
     prober: Prober
@@ -63,6 +69,9 @@ class Loop:
     sampler: str
     seed: int
     timeout_s: float | None
+    peaks: PeakSource | None
+    outside_bytes: int
+    starting: Callable[..., list[tuple[Config, str]]] = starting_configs
     wall_s: list[float] = field(default_factory=list)
     train_s: float = 0.0
     best: tuple[Config, Outcome] | None = None
@@ -73,6 +82,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._deadline_s = self.budget_s + self.settings.timeout_s  # a search takes its budget and one time-out at most
         self._known: dict[Config, Outcome] = {}
+        self._cost_model = self._new_cost_model()
         self._memory_walls: dict[
             Config, int
         ] = {}  # config with batch size 1 in its place -> smallest batch that failed
@@ -106,6 +116,7 @@ class Loop:
             if given or not too_large or smaller is None or self.interrupted():
                 break
             self.space = smaller
+            self._cost_model = self._new_cost_model()
             self.store.set_attribute("baseline_config", smaller.baseline.as_dict())
         self.baseline = self._known.get(self.space.baseline)
         if self.baseline is not None and self.baseline.ok:
@@ -113,19 +124,27 @@ class Loop:
             self._expect_like(self.baseline)
 
     def explore(self) -> None:
-        """Probe what the starting design and then the sampler propose, until the play-off's time has come."""
+        """Probe what promises most, until nothing does or the play-off's time has come.
+
+        The cost model knows what techniques usually do, and when it knows enough. The other samplers are given a starting
+        design first, and stop when nothing better has come up for a while.
+        """
+        if self.sampler == COST_MODEL:
+            self.store.use_sampler(self._cost_model)
+            while self._may_go_on() and self._probe_proposed():
+                pass
+            return
         fits = self.baseline is not None and self.objective.feasible(self.baseline)
-        for config, reason in starting_configs(self.space, baseline_fits=fits, objective=self.objective.name):
+        for config, reason in self.starting(self.space, baseline_fits=fits, objective=self.objective.name):
             if not self._may_go_on():
                 return
             self._probe_once(config, "search", reason)
         self.undo_changes()  # what usually helps may hurt here
-        sampler = make_sampler(self.sampler, self.space, self._admissible, self.seed)
-        self.store.use_sampler(sampler)
+        self.store.use_sampler(make_sampler(self.sampler, self.space, self._admissible, self.seed))
         since_better = 0
         while self._may_go_on() and (self.sampler == "grid" or since_better < PATIENCE):
             best_before = self._best_score()
-            if not self._probe_proposed(sampler):
+            if not self._probe_proposed():
                 break
             improved = best_before is None or (self._best_score() or best_before) > best_before + abs(best_before) * (
                 BETTER - 1
@@ -195,6 +214,7 @@ class Loop:
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""
         self.space = self.space.without(name, {choice})
+        self._cost_model = self._new_cost_model()
         self.best = None
         for config, outcome in self._known.items():
             self._consider(config, outcome)
@@ -211,7 +231,17 @@ class Loop:
         if config not in self._known and self._admissible(config, outside_space=True) and not self.interrupted():
             self._run_trial(self.store.begin(config, self.space), config, stage, reason)
 
-    def _probe_proposed(self, sampler: AdmissibleSampler) -> bool:
+    def _new_cost_model(self) -> CostModelSampler:
+        return CostModelSampler(
+            self.space,
+            self.objective,
+            self._admissible,
+            peaks=self.peaks,
+            outside_bytes=self.outside_bytes,
+            seed=self.seed,
+        )
+
+    def _probe_proposed(self) -> bool:
         small = self.space.num_combinations <= 2000
         if small and not any(self._admissible(config) for config in self.space):
             return False
@@ -220,7 +250,7 @@ class Loop:
         except SpaceExhausted:
             self.store.abandon_running()
             return False
-        self._run_trial(trial, config, "search", f"proposed by {self.sampler}")
+        self._run_trial(trial, config, "search", "" if self.sampler == COST_MODEL else f"proposed by {self.sampler}")
         return True
 
     def _run_trial(
@@ -236,9 +266,18 @@ class Loop:
         """Run one probe, once more when it was disturbed, and tell the study. None when the machinery itself failed."""
         settings = settings or self.settings
         number = trial.number
-        self.store.describe(trial, config, stage=stage, reason=reason, **extra)
+        forecast = None if stage == "play-off" else self.store.forecast(self._cost_model, config)
+        reason = reason or (forecast.reason if forecast else "")
+        self.store.describe(trial, config, stage=stage, reason=reason, forecast=forecast, **extra)
         self.listener.on(
-            ProbeStarted(number=number, stage=stage, config=config, reason=reason, elapsed_s=self.elapsed_s)
+            ProbeStarted(
+                number=number,
+                stage=stage,
+                config=config,
+                reason=reason,
+                forecast=forecast,
+                elapsed_s=self.elapsed_s,
+            )
         )
         try:
             outcome = self._run(config, settings)
@@ -272,6 +311,7 @@ class Loop:
                 stage=stage,
                 config=config,
                 outcome=outcome,
+                forecast=forecast,
                 feasible=objective.feasible(outcome),
                 best=self.best,
                 baseline=self.baseline,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OBJECTIVES = ("throughput", "memory", "balanced")
-SAMPLERS = ("gp", "tpe", "random", "grid")
+SAMPLERS = ("cost-model", "gp", "tpe", "random", "grid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SearchOptions:
     fix: Mapping[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    sampler: str = "gp"
+    sampler: str = "cost-model"
     seed: int = 0
     probe_timeout_s: float | None = None
     study: str | None = None

@@ -21,6 +21,7 @@ from sqlalchemy.pool import NullPool
 from autotune.config import Choice, Config
 from autotune.errors import StudyError
 from autotune.outcome import Outcome
+from autotune.predict.forecast import Forecast
 from autotune.tuning.front import pareto_front
 from autotune.tuning.playoff import Entrant
 from autotune.tuning.result import Measured, Result
@@ -41,6 +42,7 @@ class ProbeRecord:
         feasible: it ran, within the memory limit less headroom.
         score: what the study was told; larger is better.
         reason: why this config was probed.
+        forecast: what was predicted of it before it ran; None in the play-off, and in studies without predictions.
         round: of the play-off, counted from 0; None elsewhere.
         disturbed: other work on the machine was seen to disturb the timing.
         wall_s: from start to end, process start included.
@@ -53,6 +55,7 @@ class ProbeRecord:
     feasible: bool
     score: float
     reason: str
+    forecast: Forecast | None
     round: int | None
     disturbed: bool
     started: datetime
@@ -191,6 +194,7 @@ def _record(trial: FrozenTrial) -> ProbeRecord:
         feasible=attributes["feasible"],
         score=trial.value,
         reason=attributes["reason"],
+        forecast=Forecast.from_dict(attributes["forecast"]) if attributes.get("forecast") else None,
         round=attributes.get("round"),
         disturbed=attributes.get("disturbed", False),
         started=trial.datetime_start,

@@ -15,6 +15,8 @@ from autotune import __version__, techniques
 from autotune.devices import open_device
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.outcome import Kind, Outcome
+from autotune.predict.cache import cached_traces
+from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
@@ -26,9 +28,12 @@ from autotune.tuning.loop import MIN_TIMEOUT_S, Loop
 from autotune.tuning.objective import Objective
 from autotune.tuning.options import OBJECTIVES, SAMPLERS, SearchOptions
 from autotune.tuning.result import Result
-from autotune.tuning.space import build_space
+from autotune.tuning.space import Space, build_space
 from autotune.tuning.study import Place, Store, locked, place_of, stored_limit_bytes
 from autotune.units import format_bytes
+
+MIN_TRACE_S = 5.0
+MAX_TRACE_SHARE = 0.1  # of the budget, for predicting memory
 
 
 def search(source: TaskSource, options: SearchOptions, listener: Listener | None = None) -> Result:
@@ -68,7 +73,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             watch.on(Note(text=note, warning=True))
         inspection = prober.inspect(info.name, limit, timeout_s)
         if isinstance(inspection, Outcome):
-            raise _inspection_failed(inspection, limit)
+            raise inspection_failed(inspection, limit)
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
         warnings = list(inspection.facts.get("warnings", ()))
         unsupported = {
@@ -91,6 +96,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             },
         )
         interrupted = stack.enter_context(_interruptible())
+        peaks = _trace_memory(prober, inspection, space, store, options, watch)
         loop = Loop(
             prober=prober,
             store=store,
@@ -105,6 +111,8 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             sampler=options.sampler,
             seed=options.seed,
             timeout_s=options.probe_timeout_s,
+            peaks=peaks,
+            outside_bytes=inspection.outside_bytes,
         )
         watch.on(
             SearchStarted(
@@ -125,6 +133,38 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
         for note in notes:
             watch.on(Note(text=note))
         return Recommender(loop, prober, inspection, watch, warnings, interrupted).answer()
+
+
+def _trace_memory(
+    prober: ProcessProber,
+    inspection: Inspection,
+    space: Space,
+    store: Store,
+    options: SearchOptions,
+    listener: Listener,
+) -> Traces:
+    """What the configs of the space need of the allocator, found without running them, in a share of the budget."""
+    started = time.monotonic()
+    target = "cpu" if inspection.device.name == "cpu" else "cuda"
+    traces = cached_traces(
+        prober,
+        space.tracing(),
+        target,
+        facts=inspection.facts,
+        folder=store.place.traces,
+        timeout_s=max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s),
+    )
+    wall_s = time.monotonic() - started
+    if traces.models:
+        listener.on(Note(text=f"memory of {len(traces.models)} groups of techniques predicted in {wall_s:.1f} s"))
+    if traces.failures:
+        label, why = next(iter(traces.failures.items()))
+        others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
+        listener.on(Note(text=f"memory is learned from probes where it cannot be traced: {label}{others}: {why}"))
+    store.set_attribute(
+        "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": wall_s}
+    )
+    return traces
 
 
 def _validate(options: SearchOptions) -> None:
@@ -192,7 +232,8 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> 
     }
 
 
-def _inspection_failed(outcome: Outcome, limit: int) -> AutotuneError:
+def inspection_failed(outcome: Outcome, limit: int) -> AutotuneError:
+    """The error for a task that could not be inspected."""
     if outcome.kind is Kind.OOM:
         return NothingFeasible(
             f"even two samples do not train within {format_bytes(limit)}: {explain.describe_shortage([outcome], limit)}; "

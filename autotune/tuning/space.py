@@ -67,6 +67,17 @@ class Space:
             if self.contains(config):
                 yield config
 
+    def tracing(self) -> Iterator[Config]:
+        """Configs that between them show a tracer everything: each combination of techniques on the model, each of those on
+        the optimizer, and each batch size. What acts on the loading of data takes none of the memory that is traced.
+        """
+        loader = {name for name in self.choices if techniques.REGISTRY[name].phase is techniques.Phase.LOADER}
+        optimizer = {name for name in self.choices if techniques.REGISTRY[name].phase is techniques.Phase.OPTIMIZER}
+        for names in (self.choices.keys() - loader - optimizer, optimizer, {"batch_size"}):
+            ordered = [name for name in self.choices if name in names]
+            for values in itertools.product(*(self.choices[name] for name in ordered)):
+                yield self.complete(dict(zip(ordered, values, strict=True)))
+
     @property
     def num_combinations(self) -> int:
         """Size of the product of choices: an upper bound on the number of configs."""

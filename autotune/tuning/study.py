@@ -17,6 +17,9 @@ from optuna.trial import Trial, TrialState
 from autotune.config import Config
 from autotune.errors import StudyError
 from autotune.outcome import Outcome
+from autotune.predict.cache import FOLDER as TRACES_FOLDER
+from autotune.predict.forecast import Forecast
+from autotune.tuning.cost_model import CostModelSampler
 from autotune.tuning.objective import Objective
 from autotune.tuning.sampler import AdmissibleSampler
 from autotune.tuning.space import Space
@@ -48,6 +51,11 @@ class Place:
     def logs(self) -> Path:
         """Folder for what the user's code prints, one file a probe."""
         return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
+
+    @property
+    def traces(self) -> Path:
+        """Folder for traced memory, shared by the studies beside each other."""
+        return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
 
 
 def place_of(storage: str | None, study: str | None, task: str) -> Place:
@@ -141,7 +149,7 @@ class Store:
         """Keep a JSON-ready fact with the study."""
         self._study.set_user_attr(key, value)
 
-    def use_sampler(self, sampler: AdmissibleSampler) -> None:
+    def use_sampler(self, sampler: AdmissibleSampler | CostModelSampler) -> None:
         """Propose with this sampler from now on."""
         self._study.sampler = sampler
 
@@ -154,6 +162,10 @@ class Store:
         trial = self._study.ask(dict(space.distributions))
         return trial, space.complete(trial.params)
 
+    def forecast(self, cost_model: CostModelSampler, config: Config) -> Forecast:
+        """What the finished probes of the study predict of a config."""
+        return cost_model.forecast(self._study, config)
+
     def abandon_running(self) -> None:
         """Close trials that were begun and will not be run."""
         for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
@@ -164,9 +176,13 @@ class Store:
         self._study.enqueue_trial(space.params(config))
         return self._study.ask(dict(space.distributions))
 
-    def describe(self, trial: Trial, config: Config, *, stage: str, reason: str, **extra: Any) -> None:
+    def describe(
+        self, trial: Trial, config: Config, *, stage: str, reason: str, forecast: Forecast | None, **extra: Any
+    ) -> None:
         """Say what a trial is before it runs, so that a search that dies leaves evidence."""
-        for key, value in {"config": config.as_dict(), "stage": stage, "reason": reason, **extra}.items():
+        predicted = forecast.to_dict() if forecast is not None else None
+        described = {"config": config.as_dict(), "stage": stage, "reason": reason, "forecast": predicted, **extra}
+        for key, value in described.items():
             trial.set_user_attr(key, value)
 
     def finish(self, trial: Trial, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> None:

@@ -13,11 +13,11 @@ from autotune import __version__, table, techniques
 from autotune.config import Choice, Config
 from autotune.devices import open_device
 from autotune.errors import ConfigError, TaskError
-from autotune.outcome import Outcome
+from autotune.outcome import Kind, Outcome
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
-from autotune.table import Header, Row, Table, TableError, figure
+from autotune.table import Figure, Header, Row, Table, TableError, figures_of
 from autotune.task.source import TaskSource
 from autotune.tuning.space import ACCUMULATION, Space, build_space, distributions_of
 
@@ -90,15 +90,16 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restricted(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
-        outcomes: dict[Config, list[Outcome]] = {config: [] for config in (space.baseline, *space)}
-        for row in recorded.rows:
-            outcomes[row.config].append(row.outcome)
+        rows = list(recorded.rows)
         for number in range(options.max_repeats):
-            todo = [config for config, known in outcomes.items() if _wants(known, number, options)]
+            known = figures_of(rows)
+            todo = [c for c in dict.fromkeys((space.baseline, *space)) if _wants(known.get(c), number, options)]
             random.Random(f"{options.seed} {number}").shuffle(todo)
+            # every round draws other samples, the same for all of its configs
+            seeded = settings.replace(seed=options.seed + number)
             for position, config in enumerate(todo, start=1):
-                row = Row(config=config, repeat=number, outcome=_run(prober, config, settings))
-                outcomes[config].append(row.outcome)
+                row = Row(config=config, repeat=number, outcome=_run(prober, config, seeded))
+                rows.append(row)
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
     return table.read(options.out)
@@ -120,11 +121,13 @@ def space_of(header: Header) -> Space:
     )
 
 
-def _wants(known: Sequence[Outcome], number: int, options: SweepOptions) -> bool:
+def _wants(known: Figure | None, number: int, options: SweepOptions) -> bool:
     """Whether a config is to be measured in this round: what failed once is not tried again."""
-    if len(known) > number or not all(outcome.ok for outcome in known):
+    if known is None:
+        return True
+    if known.num_repeats > number or known.kind is not Kind.OK:
         return False
-    return len(known) < MIN_REPEATS or figure(known).half_width > options.interval
+    return known.num_repeats < MIN_REPEATS or known.half_width > options.interval
 
 
 def _run(prober: ProcessProber, config: Config, settings: ProbeSettings) -> Outcome:

@@ -17,7 +17,7 @@ from autotune.outcome import Kind, Outcome
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
-from tests.report.sample_study import ANSWER, BASELINE, FAILURES, HEADROOM, LIMIT, SPACE, config, measured
+from tests.report.sample_study import ANSWER, BASELINE, FAILURES, FORECAST, HEADROOM, LIMIT, SPACE, config, measured
 
 STARTED = SearchStarted(
     task="gpt",
@@ -47,7 +47,14 @@ def _events() -> Iterator[Event]:
     ]
     best = (BASELINE, base)
     for number, (chosen, outcome, stage) in enumerate(probes):
-        yield ProbeStarted(number=number, stage=stage, config=chosen, reason="proposed by gp", elapsed_s=4.0 * number)
+        yield ProbeStarted(
+            number=number,
+            stage=stage,
+            config=chosen,
+            reason="likely faster: bf16",
+            forecast=FORECAST,
+            elapsed_s=4.0 * number,
+        )
         if chosen == ANSWER:
             best = (chosen, outcome)
         yield ProbeEnded(
@@ -55,6 +62,7 @@ def _events() -> Iterator[Event]:
             stage=stage,
             config=chosen,
             outcome=outcome,
+            forecast=FORECAST if stage == "search" else None,
             feasible=outcome.ok,
             best=best,
             baseline=base,
@@ -112,11 +120,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable
 def test_without_a_terminal_there_is_one_line_a_probe() -> None:
     probes = [line for line in _lines() if line.startswith("[")]
     assert probes[0] == "[   3/120s] #0 baseline batch 16 x3: 43.5 samples/s ±1.4%, 1.33 GiB"
-    assert (
-        probes[1]
-        == "[   7/120s] #1 search   batch 8 x6, bf16, 4 checkpoint segments, fused: timeout: no end within 20 s"
-    )
-    assert probes[5] == "[  23/120s] #5 search   batch 24 x2, bf16, fused: 75.5 samples/s ±1.3%, 1.08 GiB (best)"
+    expected = " [expected 72.1 (65.0 to 80.2) samples/s, 1.07 GiB, 45% to win]"
+    failed = "[   7/120s] #1 search   batch 8 x6, bf16, 4 checkpoint segments, fused: timeout: no end within 20 s"
+    assert probes[1] == failed + expected
+    best = "[  23/120s] #5 search   batch 24 x2, bf16, fused: 75.5 samples/s ±1.3%, 1.08 GiB (best)"
+    assert probes[5] == best + expected
     assert len(probes) == 6
 
 
@@ -149,6 +157,7 @@ def test_a_cause_of_several_lines_takes_one() -> None:
             stage="search",
             config=BASELINE,
             outcome=outcome,
+            forecast=None,
             feasible=False,
             best=None,
             baseline=None,
@@ -165,6 +174,7 @@ def test_a_probe_beyond_the_limit_is_marked() -> None:
         stage="search",
         config=BASELINE,
         outcome=measured(BASELINE),
+        forecast=None,
         feasible=False,
         best=None,
         baseline=None,
@@ -216,7 +226,9 @@ def test_a_terminal_shows_the_running_probe(terminal: tuple[TextIO, Callable[[],
     stream, close = terminal
     with live_listener(stream, quiet=False) as view:
         view.on(STARTED)
-        view.on(ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", elapsed_s=30.0))
+        view.on(
+            ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", forecast=None, elapsed_s=30.0)
+        )
         cast(Dashboard, view).refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
     assert "#7 play-off, 1 s  batch 24 x2, bf16, fused  round 2" in drawn
@@ -259,6 +271,7 @@ def test_a_measurement_of_nothing_is_drawn(terminal: tuple[TextIO, Callable[[], 
         stage="search",
         config=config(2),
         outcome=Outcome(kind=Kind.OK),
+        forecast=None,
         feasible=True,
         best=(config(2), Outcome(kind=Kind.OK)),
         baseline=Outcome(kind=Kind.OOM),

@@ -132,5 +132,7 @@ def make_loop(folder: Path, prober: ClosedFormProber, **changes: object) -> Loop
         "sampler": "gp",
         "seed": 0,
         "timeout_s": None,
+        "peaks": None,
+        "outside_bytes": 200 * MIB,
     }
     return Loop(**{**settings, **changes})  # type: ignore[arg-type]

@@ -243,7 +243,7 @@ def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path):
     """A search may be killed between the two."""
     loop = make_loop(tmp_path, ClosedFormProber())
     trial = loop.store.begin(loop.space.baseline, loop.space)
-    loop.store.describe(trial, loop.space.baseline, stage="baseline", reason="")
+    loop.store.describe(trial, loop.space.baseline, stage="baseline", reason="", forecast=None)
     outcome = ClosedFormProber().run(loop.space.baseline, loop.settings)
     for key, value in {"score": 50.0, "feasible": True, "disturbed": False, "outcome": outcome.to_dict()}.items():
         trial.set_user_attr(key, value)

@@ -1,0 +1,38 @@
+"""What was predicted of a probe before it ran, as plain data: kept with the probe, and shown beside what it found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A prediction for one config. Intervals are 95 %.
+
+    Attributes:
+        samples_per_s: None before any probe has run, with its interval.
+        peak_bytes: comparable with the memory limit; None where nothing is known of it, with its interval.
+        chance_to_win: that the config is at least 1 % better than the best known one; None without one.
+        chance_to_fit: that its peak is within the limit less headroom.
+        reason: why it is probed, in a few words.
+    """
+
+    samples_per_s: float | None
+    samples_per_s_low: float | None
+    samples_per_s_high: float | None
+    peak_bytes: int | None
+    peak_low_bytes: int | None
+    peak_high_bytes: int | None
+    chance_to_win: float | None
+    chance_to_fit: float
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data; `from_dict` reverses it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Forecast:
+        """Rebuild a forecast; keys of newer versions are ignored."""
+        return Forecast(**{field.name: data[field.name] for field in fields(Forecast)})

@@ -1,0 +1,227 @@
+"""A cost as a sum of parts, each a product of factors: what is known of step time and memory before a model is seen.
+
+The logarithm of a config's cost is `log(sum over parts of exp(base + effects of its choices + scale))` plus a residual.
+The parts say what is known (a share that shrinks with the batch size, a technique that acts on one part alone), the
+residual's kernel how large and how alike the departures are that nobody knows (caches, interactions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune import techniques
+from autotune.config import Choice, Config
+from autotune.techniques import Expectation, Factor
+
+Array = NDArray[np.float64]
+
+CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
+RANK_CORRELATION = 0.85  # between neighbours on a scale
+SIZES = ("batch_size", "accumulation_steps")  # act through the parts' scales, not as techniques
+UNLIKE = 0.55  # correlation that is left between residuals of configs that differ in one technique which does much
+MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first part that makes a technique one of those
+LITTLE = 0.2  # as much unlike, at the least, does any other technique make two configs
+
+
+class SpaceLike(Protocol):
+    """What the models have to know of a search space."""
+
+    @property
+    def choices(self) -> Mapping[str, tuple[Choice, ...]]:
+        """Per technique what is searched, in order."""
+
+    @property
+    def baseline(self) -> Config:
+        """What the parts' sizes are stated for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One summand of the cost, relative to the first part at the baseline.
+
+    Attributes:
+        name: what probes may have measured of it alone.
+        scale: its size at a batch size, and samples per step, relative to the baseline's: (batch ratio, samples ratio) -> factor.
+        effect: which factor of a choice's expectation acts on it.
+        share: its prior, relative to the first part; of the first part itself, in units of cost.
+    """
+
+    name: str
+    scale: Callable[[Array, Array], Array]
+    effect: Callable[[Expectation], Factor]
+    share: Factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """Standard deviations, in logarithms, of what the parts do not explain.
+
+    Attributes:
+        trend: per doubling of the batch size, the same for all techniques.
+        bend: departures from that trend, the same for all techniques.
+        group: departures of one combination of techniques, at one batch size or all.
+        own: departures of one config alone, which no other config tells of.
+    """
+
+    trend: float
+    bend: float
+    group: float
+    own: float
+    octaves: float = 1.5  # over which departures stay alike
+    sizes: float = 1.0  # factor on what follows the batch size: `trend` and `bend`
+    groups: float = 1.0  # factor on what combinations of techniques do: `group` and `own`
+
+
+@dataclass(frozen=True)
+class Design:
+    """Configs as arrays. `m` configs, `q` parts, `p` parameters.
+
+    Attributes:
+        scales: (m, q) logarithms of the parts' scales.
+        features: (m, q, p) which parameters act on which part.
+        octaves: (m,) log2 of the batch size over the baseline's.
+        ranks: (m, techniques) places of the choices, for the residual's kernel.
+    """
+
+    scales: Array
+    features: Array
+    octaves: Array
+    ranks: Array
+
+    def row(self, index: int) -> Design:
+        """One config alone."""
+        one = slice(index, index + 1)
+        return Design(
+            scales=self.scales[one], features=self.features[one], octaves=self.octaves[one], ranks=self.ranks[one]
+        )
+
+    def linearised(self, parameters: Array) -> tuple[Array, Array]:
+        """Logarithm of the cost (m,) and its derivatives (m, p)."""
+        logs = self.scales + self.features @ parameters
+        top = logs.max(axis=1, keepdims=True)
+        shares = np.exp(logs - top)
+        total = shares.sum(axis=1, keepdims=True)
+        value = (top + np.log(total))[:, 0]
+        return value, np.einsum("mq,mqp->mp", shares / total, self.features)
+
+
+class Layout:
+    """Which parameter is what: the parts' bases, then one effect for each part, technique and choice that acts on it."""
+
+    def __init__(self, parts: Sequence[Part], space: SpaceLike) -> None:
+        self.parts = tuple(parts)
+        self.space = space
+        self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
+        self._reach = dict.fromkeys(self._searched, LITTLE)
+        self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (part, parameter) of each choice
+        means = [math.log(part.share.typical) for part in parts]
+        blocks = [np.array([[math.log(part.share.spread) ** 2]]) for part in parts]
+        for name in self._searched:
+            technique = techniques.REGISTRY[name]
+            active = [choice for choice in space.choices[name] if choice != technique.off]
+            expected = [technique.expectation(choice, space.choices[name]) for choice in active]
+            for number, part in enumerate(parts):
+                factors = [part.effect(expectation) for expectation in expected]
+                if all(factor == Factor() for factor in factors):
+                    continue
+                for offset, choice in enumerate(active):
+                    self._position.setdefault((name, choice), []).append((number, len(means) + offset))
+                means += [math.log(factor.typical) for factor in factors]
+                stds = np.log([factor.spread for factor in factors])
+                if number == 0:
+                    self._reach[name] = float(np.clip(stds.max() / MUCH, LITTLE, 1.0))
+                blocks.append(np.outer(stds, stds) * _correlation(len(active), ordered=technique.ordered))
+        self.mean = np.array(means)
+        self.covariance = _block_diagonal(blocks)
+
+    @cached_property
+    def precision(self) -> Array:
+        """Inverse of the prior covariance."""
+        return np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
+
+    def design(self, configs: Sequence[Config]) -> Design:
+        """The configs as arrays."""
+        count, num_parts = len(configs), len(self.parts)
+        features = np.zeros((count, num_parts, len(self.mean)))
+        features[:, :, 0] = 1.0  # every part is relative to the first
+        for number in range(1, num_parts):
+            features[:, number, number] = 1.0
+        ranks = np.zeros((count, len(self._searched)))
+        batch, samples = np.zeros(count), np.zeros(count)
+        places = [
+            _places(self.space.choices[name], ordered=techniques.REGISTRY[name].ordered) for name in self._searched
+        ]
+        for row, config in enumerate(configs):
+            choices = config.as_dict()
+            batch[row] = int(choices["batch_size"])
+            samples[row] = batch[row] * int(choices["accumulation_steps"])
+            for column, name in enumerate(self._searched):
+                choice = choices[name]
+                ranks[row, column] = places[column].get(choice, -1.0)
+                for part, parameter in self._position.get((name, choice), ()):
+                    features[row, part, parameter] = 1.0
+        baseline = self.space.baseline
+        batch_ratio, samples_ratio = batch / baseline.batch_size, samples / baseline.samples_per_step
+        scales = np.stack([np.log(part.scale(batch_ratio, samples_ratio)) for part in self.parts], axis=1)
+        return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks)
+
+    def kernel(self, residual: Residual, a: Design, b: Design) -> Array:
+        """Covariance of the residual between two lists of configs."""
+        sizes, groups = self.kernels(residual, a, b)
+        return np.asarray(residual.sizes**2 * sizes + residual.groups**2 * groups)
+
+    def kernels(self, residual: Residual, a: Design, b: Design) -> tuple[Array, Array]:
+        """The same before its factors: what follows the batch size, and what combinations of techniques do."""
+        near = self._nearness(residual, a, b)
+        sizes = residual.trend**2 * np.outer(a.octaves, b.octaves) + residual.bend**2 * near
+        likeness = self.likeness(residual, a, b)
+        return sizes, residual.group**2 * likeness + residual.own**2 * (likeness == 1)
+
+    def likeness(self, residual: Residual, a: Design, b: Design) -> Array:
+        """Correlation of what combinations of techniques do: 1 for a config and itself."""
+        unlike = np.zeros((len(a.octaves), len(b.octaves)))
+        for column, name in enumerate(self._searched):
+            if name in SIZES:
+                continue
+            distance = np.abs(a.ranks[:, None, column] - b.ranks[None, :, column])
+            unlike += self._reach[name] * (distance if techniques.REGISTRY[name].ordered else distance > 0)
+        # half of a group's departure is the same at every batch size
+        return np.asarray(UNLIKE**unlike * (0.5 + 0.5 * self._nearness(residual, a, b)))
+
+    def _nearness(self, residual: Residual, a: Design, b: Design) -> Array:
+        """Of batch sizes. Rough, since caches and kernels change from one size to the next."""
+        return np.asarray(np.exp(-np.abs(a.octaves[:, None] - b.octaves[None, :]) / residual.octaves))
+
+    def variance(self, residual: Residual, a: Design) -> Array:
+        """The kernel's diagonal."""
+        sizes = residual.trend**2 * a.octaves**2 + residual.bend**2
+        return np.asarray(residual.sizes**2 * sizes + residual.groups**2 * (residual.group**2 + residual.own**2))
+
+
+def _correlation(count: int, *, ordered: bool) -> Array:
+    ranks = np.arange(count)
+    distance = np.abs(ranks[:, None] - ranks[None, :])
+    return np.asarray(RANK_CORRELATION**distance if ordered else np.where(distance == 0, 1.0, CATEGORY_CORRELATION))
+
+
+def _block_diagonal(blocks: Sequence[Array]) -> Array:
+    size = sum(len(block) for block in blocks)
+    whole = np.zeros((size, size))
+    at = 0
+    for block in blocks:
+        whole[at : at + len(block), at : at + len(block)] = block
+        at += len(block)
+    return whole
+
+
+def _places(choices: Sequence[Choice], *, ordered: bool) -> dict[Choice, float]:
+    """Where each choice lies: from 0 to 1 on a scale, in no order otherwise."""
+    last = max(1, len(choices) - 1)
+    return {choice: place / last if ordered else float(place) for place, choice in enumerate(choices)}

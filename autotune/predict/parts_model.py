@@ -1,0 +1,211 @@
+"""The parts of a cost, fitted to probes: the core of the time model, and of the memory model where nothing can be traced.
+
+Bases and effects have normal priors; they are fitted by Gauss-Newton steps, with Student weights so that one disturbed
+probe does not bend everything, and their uncertainty is Laplace's approximation. What they leave over is a Gaussian
+process. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.7 (explicit basis
+functions), whose basis is here the parts' linearisation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune.config import Config
+from autotune.predict.parts import Array, Design, Layout, Residual
+
+STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
+MAX_STEPS = 12  # of Gauss-Newton
+LARGEST_STEP = 2.0  # of a parameter, in logarithms
+SETTLED = 1e-4  # a step this small changes nothing
+SETTLED_WEIGHT = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One probe. All in logarithms.
+
+    Attributes:
+        value: of the cost.
+        noise: standard deviation within the probe, what differs between processes apart.
+        parts: part's name -> what was measured of it alone.
+    """
+
+    config: Config
+    value: float
+    noise: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed of the log cost of a list of configs: means, and factors of their covariance.
+
+    `covariance[i, j] = kernel[i, j] - explained[i] @ explained[j] + effects[i] @ effects[j]`.
+    """
+
+    mean: Array
+    variance: Array
+    _layout: Layout
+    _residual: Residual
+    _design: Design
+    _explained: Array
+    _effects: Array
+
+    def covariance_with(self, index: int) -> Array:
+        """Covariance of every config with the one at `index`, (m,)."""
+        kernel = self._layout.kernel(self._residual, self._design, self._design.row(index))[:, 0]
+        return np.asarray(kernel - self._explained @ self._explained[index] + self._effects @ self._effects[index])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How large noise and residual are: learned, on a grid, from how well the probes agree with each other.
+
+    Attributes:
+        noise: (standard deviation between processes, prior weight) pairs.
+        residual: (factor on the residual, prior weight) pairs.
+        part_noise: standard deviation of what is measured of a part alone.
+        outliers: whether an observation far off the others counts less.
+    """
+
+    noise: tuple[tuple[float, float], ...]
+    residual: tuple[tuple[float, float], ...] = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))
+    part_noise: float = 0.35
+    outliers: bool = True
+
+
+class PartsModel:
+    """The model, fitted to observations. A new object for every new observation; fitting takes milliseconds."""
+
+    def __init__(
+        self, layout: Layout, residual: Residual, scales: Scales, observations: Sequence[Observation] = ()
+    ) -> None:
+        self._layout = layout
+        self._prior_residual = residual
+        self._scales = scales
+        self._take(observations)
+        self.residual = residual
+        self.noise = _expected(scales.noise)
+        self._fit()
+
+    def belief(self, configs: Sequence[Config]) -> Belief:
+        """What is believed of configs, observed or not."""
+        design = self._layout.design(configs)
+        value, slopes = design.linearised(self._parameters)
+        variance = self._layout.variance(self.residual, design)
+        explained = np.zeros((len(configs), 0))
+        if len(self._values):
+            across = self._layout.kernel(self.residual, design, self._design)
+            explained = np.linalg.solve(self._root, across.T).T
+            value = value + explained @ self._whitened_residuals
+            slopes = slopes - explained @ self._whitened_slopes
+        effects = slopes @ self._spread
+        return Belief(
+            value,
+            variance - (explained**2).sum(axis=1) + (effects**2).sum(axis=1),
+            self._layout,
+            self.residual,
+            design,
+            explained,
+            effects,
+        )
+
+    def without(self, row: int) -> PartsModel:
+        """The model as it would be without one of its observations; noise and residual stay as large as they were found."""
+        kept = [o for place, o in enumerate(self._observations) if place != row]
+        new = copy(self)
+        new._take(kept)
+        new._step_until_settled()
+        return new
+
+    def _take(self, observations: Sequence[Observation]) -> None:
+        self._observations = tuple(observations)
+        self._design = self._layout.design([o.config for o in observations])
+        self._values = np.array([o.value for o in observations])
+        self._within = np.array([o.noise for o in observations]) ** 2
+        names = [part.name for part in self._layout.parts]
+        alone = [
+            (row, names.index(name), value) for row, o in enumerate(observations) for name, value in o.parts.items()
+        ]
+        self._alone_features = np.array([self._design.features[row, part] for row, part, _ in alone])
+        self._alone_values = np.array([value - self._design.scales[row, part] for row, part, value in alone])
+
+    def _fit(self) -> None:
+        self._parameters = self._layout.mean.copy()
+        if len(self._values):
+            self._parameters[0] = float(np.median(self._values))
+            self._step_until_settled()
+            self._learn_scales()
+        self._step_until_settled()
+
+    def _step_until_settled(self) -> None:
+        """Gauss-Newton: each step is a generalised least-squares fit of the model linearised at the last one."""
+        weights = np.ones(len(self._values))
+        for _ in range(MAX_STEPS):
+            value, slopes = self._design.linearised(self._parameters)
+            noise = (self._within + self.noise**2) / weights
+            covariance = self._layout.kernel(self.residual, self._design, self._design) + np.diag(noise)
+            self._root = np.linalg.cholesky(covariance)
+            self._whitened_slopes = np.linalg.solve(self._root, slopes)
+            aim = np.linalg.solve(self._root, self._values - value + slopes @ self._parameters)
+            information = self._layout.precision + self._whitened_slopes.T @ self._whitened_slopes
+            moment = self._layout.precision @ self._layout.mean + self._whitened_slopes.T @ aim
+            if len(self._alone_values):
+                alone_weight = 1 / self._scales.part_noise**2
+                information += alone_weight * self._alone_features.T @ self._alone_features
+                moment += alone_weight * self._alone_features.T @ self._alone_values
+            step = np.linalg.solve(information, moment) - self._parameters
+            length = float(np.abs(step).max())
+            self._parameters = self._parameters + step * min(1.0, LARGEST_STEP / max(length, SETTLED))
+            self._whitened_residuals = aim - self._whitened_slopes @ self._parameters
+            misfit = noise * np.linalg.solve(self._root.T, self._whitened_residuals)  # the part taken for noise
+            before = weights
+            if self._scales.outliers:
+                weights = student_weights(misfit, self._within + self.noise**2)
+            if length < SETTLED and np.abs(weights - before).max(initial=0.0) < SETTLED_WEIGHT:
+                break
+        self._spread = np.linalg.cholesky(np.linalg.inv(information))
+
+    def _learn_scales(self) -> None:
+        """Noise and residual, averaged over a grid by how likely they make the observations (linearised at the fit)."""
+        value, slopes = self._design.linearised(self._parameters)
+        deviations = self._values - value + slopes @ (self._parameters - self._layout.mean)
+        shared = slopes @ self._layout.covariance @ slopes.T
+        sizes, groups = self._layout.kernels(self._prior_residual, self._design, self._design)
+        grid = [
+            (a, b, c, a_weight * b_weight * c_weight)
+            for (a, a_weight), (b, b_weight), (c, c_weight) in itertools.product(
+                self._scales.residual, self._scales.residual, self._scales.noise
+            )
+        ]
+        factors, weights = np.array(grid)[:, :3], np.array(grid)[:, 3]
+        squares = factors[:, :, None, None] ** 2
+        within = shared + np.diag(self._within)
+        covariances = within + squares[:, 0] * sizes + squares[:, 1] * groups + squares[:, 2] * np.eye(len(within))
+        roots = np.linalg.cholesky(covariances)
+        whitened = np.linalg.solve(roots, np.broadcast_to(deviations[:, None], (len(grid), len(within), 1)))[:, :, 0]
+        log_roots = np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
+        logs = -0.5 * (whitened**2).sum(axis=1) - log_roots + np.log(weights)
+        chances = np.exp(logs - logs.max())
+        learned = np.exp(chances @ np.log(factors) / chances.sum())
+        self.noise = float(learned[2])
+        self.residual = replace(self._prior_residual, sizes=float(learned[0]), groups=float(learned[1]))
+
+
+def student_weights(misfit: Array, variance: Array) -> Array:
+    """How much each observation counts, at most 1: iteratively reweighted least squares for Student's t distribution.
+
+    Source: Lange, Little and Taylor, Robust Statistical Modeling Using the t Distribution (JASA, 1989).
+    """
+    return np.asarray(np.minimum(1.0, (STUDENT_FREEDOM + 1) / (STUDENT_FREEDOM + misfit**2 / variance)))
+
+
+def _expected(weighted: Sequence[tuple[float, float]]) -> float:
+    """Geometric mean of values with weights."""
+    return math.exp(sum(w * math.log(v) for v, w in weighted) / sum(w for _, w in weighted))

@@ -1,0 +1,149 @@
+"""How fast a config trains, before it is run: a floor and a slope in the batch size, the optimizer's step and loading apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.config import Config
+from autotune.outcome import Measurement, Outcome
+from autotune.predict.parts import SIZES, Array, Layout, Part, Residual, SpaceLike
+from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
+from autotune.techniques import Factor
+
+# Seconds per sample at a micro batch b and s samples per optimizer step: compute + launch / b + update / s + data.
+PARTS = (
+    Part(name="compute", scale=lambda b, s: np.ones_like(b), effect=lambda e: e.compute, share=Factor(spread=1e3)),
+    Part(name="launch", scale=lambda b, s: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)),
+    Part(name="update", scale=lambda b, s: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)),
+    Part(
+        name="data", scale=lambda b, s: np.ones_like(b), effect=lambda e: e.data, share=Factor(typical=0.02, spread=4.0)
+    ),
+)
+RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
+SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
+PHASES = {"data": "data", "update": "optimizer"}  # part -> phase of a measurement that shows it alone
+MIN_PHASE_S = 1e-6  # what a clock can tell
+DISTURBED_NOISE = 0.1  # of a probe that others disturbed
+HURRIED_NOISE = 0.05  # of a probe that was cut short: its warm-up was all that was timed
+Z95 = 1.96
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedEstimate:
+    """Throughput of a config, as far as it is known.
+
+    Attributes:
+        samples_per_s: median; `low` and `high` bound 95 %.
+        log_std: standard deviation of its logarithm.
+    """
+
+    samples_per_s: float
+    log_std: float
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval."""
+        return self.samples_per_s * math.exp(-Z95 * self.log_std)
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval."""
+        return self.samples_per_s * math.exp(Z95 * self.log_std)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What is believed of several configs' throughputs together. Logarithms; arrays of one figure a config."""
+
+    belief: Belief
+
+    @property
+    def log_mean(self) -> Array:
+        """Means of the log throughputs."""
+        return -self.belief.mean
+
+    @property
+    def log_variance(self) -> Array:
+        """Variances of the log throughputs."""
+        return self.belief.variance
+
+    def log_covariance_with(self, index: int) -> Array:
+        """Covariances with the config at `index`: what two configs have in common does not tell them apart."""
+        return self.belief.covariance_with(index)
+
+
+class TimeModel:
+    """Throughput of any config of a space, from priors and the probes so far."""
+
+    def __init__(self, space: SpaceLike, probes: Sequence[tuple[Config, Outcome]] = ()) -> None:
+        self._baseline = space.baseline
+        self._layout = Layout(PARTS, space)
+        self._fit(probes)
+
+    def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:
+        """A new model that has seen exactly these probes. Those that did not run through tell nothing of time."""
+        new = copy(self)
+        new._fit(probes)
+        return new
+
+    def doubting(self) -> list[TimeModel]:
+        """The models that would be without one probe that is the only one to show a technique's choice.
+
+        A process that something disturbed unseen may be far off, and nothing else would tell of it.
+        """
+        return [self._without(row) for row in range(len(self._seen)) if self._shows_something_alone(row)]
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the log throughput between one process and another, as far as it is known."""
+        return self._model.noise
+
+    def speeds(self, configs: Sequence[Config]) -> Speeds:
+        """All that is known of several configs together."""
+        return Speeds(self._model.belief(configs))
+
+    def estimate(self, configs: Sequence[Config]) -> list[SpeedEstimate]:
+        """Each config by itself. Before any probe only ratios between configs mean something."""
+        speeds = self.speeds(configs)
+        return [
+            SpeedEstimate(samples_per_s=math.exp(mean), log_std=math.sqrt(variance))
+            for mean, variance in zip(speeds.log_mean, speeds.log_variance, strict=True)
+        ]
+
+    def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
+        seen = [_observation(config, o.measurement) for config, o in probes if o.measurement is not None]
+        self._seen = [observation.config for observation in seen]
+        self._model = PartsModel(self._layout, RESIDUAL, SCALES, seen)
+
+    def _without(self, row: int) -> TimeModel:
+        new = copy(self)
+        new._seen = self._seen[:row] + self._seen[row + 1 :]
+        new._model = self._model.without(row)
+        return new
+
+    def _shows_something_alone(self, row: int) -> bool:
+        others = self._seen[:row] + self._seen[row + 1 :]
+        return any(
+            choice != self._baseline[name] and all(other[name] != choice for other in others)
+            for name, choice in self._seen[row].choices
+            if name not in SIZES
+        )
+
+
+def _observation(config: Config, measured: Measurement) -> Observation:
+    within = math.log(measured.samples_per_s_high / measured.samples_per_s_low) / 2 / Z95
+    extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
+    # part / (samples / samples per step) is its size at the baseline's samples per step
+    parts = {
+        part: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
+        for part, phase in PHASES.items()
+        if phase in measured.phases_s
+    }
+    return Observation(
+        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), parts=parts
+    )

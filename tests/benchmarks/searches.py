@@ -1,0 +1,268 @@
+"""How good each search strategy is, over recorded tables of real training: run by `make bench-searches`.
+
+Every strategy runs the product's own search loop; a `ReplayProber` answers from the table in the place of the device, each
+probe with one of the recorded repeats, drawn by the seed. Each table is searched without a memory limit that binds, and
+within one that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
+doubled until it fails. Writes a table and a plot into `studies/README.md`, between its markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+
+from autotune import table
+from autotune.config import Config
+from autotune.probe.replay import ReplayProber
+from autotune.probe.settings import ProbeSettings
+from autotune.table import Table
+from autotune.tuning.events import Listener
+from autotune.tuning.loop import Loop
+from autotune.tuning.objective import Objective
+from autotune.tuning.study import Place, Store
+from autotune.tuning.sweep import space_of
+
+ROOT = Path(__file__).parent.parent.parent
+STUDIES = ROOT / "studies"
+README, PLOT = STUDIES / "README.md", STUDIES / "searches.svg"
+STRATEGIES = ("cost-model", "gp", "tpe", "random", "doubling")
+HEADROOM = 0.05
+MAX_PROBES = 40
+NEAR = 0.98  # of the optimum: within 2 %
+EXCEEDING = 0.5  # share of a table's configs that a tight memory limit rules out, as far as the baseline allows
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A table, searched within a memory limit."""
+
+    path: Path
+    tight: bool
+
+    @property
+    def name(self) -> str:
+        """`gpt cpu, tight`."""
+        return f"{self.path.parent.name} {self.path.stem}, {'half of it fits' if self.tight else 'all of it fits'}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one search did, in the table's own figures.
+
+    Attributes:
+        shares: after each probe, the best feasible config so far as a share of the table's optimum.
+        regret: what the answer lacks of the optimum, after the play-off.
+    """
+
+    scenario: Scenario
+    strategy: str
+    seed: int
+    shares: tuple[float, ...]
+    num_oom: int
+    regret: float
+
+    @property
+    def probes_until_near(self) -> float:
+        """Probes until within 2 % of the optimum; endless when the search ended before."""
+        return next((n for n, share in enumerate(self.shares, start=1) if share >= NEAR), math.inf)
+
+
+class Truth:
+    """What a table says of every config within a limit."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.table = read(scenario.path)
+        self.limit_bytes = limit_bytes(self.table, tight=scenario.tight)
+        usable_bytes = self.limit_bytes * (1 - HEADROOM)
+        self.speed = {
+            config: figure.samples_per_s if figure.peak_bytes <= usable_bytes else 0.0
+            for config, figure in self.table.figures.items()
+        }
+        self.optimum = max(self.speed.values())
+
+    def shares(self, configs: Sequence[Config]) -> tuple[float, ...]:
+        """The best so far after each config, as a share of the optimum."""
+        return tuple(np.maximum.accumulate([self.speed[config] / self.optimum for config in configs]).tolist())
+
+    def num_oom(self, configs: Sequence[Config]) -> int:
+        """How many of the configs ran out of memory."""
+        return sum(self.table.figures[config].peak_bytes > self.limit_bytes for config in configs)
+
+
+@lru_cache
+def read(path: Path) -> Table:
+    """A table, read once a process."""
+    return table.read(path)
+
+
+def limit_bytes(recorded: Table, *, tight: bool) -> int:
+    """A limit that everything fits, or one that half of the configs exceed but the baseline does not."""
+    peaks = [figure.peak_bytes for figure in recorded.figures.values()]
+    if not tight:
+        return int(max(peaks) / (1 - HEADROOM)) + 1
+    baseline_bytes = recorded.figures[space_of(recorded.header).baseline].peak_bytes
+    return int(max(float(np.quantile(peaks, 1 - EXCEEDING)), 1.01 * baseline_bytes) / (1 - HEADROOM)) + 1
+
+
+def doubling(truth: Truth) -> list[Config]:
+    """Plain fp32 training at the table's batch sizes, doubled until it fails; the last that fits is the answer."""
+    space = space_of(truth.table.header)
+    sizes = sorted(int(size) for size in space.choices["batch_size"])
+    tried, size = [], sizes[0]
+    while True:
+        config = space.complete({**space.baseline.as_dict(), "batch_size": size})
+        tried.append(config)
+        larger = [other for other in sizes if size < other <= 2 * size]
+        if not larger or truth.num_oom([config]):
+            return tried
+        size = larger[-1]
+
+
+def run(scenario: Scenario, strategy: str, seed: int) -> Search:
+    """One search."""
+    truth = Truth(scenario)
+    if strategy == "doubling":
+        tried = doubling(truth)
+        fitting = [config for config in tried if truth.speed[config]]
+        answer = truth.speed[fitting[-1]] if fitting else 0.0
+        return Search(scenario, strategy, seed, truth.shares(tried), truth.num_oom(tried), 1 - answer / truth.optimum)
+    loop = make_loop(truth, strategy, seed)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    loop.undo_changes()
+    configs = [probe.config for probe in loop.probed()]
+    standing = loop.run_play_off()
+    assert standing.answer is not None
+    regret = 1 - truth.speed[standing.answer.config] / truth.optimum
+    return Search(scenario, strategy, seed, truth.shares(configs), truth.num_oom(configs), regret)
+
+
+def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
+    """The product's search loop over a table, with its study in memory."""
+    space = space_of(truth.table.header)
+    place = Place(storage="sqlite:///:memory:", study="replay", file=None)
+    return Loop(
+        prober=ReplayProber(truth.table, seed=seed),
+        store=Store(place, {"seed": seed}, {"baseline_config": space.baseline.as_dict()}),
+        space=space,
+        objective=Objective(name="throughput", memory_limit_bytes=truth.limit_bytes, headroom=HEADROOM),
+        settings=ProbeSettings(device="cpu", memory_limit_bytes=truth.limit_bytes),
+        listener=Listener(),
+        interrupted=lambda: False,
+        budget_s=1e6,
+        started=time.monotonic(),
+        num_trials=MAX_PROBES,
+        sampler=strategy,
+        seed=seed,
+        timeout_s=None,
+    )
+
+
+def searches(
+    scenarios: Sequence[Scenario], strategies: Sequence[str], num_seeds: int, workers: int
+) -> Iterator[Search]:
+    """Every strategy on every scenario, with every seed. `doubling` draws no lots."""
+    jobs = [
+        (scenario, strategy, seed)
+        for strategy in strategies
+        for scenario in scenarios
+        for seed in range(1 if strategy == "doubling" else num_seeds)
+    ]
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(run, *zip(*jobs, strict=True))
+
+
+def summary(found: Sequence[Search]) -> list[str]:
+    """A Markdown table: one row a scenario and strategy, and a row for all scenarios together."""
+    lines = [
+        "| table and limit | strategy | probes to within 2 % | never | out of memory (most) | probes | regret (90 %) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    scenarios = list(dict.fromkeys(search.scenario for search in found))
+    groups = [([scenario], scenario.name) for scenario in scenarios] + [(scenarios, "all")]
+    for members, name in groups:
+        for strategy in dict.fromkeys(search.strategy for search in found):
+            mine = [search for search in found if search.scenario in members and search.strategy == strategy]
+            lines.append(f"| {name} | `{strategy}` | {' | '.join(_figures(mine))} |")
+    return lines
+
+
+def _figures(mine: Sequence[Search]) -> list[str]:
+    near = median(search.probes_until_near for search in mine)
+    never = sum(math.isinf(search.probes_until_near) for search in mine) / len(mine)
+    oom = [search.num_oom for search in mine]
+    regrets = [search.regret for search in mine]
+    high = quantiles(regrets, n=10)[-1] if len(regrets) > 1 else regrets[0]
+    return [
+        "-" if math.isinf(near) else f"{near:g}",
+        f"{never:.0%}",
+        f"{median(oom):g} ({max(oom)})",
+        f"{median(len(search.shares) for search in mine):g}",
+        f"{median(regrets):.1%} ({high:.1%})",
+    ]
+
+
+def plot(found: Sequence[Search]) -> None:
+    """Best so far over the optimum against the number of probes: median over seeds and tables, with the middle 80 %."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "autotune"  # the same picture from the same searches
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for strategy in dict.fromkeys(search.strategy for search in found):
+        curves = np.array([_padded(search.shares) for search in found if search.strategy == strategy])
+        low, middle, high = np.quantile(curves, (0.1, 0.5, 0.9), axis=0)
+        (line,) = axes.plot(range(1, MAX_PROBES + 1), middle, label=strategy)
+        axes.fill_between(range(1, MAX_PROBES + 1), low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+    axes.axhline(NEAR, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(
+        xlabel="probes, the baseline's included", ylabel="best feasible config, share of the optimum", ylim=(0.4, 1.01)
+    )
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def _padded(shares: Sequence[float]) -> list[float]:
+    return [*shares[:MAX_PROBES], *[shares[-1]] * (MAX_PROBES - len(shares))]
+
+
+def write(name: str, lines: Sequence[str]) -> None:
+    """Put lines between the markers of that name in the studies' README."""
+    text = README.read_text()
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    README.write_text(pattern.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text))
+
+
+def main() -> None:
+    """Run, print, and write into the README unless only a part was run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--tables", nargs="+", type=Path, default=sorted(STUDIES.glob("*/*.csv")))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="into the README and the plot")
+    options = parser.parse_args()
+    scenarios = [Scenario(path.absolute(), tight) for path in options.tables for tight in (False, True)]
+    found = list(searches(scenarios, options.strategies, options.seeds, options.workers))
+    lines = [f"{options.seeds} seeds a row.", "", *summary(found)]
+    print("\n".join(lines))
+    if options.write:
+        plot(found)
+        write("searches", lines)
+
+
+if __name__ == "__main__":
+    main()

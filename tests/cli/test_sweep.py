@@ -1,0 +1,58 @@
+"""`autotune sweep`: a table on disk, a line a probe on stderr, and clear refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune import table
+
+TINY = Path(__file__).parent.parent / "models" / "tiny.py"
+SMALL = (
+    "--grid",
+    "batch_size=4",
+    "--grid",
+    "checkpoint_segments=0",
+    "--grid",
+    "optimizer_impl=default",
+    "--grid",
+    "amp=off,bf16",
+)
+
+
+def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autotune", "sweep", str(TINY), "--device", "cpu", "--out", "tiny.csv", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None:
+    done = sweep(tmp_path, *SMALL, "--max-repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny.csv: 2 configs, 2 probes; 2 ran, 0 of them known within 3.0%")
+    assert len(done.stderr.splitlines()) == 2 and "round 1,    0 left: batch 4 x12" in done.stderr
+    assert len(table.read(tmp_path / "tiny.csv").rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--grid", "ampp=off"), "did you mean amp"),
+        (("--grid", "amp"), "--grid amp is not of the form NAME=..."),
+        (("--grid", "amp=fp8"), "'fp8' is not a choice of amp"),
+        (("--interval", "300%"), "not a share"),
+    ],
+)
+def test_bad_options_are_refused_with_the_next_step(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
+    done = sweep(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tiny.csv").write_text("name,price\ntea,3\n")
+    done = sweep(tmp_path, *SMALL)
+    assert (done.returncode, (tmp_path / "tiny.csv").read_text()) == (2, "name,price\ntea,3\n")
+    assert "no table of this format: it begins with 'name,price'" in done.stderr

@@ -1,0 +1,143 @@
+"""Peak memory of a process, predicted from traced peaks and probes, or from probes alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from autotune.config import Config
+from autotune.outcome import Kind, Outcome
+from autotune.predict.memory import MemoryModel, beyond
+from autotune.tuning.space import Space, build_space
+from tests.tuning.closed_form import MIB, ClosedFormProber, inspection, measurement
+from tests.tuning.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber
+
+PROBER = RoughProber()
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+
+
+def ran(config: Config, prober: ClosedFormProber = PROBER) -> tuple[Config, Outcome]:
+    return config, Outcome(kind=Kind.OK, measurement=measurement(config, 100.0, prober.peak_bytes(config)))
+
+
+def ran_out(config: Config, limit_bytes: int, attempted_bytes: int = 0) -> tuple[Config, Outcome]:
+    return config, Outcome(kind=Kind.OOM, peak_bytes=limit_bytes, attempted_bytes=attempted_bytes)
+
+
+def errors(model: MemoryModel, configs: Sequence[Config]) -> list[float]:
+    estimates = model.estimates(configs)
+    return [abs(e.peak_bytes / PROBER.peak_bytes(c) - 1) for c, e in zip(configs, estimates, strict=True) if e]
+
+
+def traced(space: Space) -> MemoryModel:
+    return MemoryModel(NoisyPeaks(PROBER), OUTSIDE_BYTES, space)
+
+
+def untraced(space: Space) -> MemoryModel:
+    return MemoryModel(None, OUTSIDE_BYTES, space)
+
+
+def test_a_traced_config_is_known_before_any_probe(space: Space) -> None:
+    configs = list(space)
+    model = traced(space)
+    found = errors(model, configs)
+    inside = [
+        e and e.low_bytes < PROBER.peak_bytes(c) < e.high_bytes
+        for c, e in zip(configs, model.estimates(configs), strict=True)
+    ]
+    assert np.median(found) < 0.08 and np.mean(inside) > 0.9
+
+
+def test_two_probes_correct_every_group(space: Space) -> None:
+    for seed in range(5):
+        configs = [space.baseline, random.Random(seed).choice(list(space))]
+        found = errors(traced(space).fitted([ran(c) for c in configs]), list(space))
+        assert np.median(found) <= 0.04 and np.quantile(found, 0.95) <= 0.10
+
+
+def test_the_breakdown_is_passed_on(space: Space) -> None:
+    estimate = traced(space).estimate(space.baseline)
+    assert estimate is not None and estimate.breakdown == NoisyPeaks(PROBER).peak(space.baseline).breakdown
+
+
+def test_a_probe_of_one_group_moves_its_own_group_most(space: Space) -> None:
+    checkpointed, plain = space.complete({"checkpoint_segments": 6}), space.baseline
+    _, outcome = ran(checkpointed)
+    assert outcome.measurement is not None
+    peak_bytes = outcome.measurement.peak_bytes + 40 * MIB
+    larger = Outcome(kind=Kind.OK, measurement=measurement(checkpointed, 100.0, peak_bytes))
+    before, after = traced(space), traced(space).fitted([(checkpointed, larger)])
+    moved = [after.estimate(c).peak_bytes / before.estimate(c).peak_bytes for c in (checkpointed, plain)]  # type: ignore[union-attr]
+    assert moved[0] > moved[1] > 1
+
+
+@pytest.mark.parametrize("make", [traced, untraced])
+def test_running_out_of_memory_is_evidence(space: Space, make: object) -> None:
+    model: MemoryModel = make(space).fitted([ran(space.baseline)])  # type: ignore[operator]
+    config = space.complete({"batch_size": 16})
+    before = model.estimate(config)
+    assert before is not None
+    limit = int(1.1 * before.peak_bytes)
+    chances = []
+    for attempted in (0, 200 * MIB):
+        after = model.fitted([ran(space.baseline), ran_out(config, limit, attempted)]).estimate(config)
+        assert after is not None and after.peak_bytes > before.peak_bytes
+        chances.append(after.chance_within(limit))
+    assert before.chance_within(limit) > chances[0] > chances[1]
+
+
+def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:
+    config = space.complete({"batch_size": 48})
+    expected = traced(space).estimate(config)
+    after = traced(space).fitted([ran_out(config, expected.peak_bytes // 2)]).estimate(config)  # type: ignore[union-attr]
+    assert (
+        expected is not None and after is not None and after.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.01)
+    )
+
+
+def test_nothing_is_known_of_an_untraced_model_before_a_probe(space: Space) -> None:
+    assert untraced(space).estimate(space.baseline) is None
+
+
+def test_two_sizes_of_an_untraced_group_give_its_line(space: Space) -> None:
+    sizes = [space.complete({"batch_size": size}) for size in (4, 8, 16)]
+    model = untraced(space).fitted([ran(c) for c in sizes[:2]])
+    estimate = model.estimate(sizes[2])
+    assert estimate is not None and estimate.peak_bytes == pytest.approx(PROBER.peak_bytes(sizes[2]), rel=0.05)
+
+
+def test_untraced_groups_learn_from_each_other_with_wide_intervals(space: Space) -> None:
+    model = untraced(space).fitted([ran(space.baseline), ran(space.complete({"batch_size": 12}))])
+    own, other = space.complete({"batch_size": 8}), space.complete({"batch_size": 8, "checkpoint_segments": 6})
+    known, guessed = model.estimate(own), model.estimate(other)
+    assert known is not None and guessed is not None and guessed.log_std > known.log_std
+    assert guessed.peak_bytes < known.peak_bytes and guessed.low_bytes < PROBER.peak_bytes(other) < guessed.high_bytes
+
+
+def test_a_failed_baseline_alone_says_that_smaller_batches_are_likelier_to_fit(space: Space) -> None:
+    model = untraced(space).fitted([ran_out(space.baseline, 400 * MIB)])
+    chances = [model.estimate(space.complete({"batch_size": size})).chance_within(400 * MIB) for size in (1, 2, 4)]  # type: ignore[union-attr]
+    assert 1 > chances[0] > chances[1] > chances[2]
+
+
+def test_what_is_beyond_a_bound_has_the_moments_of_the_truncated_normal() -> None:
+    draws = np.random.default_rng(0).normal(1.0, 2.0, 400_000)
+    kept = draws[draws > 2.5]
+    value, noise = beyond(1.0, 4.0, 2.5)
+    variance = 1 / (1 / 4.0 + 1 / noise)
+    mean = variance * (1.0 / 4.0 + value / noise)
+    assert (mean, variance) == (pytest.approx(kept.mean(), rel=0.01), pytest.approx(kept.var(), rel=0.02))
+
+
+@pytest.mark.parametrize("least", [-1e3, 1.0, 20.0, 1e3])
+def test_a_bound_however_far_off_says_something_finite_or_nothing(least: float) -> None:
+    value, noise = beyond(1.0, 4.0, least)
+    assert noise > 0 and (math.isinf(noise) or value > 1.0)
