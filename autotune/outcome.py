@@ -23,7 +23,8 @@ class Kind(StrEnum):
 class Measurement:
     """What a probe that ended `ok` measured.
 
-    The throughput is the median over the timed blocks; its interval is the distribution-free 95 % interval of the median.
+    The throughput is the median over the timed blocks, with the distribution-free 95 % interval of the median. Where the
+    blocks' samples come from a dataset, and so differ in their work, it is all samples over all the time, with Student's.
     """
 
     samples_per_s: float

@@ -33,17 +33,20 @@ class Inspection:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Inspection:
         """Rebuild an inspection from the plain data that a process sent."""
-        device = dict(data["device"])
-        device["capability"], device["notes"] = tuple(device["capability"]), tuple(device["notes"])
         support = {
             name: Support(**item | {"choices": tuple(item["choices"]), "optional": tuple(item["optional"])})
             for name, item in data["support"].items()
         }
-        return Inspection(**{**data, "device": DeviceInfo(**device), "support": support})
+        return Inspection(**{**data, "device": DeviceInfo.from_dict(data["device"]), "support": support})
 
 
-def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> dict[str, Any]:
+def inspect_task(
+    task: Any, *, device: str, memory_limit_bytes: int | None, absent: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
+
+    Args:
+        absent: a `DeviceInfo` as a dict: ask for a GPU that is not there, in place of `device`. No step is tried then.
 
     Raises:
         TaskError: the task is not valid.
@@ -51,15 +54,17 @@ def inspect_task(task: Any, *, device: str, memory_limit_bytes: int | None) -> d
     """
     from autotune import techniques
     from autotune.batches import map_tensors
-    from autotune.devices import open_device
+    from autotune.devices import Device, open_device
+    from autotune.devices.absent import AbsentGpu
     from autotune.task.facts import check_task, gather_facts
 
-    opened = open_device(device)
+    opened: Device = open_device(device) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
     info = opened.info()
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
     outside_bytes = opened.current_bytes()
-    check_task(task, opened.torch_device)
+    if absent is None:
+        check_task(task, opened.torch_device)
     facts = gather_facts(task)
     given: dict[str, Any] = dict(task.baseline or {})
     if "batch_size" not in given and facts.dataset_size is not None:

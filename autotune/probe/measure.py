@@ -18,7 +18,7 @@ from autotune.devices import Device
 from autotune.errors import TaskError
 from autotune.outcome import Measurement
 from autotune.probe.settings import ProbeSettings
-from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm, median_interval
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
 from autotune.session import Session
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
@@ -68,8 +68,7 @@ class Run:
         before_phases = self.train_s
         phases = {} if cut_short else self._phases()
         detail = self.device.memory_detail()
-        low, high = median_interval(blocks.samples_per_s)
-        speed = median(blocks.samples_per_s)
+        speed, low, high = blocks.throughput
         typical = median(self.warmup_step_s[1:])
         telemetry = self.device.telemetry()
         # a large GPU is at its power cap whenever it works hard: that is its speed, not a disturbance
@@ -153,10 +152,14 @@ class Run:
         return not self.settings.num_steps and speed < self.settings.slowest_samples_per_s
 
     def _warm_up_as_blocks(self) -> Blocks:
-        blocks = Blocks(interval=self.settings.interval, max_timed_s=0.0)
+        blocks = self._no_blocks(max_timed_s=0.0)
         for step_s in self.warmup_step_s[1:]:
             blocks.add(self.session.config.batch_size / step_s, 0.0)
         return blocks
+
+    def _no_blocks(self, max_timed_s: float) -> Blocks:
+        unequal = self.session.task.dataset() is not None
+        return Blocks(interval=self.settings.interval, max_timed_s=max_timed_s, unequal=unequal)
 
     def _time(self) -> tuple[Blocks, float]:
         """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
@@ -167,7 +170,7 @@ class Run:
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / micro_s))
         sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        blocks = Blocks(interval=self.settings.interval, max_timed_s=self.settings.max_timed_s)
+        blocks = self._no_blocks(max_timed_s=self.settings.max_timed_s)
         held: list[tuple[int, int]] = []
         self.device.start_measuring()
         done = 0

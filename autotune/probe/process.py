@@ -12,13 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.config import Config
+from autotune.devices.base import DeviceInfo
 from autotune.devices.cpu import num_threads
 from autotune.errors import AutotuneError, StudyError, TaskError
 from autotune.outcome import Kind, Outcome
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.probe.settings import ProbeSettings
 from autotune.task.source import TaskSource
@@ -26,6 +31,7 @@ from autotune.tuning.result import Check
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one probe
+_TRACE_ATTEMPTS = 3  # processes: one that dies on a group leaves the others to the next
 
 
 class ProbeFault(AutotuneError):
@@ -81,9 +87,19 @@ class ProcessProber:
         reply = self._job("probe", arguments, settings.timeout_s)
         return reply if isinstance(reply, Outcome) else Outcome.from_dict(reply["outcome"])
 
-    def inspect(self, device: str, memory_limit_bytes: int | None, timeout_s: float) -> Inspection | Outcome:
-        """Validate the task and ask what applies to it; an `Outcome` when that failed."""
-        arguments = {"device": device, "memory_limit_bytes": memory_limit_bytes}
+    def inspect(
+        self, device: str, memory_limit_bytes: int | None, timeout_s: float, *, absent: DeviceInfo | None = None
+    ) -> Inspection | Outcome:
+        """Validate the task and ask what applies to it; an `Outcome` when that failed.
+
+        Args:
+            absent: a GPU that is not there, to ask for in place of `device`.
+        """
+        arguments = {
+            "device": device,
+            "memory_limit_bytes": memory_limit_bytes,
+            "absent": None if absent is None else asdict(absent),
+        }
         reply = self._job("inspect", arguments, timeout_s)
         if isinstance(reply, dict) and "inspection" in reply:
             inspection = Inspection.from_dict(reply["inspection"])
@@ -103,6 +119,43 @@ class ProcessProber:
         if isinstance(reply, dict) and "check" in reply:
             return Check(**reply["check"])
         return reply if isinstance(reply, Outcome) else Outcome.from_dict(reply["outcome"])
+
+    def trace(self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None) -> Traces:
+        """Find the memory that configs need without running them; neither raises nor takes longer than `timeout_s`.
+
+        Args:
+            configs: a whole space, say; each group of techniques is traced once.
+            target: `cpu` or `cuda`: the kind of device to foretell. No GPU is needed or touched.
+            timeout_s: what was found until then is kept.
+            known: traces that are there already and are not traced again.
+
+        Returns:
+            `known` and what was found. Groups that could not be traced are among its `failures`, with the reason.
+        """
+        traces = known or Traces(target=target)
+        deadline = time.monotonic() + timeout_s
+        plan = plan_traces(configs)
+        for _ in range(_TRACE_ATTEMPTS):
+            left = plan.without(traces)
+            if not left.labels():
+                return traces
+            arguments = {"plan": left.to_dict(), "target": target, "channel": self._channel}
+            messages: list[dict[str, Any]] = []
+            try:
+                reply = self._job("trace", arguments, max(0.0, deadline - time.monotonic()), messages)
+                why = reply.cause if isinstance(reply, Outcome) else reply.get("outcome", {}).get("cause", "")
+                timed_out = isinstance(reply, Outcome) and reply.kind is Kind.TIMEOUT
+            except ProbeFault as error:
+                why, timed_out = str(error), False
+            for message in messages:
+                if "traces" in message:
+                    traces = traces.merged(Traces.from_dict(message["traces"]))
+            if timed_out:
+                break
+            if why:
+                begun = [message["begun"] for message in messages if "begun" in message]
+                traces = traces.merged(Traces(target=target, failures={begun[-1]: why} if begun else {}))
+        return traces.merged(Traces(target=target, failures=dict.fromkeys(plan.without(traces).labels(), why)))
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -171,8 +224,13 @@ class ProcessProber:
             self._process.wait()
         self._process = None
 
-    def _job(self, job: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any] | Outcome:
-        """Run one job. Returns the worker's message, or an outcome when it ended without one."""
+    def _job(
+        self, job: str, arguments: dict[str, Any], timeout_s: float, heard: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any] | Outcome:
+        """Run one job. Returns the worker's result, or an outcome when it ended without one.
+
+        `heard` receives every message of the worker.
+        """
         if self._process is None:
             self._start()
         log = self._logs / f"{self._num_jobs:04d}-{job}.log"
@@ -196,6 +254,8 @@ class ProcessProber:
             raise ProbeFault(f"the process that starts probes failed: {error}") from error
         finally:
             os.close(channel)
+        if heard is not None:
+            heard += messages
         log_path = _keep_tail(log)
         result = next((message["result"] for message in messages if "result" in message), None)
         wall_s = time.monotonic() - started

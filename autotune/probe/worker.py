@@ -145,10 +145,24 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     return {"check": asdict(run_checks(task, config, device, batch_size=arguments["batch_size"]))}
 
 
+def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Trace configs without running them: arguments `plan`, `target`, and `channel`, by which each finished group is told."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tracing for a GPU must not touch one
+    from autotune.predict.job import trace_plan
+    from autotune.predict.plan import Plan
+
+    seed_everything(0)
+    channel = Channel(arguments["channel"])
+    for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"]):
+        channel.send(message)
+    return {"done": True}
+
+
 JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
     "probe": _probe,
     "inspect": _inspect,
     "check": _check,
+    "trace": _trace,
 }
 
 

@@ -23,19 +23,23 @@ import numpy as np
 
 from autotune import table
 from autotune.config import Config
+from autotune.predict.traces import Traces
 from autotune.probe.replay import ReplayProber
 from autotune.probe.settings import ProbeSettings
 from autotune.table import Table
 from autotune.tuning.events import Listener
 from autotune.tuning.loop import Loop
 from autotune.tuning.objective import Objective
+from autotune.tuning.start import starting_configs
 from autotune.tuning.study import Place, Store
 from autotune.tuning.sweep import space_of
+from tests.benchmarks.memory import TABLES, traces_of
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"
 README, PLOT = STUDIES / "README.md", STUDIES / "searches.svg"
-STRATEGIES = ("cost-model", "gp", "tpe", "random", "doubling")
+STARTED = "after the starting design"
+STRATEGIES = ("cost-model", "gp", f"gp {STARTED}", "tpe", "random", "doubling")
 HEADROOM = 0.05
 MAX_PROBES = 40
 NEAR = 0.98  # of the optimum: within 2 %
@@ -82,6 +86,7 @@ class Truth:
 
     def __init__(self, scenario: Scenario) -> None:
         self.table = read(scenario.path)
+        self.traces = traces(scenario.path)
         self.limit_bytes = limit_bytes(self.table, tight=scenario.tight)
         usable_bytes = self.limit_bytes * (1 - HEADROOM)
         self.speed = {
@@ -103,6 +108,12 @@ class Truth:
 def read(path: Path) -> Table:
     """A table, read once a process."""
     return table.read(path)
+
+
+@lru_cache
+def traces(path: Path) -> Traces:
+    """The traced memory of a table's configs, found once and kept beside the studies."""
+    return traces_of(read(path), STUDIES / ".traces")[0]
 
 
 def limit_bytes(recorded: Table, *, tight: bool) -> int:
@@ -162,10 +173,18 @@ def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
         budget_s=1e6,
         started=time.monotonic(),
         num_trials=MAX_PROBES,
-        sampler=strategy,
+        sampler=strategy.partition(" ")[0],
         seed=seed,
         timeout_s=None,
+        peaks=truth.traces,
+        outside_bytes=truth.table.header.outside_bytes,
+        starting=starting_configs if strategy.endswith(STARTED) else nothing_to_start_with,
     )
+
+
+def nothing_to_start_with(*_: object, **__: object) -> list[tuple[Config, str]]:
+    """Optuna's samplers by themselves, without this package's starting design."""
+    return []
 
 
 def searches(
@@ -251,10 +270,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--tables", nargs="+", type=Path, default=sorted(STUDIES.glob("*/*.csv")))
+    parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="into the README and the plot")
     options = parser.parse_args()
+    for path in options.tables:  # before the workers begin, who find them kept
+        traces(path.absolute())
     scenarios = [Scenario(path.absolute(), tight) for path in options.tables for tight in (False, True)]
     found = list(searches(scenarios, options.strategies, options.seeds, options.workers))
     lines = [f"{options.seeds} seeds a row.", "", *summary(found)]

@@ -4,7 +4,7 @@ import math
 import random
 from statistics import median
 
-from autotune.probe.timing import MIN_BLOCKS, Blocks, is_warm, median_interval
+from autotune.probe.timing import MIN_BLOCKS, Blocks, is_warm, median_interval, rate_interval
 
 
 def test_one_step_alone_is_never_warm():
@@ -45,6 +45,31 @@ def test_the_interval_contains_the_median_for_every_count():
         values = [math.sin(index) for index in range(count)]
         low, high = median_interval(values)
         assert low <= median(values) <= high
+
+
+def test_the_rate_of_unequal_blocks_is_all_samples_over_all_the_time():
+    rate, low, high = rate_interval([100.0, 25.0])  # 100 samples each: one second and four
+    assert rate == 40.0 and low < rate < high
+
+
+def test_the_rates_interval_covers_the_true_rate_about_95_percent_of_the_time():
+    generator = random.Random(1)
+    covered = 0
+    for _ in range(2000):
+        _, low, high = rate_interval([1 / generator.gauss(1, 0.2) for _ in range(6)])
+        covered += low <= 1 <= high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_one_block_has_no_interval():
+    assert rate_interval([50.0]) == (50.0, 50.0, 50.0)
+
+
+def test_unequal_blocks_are_not_judged_by_their_median():
+    blocks = Blocks(interval=0.02, max_timed_s=100, unequal=True)
+    for speed in (100.0, 100.0, 10.0):
+        blocks.add(speed, 0.1)
+    assert blocks.throughput[0] == 25.0
 
 
 def test_quiet_blocks_end_at_the_fewest():

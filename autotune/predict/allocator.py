@@ -1,0 +1,206 @@
+"""How much memory CUDA's caching allocator takes from the card to serve a program's allocations.
+
+It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch with its default settings, for one stream:
+
+- a request is rounded up to 512 B;
+- requests of up to 1 MiB are served from segments of 2 MiB (the small pool), others (the large pool) from segments of
+  20 MiB or, from 10 MiB on, of the request rounded up to 2 MiB;
+- a free block is taken by best fit: the smallest that is large enough, of those the one at the lowest address;
+- a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
+- a freed block is joined with the free blocks beside it in its segment, and segments are kept;
+- when a new segment does not fit into the limit, all segments without a living block are given back first, which
+  `torch.cuda.memory_stats` counts in `num_alloc_retries`.
+
+Segments are taken to lie one behind the other in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.predict.events import Event
+from autotune.units import MIB
+
+_MIN_BLOCK_BYTES = 512  # kMinBlockSize
+_SMALL_BYTES = 1 * MIB  # kSmallSize
+_SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+_LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
+_OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
+_SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorPeak:
+    """What `torch.cuda.memory_stats` would report after the same allocations.
+
+    Attributes:
+        allocated_bytes: peak of the blocks in use, `max_memory_allocated`.
+        reserved_bytes: peak of the segments, `max_memory_reserved`.
+        num_alloc_retries: how often cached segments had to be given back to stay within the limit.
+        fits: False if an allocation failed even so; the peaks are those until then.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    num_alloc_retries: int = 0
+    fits: bool = True
+
+
+def allocator_peak(events: Iterable[Event], *, limit_bytes: int | None = None) -> AllocatorPeak:
+    """Replay `events` through the caching allocator.
+
+    Args:
+        events: allocations and freeings in program order. Storages without bytes take no memory.
+        limit_bytes: what the allocator may reserve at most; None is without limit.
+    """
+    allocator = _CachingAllocator(limit_bytes)
+    living: dict[int, _Block] = {}
+    fits = True
+    for key, size_bytes, allocates in events:
+        if not allocates:
+            block = living.pop(key, None)
+            if block is not None:
+                allocator.free(block)
+        elif size_bytes > 0:
+            block = allocator.allocate(size_bytes)
+            if block is None:
+                fits = False
+                break
+            living[key] = block
+    return AllocatorPeak(
+        allocated_bytes=allocator.peak_allocated_bytes,
+        reserved_bytes=allocator.peak_reserved_bytes,
+        num_alloc_retries=allocator.num_alloc_retries,
+        fits=fits,
+    )
+
+
+class _Block:
+    """A piece of a segment, linked with the pieces before and after it in the same segment."""
+
+    __slots__ = ("address", "after", "before", "free", "pool", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int, pool: _Pool) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.pool = pool
+        self.free = False
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class _Pool:
+    """The free blocks of the small or of the large pool, ordered by size and then by address."""
+
+    def __init__(self, smallest_rest_bytes: int) -> None:
+        self.smallest_rest_bytes = smallest_rest_bytes
+        self._order: list[tuple[int, int]] = []
+        self._blocks: dict[int, _Block] = {}
+
+    def put(self, block: _Block) -> None:
+        block.free = True
+        insort(self._order, (block.size_bytes, block.address))
+        self._blocks[block.address] = block
+
+    def take(self, block: _Block) -> None:
+        del self._order[bisect_left(self._order, (block.size_bytes, block.address))]
+        del self._blocks[block.address]
+        block.free = False
+
+    def take_best_fit(self, size_bytes: int) -> _Block | None:
+        index = bisect_left(self._order, (size_bytes, 0))
+        if index == len(self._order):
+            return None
+        block = self._blocks[self._order[index][1]]
+        self.take(block)
+        return block
+
+    def take_whole_segments(self) -> list[_Block]:
+        whole = [block for block in self._blocks.values() if block.before is None and block.after is None]
+        for block in whole:
+            self.take(block)
+        return whole
+
+
+class _CachingAllocator:
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.peak_allocated_bytes = self.peak_reserved_bytes = self.num_alloc_retries = 0
+        self._limit_bytes = limit_bytes
+        self._allocated_bytes = self._reserved_bytes = 0
+        self._next_address = 0
+        self._small = _Pool(smallest_rest_bytes=_MIN_BLOCK_BYTES)
+        self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
+
+    def allocate(self, request_bytes: int) -> _Block | None:
+        """A block for the request, or None where the limit leaves no room for it."""
+        size_bytes = _round_up(request_bytes, _MIN_BLOCK_BYTES)
+        pool = self._small if size_bytes <= _SMALL_BYTES else self._large
+        block = pool.take_best_fit(size_bytes) or self._new_segment(_segment_bytes(size_bytes), pool)
+        if block is None:
+            return None
+        if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
+            _split(block, size_bytes)
+        self._allocated_bytes += block.size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self._allocated_bytes)
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Give a block back to its pool, joined with its free neighbours."""
+        self._allocated_bytes -= block.size_bytes
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            block.pool.take(before)
+            block.address = before.address
+            block.size_bytes += before.size_bytes
+            _link(before.before, block)
+        if after is not None and after.free:
+            block.pool.take(after)
+            block.size_bytes += after.size_bytes
+            _link(block, after.after)
+        block.pool.put(block)
+
+    def _new_segment(self, size_bytes: int, pool: _Pool) -> _Block | None:
+        if not self._has_room(size_bytes):
+            self.num_alloc_retries += 1
+            for cached in (*self._small.take_whole_segments(), *self._large.take_whole_segments()):
+                self._reserved_bytes -= cached.size_bytes
+            if not self._has_room(size_bytes):
+                return None
+        block = _Block(self._next_address, size_bytes, pool)
+        self._next_address += size_bytes
+        self._reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self._reserved_bytes)
+        return block
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self._limit_bytes is None or self._reserved_bytes + size_bytes <= self._limit_bytes
+
+
+def _split(block: _Block, size_bytes: int) -> None:
+    """Cut a block down to `size_bytes` and put the rest into the pool."""
+    rest = _Block(block.address + size_bytes, block.size_bytes - size_bytes, block.pool)
+    _link(rest, block.after)
+    _link(block, rest)
+    block.size_bytes = size_bytes
+    block.pool.put(rest)
+
+
+def _link(before: _Block | None, after: _Block | None) -> None:
+    if before is not None:
+        before.after = after
+    if after is not None:
+        after.before = before
+
+
+def _segment_bytes(size_bytes: int) -> int:
+    if size_bytes <= _SMALL_BYTES:
+        return _SMALL_SEGMENT_BYTES
+    if size_bytes < _OWN_SEGMENT_BYTES:
+        return _LARGE_SEGMENT_BYTES
+    return _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES)
+
+
+def _round_up(size_bytes: int, multiple_bytes: int) -> int:
+    return -(-size_bytes // multiple_bytes) * multiple_bytes

@@ -1,0 +1,337 @@
+"""What fits into a memory, before anything has run: plain data, and how a memory model is asked for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from autotune import techniques
+from autotune.config import Choice, Config
+from autotune.errors import TaskError
+from autotune.predict.memory import MemoryEstimate, MemoryModel
+from autotune.predict.traces import Traces
+from autotune.probe.inspection import Inspection
+from autotune.techniques import Phase
+from autotune.units import format_seconds
+
+ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
+LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
+
+
+class Estimator(Protocol):
+    """Where predicted peaks come from; `autotune.predict.memory.MemoryModel` is one."""
+
+    def estimate(self, config: Config) -> MemoryEstimate | None:
+        """The peak of a config; None where nothing is known."""
+
+
+class Space(Protocol):
+    """What has to be known of a search space; `autotune.tuning.space.Space` is one."""
+
+    @property
+    def choices(self) -> Mapping[str, tuple[Choice, ...]]:
+        """Per technique what is searched, in order."""
+
+    @property
+    def baseline(self) -> Config:
+        """What the user runs today."""
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per optimizer step, or None."""
+
+    def complete(self, choices: Mapping[str, Choice]) -> Config:
+        """A full config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedPeak:
+    """The predicted peak of one config, and what it consists of: the seven parts add up to it.
+
+    Attributes:
+        config: as a plain dict.
+        peak_bytes: comparable with the memory limit; `peak_low_bytes` and `peak_high_bytes` bound 95 %.
+        chance_to_fit: that the peak is within the limit less headroom.
+        parameters_bytes: parameters and buffers of the model.
+        gradients_bytes: gradients of the parameters.
+        optimizer_bytes: the optimizer's state.
+        activations_bytes: what the forward pass keeps for the backward pass.
+        temporaries_bytes: inputs, results in flight, the optimizer's scratch space.
+        allocator_bytes: rounding, fragments and workspaces of libraries: what the allocator takes beyond the tensors.
+        outside_bytes: outside the allocator: the process and its libraries, or the CUDA context.
+        modules: (name, bytes) of the modules that hold most of the activations, largest first.
+    """
+
+    config: dict[str, Choice]
+    peak_bytes: int
+    peak_low_bytes: int
+    peak_high_bytes: int
+    chance_to_fit: float
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporaries_bytes: int
+    allocator_bytes: int
+    outside_bytes: int
+    modules: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPrediction:
+    """One combination of the techniques that shape memory.
+
+    Attributes:
+        switched_on: choices that are not off.
+        same_memory: choices of further combinations whose memory is the same.
+        peak: at the largest batch size that fits, or, where none does, at the smallest there is.
+        fits: whether that is within the limit less headroom.
+        bounded: whether a larger batch was not looked at, for the global batch or the dataset is no larger.
+    """
+
+    switched_on: dict[str, Choice]
+    same_memory: tuple[dict[str, Choice], ...]
+    peak: PredictedPeak
+    fits: bool
+    bounded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What `predict` answers.
+
+    Attributes:
+        task: its name.
+        device: what it is predicted for, in words; `on_gpu` whether that is a GPU.
+        memory_limit_bytes: of the device, or as the user limits it.
+        headroom: share of the limit that is to stay free.
+        global_batch: samples per optimizer step, or None.
+        fits: whether the config, or anything at all, fits.
+        config: of the config that was asked for; None where there was none.
+        groups: of all combinations of techniques; empty where one config was asked for.
+        untraced: combination of techniques -> why nothing could be predicted of it.
+        left_out: technique that shapes memory -> why it, or some of its choices, does not apply.
+        warnings: what a reader has to know.
+        trace_s: seconds of tracing; `wall_s` of everything.
+    """
+
+    task: str
+    device: str
+    on_gpu: bool
+    memory_limit_bytes: int
+    headroom: float
+    global_batch: int | None
+    fits: bool
+    config: PredictedPeak | None
+    groups: tuple[GroupPrediction, ...]
+    untraced: dict[str, str]
+    left_out: dict[str, str]
+    warnings: tuple[str, ...]
+    trace_s: float
+    wall_s: float
+
+    @property
+    def usable_bytes(self) -> int:
+        """The limit less headroom."""
+        return int(self.memory_limit_bytes * (1 - self.headroom))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data, marked as a prediction."""
+        return {"predicted": True, **asdict(self), "usable_bytes": self.usable_bytes}
+
+
+def answer(
+    inspection: Inspection,
+    space: Space,
+    traces: Traces,
+    asked: Config | None,
+    *,
+    memory_limit_bytes: int,
+    headroom: float,
+    timeout_s: float,
+    trace_s: float,
+    wall_s: float,
+) -> Prediction:
+    """What traces say of one config, or of every combination of techniques.
+
+    Args:
+        asked: the config; None for all combinations.
+        timeout_s: what tracing was given; it took `trace_s`.
+
+    Raises:
+        TaskError: nothing that was asked for could be traced; the message says why.
+    """
+    usable_bytes = int(memory_limit_bytes * (1 - headroom))
+    question = Question(
+        space,
+        MemoryModel(traces, inspection.outside_bytes, space),
+        outside_bytes=inspection.outside_bytes,
+        usable_bytes=usable_bytes,
+        dataset_size=inspection.facts.get("dataset_size"),
+    )
+    config = question.peak(asked) if asked is not None else None
+    groups = tuple(question.groups() if asked is None else ())
+    if config is None and not groups:
+        raise TaskError(
+            f"the memory of {inspection.facts['name']} cannot be predicted: {'; '.join(sorted({*traces.failures.values()}))}; "
+            "`autotune search` learns it from probes instead"
+        )
+    warnings = list(_warnings(inspection, config, groups))
+    if traces.failures and trace_s >= timeout_s:
+        warnings.append(f"tracing was ended after {format_seconds(timeout_s)}; give it more time with --timeout")
+    fits = config.peak_bytes <= usable_bytes if config is not None else any(group.fits for group in groups)
+    return Prediction(
+        task=inspection.facts["name"],
+        device=inspection.device.model,
+        on_gpu=traces.target == "cuda",
+        memory_limit_bytes=memory_limit_bytes,
+        headroom=headroom,
+        global_batch=inspection.global_batch,
+        fits=fits,
+        config=config,
+        groups=groups,
+        untraced=dict(traces.failures),
+        left_out={
+            name: inspection.support[name].reason
+            for name in techniques.REGISTRY
+            if _shapes_memory(name) and inspection.support[name].reason
+        },
+        warnings=tuple(warnings),
+        trace_s=trace_s,
+        wall_s=wall_s,
+    )
+
+
+def _warnings(inspection: Inspection, config: PredictedPeak | None, groups: Sequence[GroupPrediction]) -> Iterator[str]:
+    if config is not None:
+        for name, choice in config.config.items():
+            support = inspection.support[name]
+            if support.reason and choice not in (*support.choices, *support.optional):
+                yield f"{name}={choice} does not apply here: {support.reason}"
+    accumulation = inspection.support["accumulation_steps"]
+    if any(group.peak.config["accumulation_steps"] in accumulation.optional for group in groups):
+        yield accumulation.reason
+
+
+class Question:
+    """How much of a memory configs would take.
+
+    Args:
+        outside_bytes: what a process holds on the device before the model is built.
+        usable_bytes: what a peak may be.
+        dataset_size: samples in the training set, which bounds the batch; None without one.
+    """
+
+    def __init__(
+        self, space: Space, estimator: Estimator, *, outside_bytes: int, usable_bytes: int, dataset_size: int | None
+    ) -> None:
+        self._space = space
+        self._estimator = estimator
+        self._outside_bytes = outside_bytes
+        self._usable_bytes = usable_bytes
+        self._dataset_size = dataset_size
+
+    def peak(self, config: Config) -> PredictedPeak | None:
+        """The peak of a config; None where it was not traced."""
+        estimate = self._estimator.estimate(config)
+        if estimate is None or (parts := estimate.breakdown) is None:
+            return None
+        tensors_bytes = (
+            parts.parameters_bytes
+            + parts.gradients_bytes
+            + parts.optimizer_bytes
+            + parts.activations_bytes
+            + parts.temporaries_bytes
+        )
+        return PredictedPeak(
+            config=config.as_dict(),
+            peak_bytes=estimate.peak_bytes,
+            peak_low_bytes=estimate.low_bytes,
+            peak_high_bytes=estimate.high_bytes,
+            chance_to_fit=estimate.chance_within(self._usable_bytes),
+            allocator_bytes=estimate.peak_bytes - self._outside_bytes - tensors_bytes,
+            outside_bytes=self._outside_bytes,
+            **asdict(parts),
+        )
+
+    def groups(self) -> list[GroupPrediction]:
+        """Every combination that was traced; those of the same memory once, as the one with the fewest techniques."""
+        groups = []
+        found = [group for choices in combinations(self._space) if (group := self._largest(choices)) is not None]
+        by_effort = sorted(found, key=lambda group: len(group.switched_on))
+        while by_effort:
+            first, *others = by_effort
+            alike = [other for other in others if _alike(first, other)]
+            by_effort = [other for other in others if other not in alike]
+            groups.append((found.index(first), replace(first, same_memory=tuple(other.switched_on for other in alike))))
+        return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
+
+    def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
+        """At the largest batch size that fits, or at the smallest there is."""
+        sizes = self._batch_sizes()
+        smallest = self._at(choices, sizes[0])
+        if smallest is None:
+            return None
+        if smallest.peak_bytes > self._usable_bytes:
+            return self._group(choices, smallest, fits=False)
+        low, high, best = 0, len(sizes), smallest  # sizes[low] fits, sizes[high] does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            peak = self._at(choices, sizes[middle])
+            if peak is not None and peak.peak_bytes <= self._usable_bytes:
+                low, best = middle, peak
+            else:
+                high = middle
+        return self._group(choices, best, fits=True, bounded=low == len(sizes) - 1)
+
+    def _group(
+        self, choices: Mapping[str, Choice], peak: PredictedPeak, *, fits: bool, bounded: bool = False
+    ) -> GroupPrediction:
+        on = switched_on(self._space.complete(choices))
+        return GroupPrediction(switched_on=on, same_memory=(), peak=peak, fits=fits, bounded=bounded)
+
+    def _batch_sizes(self) -> Sequence[int]:
+        if self._space.global_batch is not None:
+            return techniques.divisors(self._space.global_batch)
+        return range(1, (self._dataset_size or LARGEST_BATCH) + 1)
+
+    def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
+        return self.peak(self._space.complete({**choices, "batch_size": batch_size}))
+
+
+def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:
+    """Whether what `other` switches on beside `one` makes no difference."""
+    if {**one.switched_on, **other.switched_on} != other.switched_on:
+        return False
+    same_batch = one.peak.config["batch_size"] == other.peak.config["batch_size"]
+    return same_batch and abs(one.peak.peak_bytes - other.peak.peak_bytes) < ALIKE * one.peak.peak_bytes
+
+
+def all_configs(space: Space) -> Iterator[Config]:
+    """Every combination of techniques at every batch size that is searched."""
+    sizes = space.choices["batch_size"] if space.global_batch is None else techniques.divisors(space.global_batch)
+    for choices in combinations(space):
+        for size in sizes:
+            yield space.complete({**choices, "batch_size": size})
+
+
+def combinations(space: Space) -> Iterator[dict[str, Choice]]:
+    """Every combination of what is searched of the techniques that shape memory."""
+    searched = {name: choices for name, choices in space.choices.items() if _shapes_memory(name)}
+    for values in itertools.product(*searched.values()):
+        yield dict(zip(searched, values, strict=True))
+
+
+def switched_on(config: Config) -> dict[str, Choice]:
+    """The choices that are not off, of techniques that shape memory."""
+    return {
+        name: config[name]
+        for name, technique in techniques.REGISTRY.items()
+        if _shapes_memory(name) and config[name] != technique.off
+    }
+
+
+def _shapes_memory(name: str) -> bool:
+    return techniques.REGISTRY[name].phase in (Phase.MODEL, Phase.OPTIMIZER)  # the others leave the device's alone

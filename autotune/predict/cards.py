@@ -1,0 +1,142 @@
+"""Graphics cards by name, with the memory that a program finds on them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from autotune.errors import ConfigError
+from autotune.units import GIB, MIB, format_bytes, parse_bytes
+
+_NUM_NEAREST = 4
+_UNKNOWN_CAPABILITY = (8, 0)  # of a card given by its size alone: bfloat16 and flash attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A graphics card.
+
+    Attributes:
+        name: as NVIDIA writes it, or the size that the user gave.
+        total_bytes: what `torch.cuda.mem_get_info` gives as the total, a little less than the printed size; where error
+            correction can be switched off, with it on.
+        capability: CUDA compute capability.
+    """
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+
+
+def _card(name: str, total_mib: int, capability: tuple[int, int]) -> Card:
+    return Card(name=name, total_bytes=total_mib * MIB, capability=capability)
+
+
+# Totals in MiB as the driver reports them; they differ by some MiB between drivers and boards.
+CARDS: tuple[Card, ...] = (
+    _card("B300 288GB", 274_000, (10, 3)),
+    _card("B200 180GB", 182_000, (10, 0)),
+    _card("GH200 96GB", 96_768, (9, 0)),
+    _card("H200 141GB", 143_156, (9, 0)),
+    _card("H100 NVL 94GB", 95_320, (9, 0)),
+    _card("H100 80GB", 81_080, (9, 0)),
+    _card("A100 80GB", 81_100, (8, 0)),
+    _card("A100 40GB", 40_337, (8, 0)),
+    _card("A30 24GB", 24_060, (8, 0)),
+    _card("A40 48GB", 45_490, (8, 6)),
+    _card("A10 24GB", 22_590, (8, 6)),
+    _card("A10G 24GB", 22_590, (8, 6)),
+    _card("A16 16GB", 14_880, (8, 6)),
+    _card("L40S 48GB", 45_460, (8, 9)),
+    _card("L40 48GB", 45_460, (8, 9)),
+    _card("L4 24GB", 22_560, (8, 9)),
+    _card("V100 32GB", 32_500, (7, 0)),
+    _card("V100 16GB", 16_150, (7, 0)),
+    _card("T4 16GB", 14_910, (7, 5)),
+    _card("P100 16GB", 16_270, (6, 0)),
+    _card("RTX PRO 6000 Blackwell 96GB", 97_240, (12, 0)),
+    _card("RTX 6000 Ada 48GB", 48_500, (8, 9)),
+    _card("RTX 5000 Ada 32GB", 32_100, (8, 9)),
+    _card("RTX 4000 Ada 20GB", 20_000, (8, 9)),
+    _card("RTX A6000 48GB", 48_530, (8, 6)),
+    _card("RTX A5000 24GB", 24_110, (8, 6)),
+    _card("RTX A4500 20GB", 20_000, (8, 6)),
+    _card("RTX A4000 16GB", 15_980, (8, 6)),
+    _card("Quadro RTX 8000 48GB", 48_400, (7, 5)),
+    _card("Quadro RTX 6000 24GB", 24_200, (7, 5)),
+    _card("Quadro RTX 5000 16GB", 16_120, (7, 5)),
+    _card("TITAN RTX 24GB", 24_210, (7, 5)),
+    _card("RTX 5090 32GB", 32_110, (12, 0)),
+    _card("RTX 5080 16GB", 15_850, (12, 0)),
+    _card("RTX 5070 Ti 16GB", 15_850, (12, 0)),
+    _card("RTX 5070 12GB", 11_850, (12, 0)),
+    _card("RTX 5060 Ti 16GB", 15_850, (12, 0)),
+    _card("RTX 5060 Ti 8GB", 7_800, (12, 0)),
+    _card("RTX 4090 24GB", 24_080, (8, 9)),
+    _card("RTX 4080 SUPER 16GB", 15_950, (8, 9)),
+    _card("RTX 4080 16GB", 15_950, (8, 9)),
+    _card("RTX 4070 Ti SUPER 16GB", 15_950, (8, 9)),
+    _card("RTX 4070 Ti 12GB", 11_990, (8, 9)),
+    _card("RTX 4070 SUPER 12GB", 11_990, (8, 9)),
+    _card("RTX 4070 12GB", 11_990, (8, 9)),
+    _card("RTX 4060 Ti 16GB", 15_950, (8, 9)),
+    _card("RTX 4060 Ti 8GB", 7_930, (8, 9)),
+    _card("RTX 4060 8GB", 7_930, (8, 9)),
+    _card("RTX 3090 Ti 24GB", 24_240, (8, 6)),
+    _card("RTX 3090 24GB", 24_150, (8, 6)),
+    _card("RTX 3080 Ti 12GB", 12_040, (8, 6)),
+    _card("RTX 3080 12GB", 12_040, (8, 6)),
+    _card("RTX 3080 10GB", 10_010, (8, 6)),
+    _card("RTX 3070 8GB", 7_970, (8, 6)),
+    _card("RTX 3060 12GB", 12_040, (8, 6)),
+    _card("RTX 3050 8GB", 7_970, (8, 6)),
+    _card("RTX 2080 Ti 11GB", 11_010, (7, 5)),
+    _card("RTX 2080 8GB", 7_970, (7, 5)),
+    _card("RTX 2070 8GB", 7_970, (7, 5)),
+    _card("RTX 2060 6GB", 5_930, (7, 5)),
+    _card("GTX 1080 Ti 11GB", 11_170, (6, 1)),
+    _card("GTX 1080 8GB", 8_110, (6, 1)),
+)
+
+
+def card_of(text: str) -> Card:
+    """The card that the user means by a name or a memory size.
+
+    Args:
+        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and what NVIDIA writes around
+            the name do not matter; the size may be left out where there is one size only.
+
+    Raises:
+        ConfigError: no card has this name, or several have it, and it is not a size.
+    """
+    key = _key(text)
+    matches = [card for card in CARDS if key in (_key(card.name), _key(_without_size(card.name)))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"{text!r} comes in several sizes: write {' or '.join(card.name for card in matches)}")
+    try:
+        total_bytes = parse_bytes(text)
+    except ValueError:
+        raise ConfigError(_unknown(text, key)) from None
+    if total_bytes < GIB:
+        raise ConfigError(f"{text!r} is less than 1 GiB; write a card's memory with its unit, such as 24GiB")
+    return Card(name=format_bytes(total_bytes), total_bytes=total_bytes, capability=_UNKNOWN_CAPABILITY)
+
+
+def _unknown(text: str, key: str) -> str:
+    names = {_key(_without_size(card.name)): _without_size(card.name) for card in CARDS}
+    near = [names[near] for near in difflib.get_close_matches(key, names, n=_NUM_NEAREST, cutoff=0.5)]
+    hint = f"the nearest names are {', '.join(near)}" if near else "names look like RTX 4090 or A100 80GB"
+    return f"{text!r} is no card that is known here; {hint}; or give its memory, such as 24GiB"
+
+
+def _without_size(name: str) -> str:
+    return re.sub(r" \d+GB$", "", name)
+
+
+def _key(text: str) -> str:
+    key = re.sub(r"[^a-z0-9]", "", text.lower())
+    key = re.sub(r"^(nvidia)?(geforce|tesla)?", "", key).replace("gib", "gb")
+    return re.sub(r"sxm\d?|pcie|hbm\d?e?|generation", "", key)

@@ -1,0 +1,259 @@
+"""What CPU kernels allocate beside what fake tensors show: scratch inside an operator, and results larger than they look.
+
+Rules for oneDNN's operators follow what it does on processors with AVX-512, as seen in the profiler's allocation events; what
+depends on the instruction set alone (scratchpads of some 100 KiB) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autotune.predict.storages import ResultRule, Storages, Workspace
+
+_aten = torch.ops.aten
+
+_CHANNELS_PER_BLOCK = 16  # oneDNN's nChw16c, for float32
+_FEW_CHANNELS = 3  # inputs of so few channels are read as they are
+_TILES_BYTES = 64 * 2**10  # for AMX; that much at least
+_PAGE_BYTES = 4096
+
+
+def cpu_workspace(operator: Any) -> Workspace | None:
+    """What an operator allocates and frees again on a CPU; None for nothing."""
+    rule = _WORKSPACES.get(operator)
+    if rule is None and torch.Tag.pointwise in operator.tags:
+        return _casts
+    return rule
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _casts(args: tuple[Any, ...], result: Any) -> int:
+    """Copies in the common type of operands of another one (TensorIterator::compute_types; CUDA's kernels convert as they read)."""
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0]
+    if len(operands) < 2:
+        return 0
+    common = operands[0].dtype
+    for operand in operands[1:]:
+        common = torch.promote_types(common, operand.dtype)
+    cast = [operand for operand in operands if operand.dtype != common and operand.dtype is not torch.bool]
+    if result is args[0] and result.dtype != common:
+        cast.append(result)
+    return sum(operand.numel() for operand in cast) * common.itemsize
+
+
+def _mean(args: tuple[Any, ...], result: Any) -> int:
+    """The mean of a short type is taken in float32, of a copy."""
+    tensor = args[0]
+    return 4 * tensor.numel() if tensor.dtype in (torch.float16, torch.bfloat16) else 0
+
+
+def _contiguous_copies(*positions: int) -> Workspace:
+    """Copies of the arguments that are not contiguous."""
+
+    def workspace(args: tuple[Any, ...], result: Any) -> int:
+        return sum(_nbytes(args[i]) for i in positions if not args[i].is_contiguous())
+
+    return workspace
+
+
+def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The input less its mean (batch_norm_backward_cpu_template)."""
+    return _nbytes(args[1])
+
+
+def _embedding_bag(args: tuple[Any, ...], result: Any) -> int:
+    """The bag of every index (make_offset2bag)."""
+    return _nbytes(args[1])
+
+
+def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The sorted indices, their order, and how often each occurs (_embedding_bag_dense_backward_cpu)."""
+    return 0 if result.is_sparse else 3 * _nbytes(args[1])
+
+
+def _flash_attention(args: tuple[Any, ...], result: Any) -> int:
+    """Blocks of scores and of the output for each thread; short types are packed for AMX (FlashAttentionKernel.cpp)."""
+    query, key, value = args[:3]
+    length, head_dim = query.shape[2], query.shape[3]
+    rows, columns = _query_block(length), min(512, int(key.shape[2]))
+    floats = torch.get_num_threads() * (rows * columns + 2 * rows + rows * int(head_dim))
+    if query.dtype is torch.float32:
+        return 4 * floats
+    return 4 * floats + torch.get_num_threads() * rows * columns * 2 + _nbytes(key) + _nbytes(value)
+
+
+def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
+    """Two blocks of scores for each thread, in float32 and in the type itself (FlashAttentionKernel.cpp)."""
+    query, key = args[1], args[2]
+    scores = torch.get_num_threads() * 2 * _query_block(query.shape[2]) * min(512, int(key.shape[2]))
+    return scores * (4 if query.dtype is torch.float32 else 6)
+
+
+def _query_block(length: int) -> int:
+    return 256 if length >= 768 else 64 if length >= 192 else 32
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> int:
+    """Copies of input, weight and result in oneDNN's own layout; of a short type's result there are two."""
+    tensor, weight = args[:2]
+    if not _uses_onednn(tensor, weight, strides=args[3], dilations=args[5], groups=args[8]):
+        return _columns(tensor, weight, result)
+    if _is_channels_last(tensor) or _is_channels_last(weight):
+        return _nbytes(weight) + _channels_last_copy(tensor)
+    if tensor.dtype is not torch.float32:
+        return max(_copied_input(tensor) + _nbytes(weight), 2 * _nbytes(result))
+    blocked = _blocked(result)
+    return max(_copied_input(tensor) + _nbytes(weight) + blocked - _nbytes(result), blocked)
+
+
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The same for the gradient of the input (two copies where it has strides), and then for that of the weight beside it."""
+    gradient, tensor, weight = args[:3]
+    wants_input, wants_weight = (bool(wanted) for wanted in args[10][:2])
+    if not _uses_onednn(tensor, weight, strides=args[4], dilations=args[6], groups=args[9]):
+        return _columns(tensor, weight, gradient)
+    input_bytes, weight_bytes = _nbytes(tensor) * wants_input, _nbytes(weight) * wants_weight
+    if _is_channels_last(tensor) or _is_channels_last(weight):
+        return _channels_last_copy(tensor) + _channels_last_copy(gradient) + 2 * _nbytes(weight)
+    twice = tensor.dtype is not torch.float32 or any(stride > 1 for stride in args[4])
+    peak = 0
+    if wants_input:
+        blocked = _nbytes(tensor) if twice else _blocked(tensor)
+        peak = max(_blocked(gradient) + _nbytes(weight) + blocked, blocked + (1 + twice) * _nbytes(tensor))
+    if wants_weight:
+        copies = _copied_input(tensor) + _blocked(gradient) + weight_bytes
+        if tensor.dtype is torch.bfloat16:
+            copies += 2 * weight_bytes + _TILES_BYTES  # summed in float32
+        elif tensor.dtype is torch.float16:
+            copies = 0
+        peak = max(peak, input_bytes + copies, input_bytes + 2 * weight_bytes)
+    return max(0, peak - input_bytes - weight_bytes)
+
+
+def _uses_onednn(
+    tensor: torch.Tensor, weight: torch.Tensor, *, strides: list[int], dilations: list[int], groups: int
+) -> bool:
+    """ConvParams::use_mkldnn of Convolution.cpp: of float32, a single small sample and plain 1x1 convolutions on one thread are not."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if tensor.dtype is not torch.float32:
+        return True
+    pointwise = all(size == 1 for size in weight.shape[2:]) and not any(s > 1 for s in (*strides, *dilations))
+    if pointwise and tensor.shape[0] < 16 and torch.get_num_threads() == 1:
+        return False
+    large_kernel = all(size > 3 for size in weight.shape[2:])
+    return groups > 1 or large_kernel or tensor.shape[0] > 1 or tensor.numel() > 20480
+
+
+def _columns(tensor: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
+    """Every patch of the input as a column (slow_conv2d)."""
+    patch = weight[0].numel()
+    positions = output.numel() // max(1, output.shape[1])
+    return 0 if patch == weight.shape[1] else patch * positions * tensor.element_size()
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous() and not _channels_last_copy(tensor)
+
+
+def _channels_last_copy(tensor: torch.Tensor) -> int:
+    """Bytes of a copy with the channels last; 0 where they are."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return _nbytes(tensor) if layout is None or not tensor.is_contiguous(memory_format=layout) else 0
+
+
+def _blocked(tensor: torch.Tensor) -> int:
+    """Bytes of a copy in oneDNN's layout, in float32 with the channels rounded up."""
+    if tensor.dtype is not torch.float32:
+        return _nbytes(tensor)
+    return _nbytes(tensor) // tensor.shape[1] * _round_up(tensor.shape[1], _CHANNELS_PER_BLOCK)
+
+
+def _copied_input(tensor: torch.Tensor) -> int:
+    few = tensor.shape[1] <= (_FEW_CHANNELS if tensor.dtype is torch.float32 else 1)
+    return 0 if few else _blocked(tensor)
+
+
+def _lstm(args: tuple[Any, ...], result: Any) -> int:
+    """Both weights in oneDNN's layout, and the gates of all steps (float32)."""
+    weights = _nbytes(args[1]) + _nbytes(args[2])
+    if args[0].dtype is not torch.float32:
+        return weights
+    return weights + _lstm_gates(args[0], int(args[10]))
+
+
+def _lstm_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The same with weights and inputs in float32."""
+    size = 4 // int(args[0].element_size())
+    weights = size * (_nbytes(args[1]) + _nbytes(args[2]))
+    if size == 1:
+        return weights + _lstm_gates(args[0], args[2].shape[1])
+    return weights + size * _nbytes(args[0]) + weights // size
+
+
+def _lstm_gates(tensor: torch.Tensor, hidden: int) -> int:
+    steps, samples = tensor.shape[:2]
+    size = tensor.element_size()
+    return int(steps * samples * _leading_dimension(4 * hidden, size) * size)
+
+
+def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
+    """What an LSTM keeps for its backward pass, which fake tensors show empty (oneDNN's rnn_utils.cpp, set_offsets).
+
+    Gates, states and their gradients of every step, each from a page boundary on.
+    """
+    if not args[15]:
+        return []
+    tensor, hidden = args[0], int(args[10])
+    steps, samples, features = tensor.shape
+    size = tensor.element_size()
+    rows = 2 * (steps + 1) * samples  # of the layer and of what is below it
+    widest = max(features, hidden)
+    arrays = (
+        _lstm_gates(tensor, hidden),
+        rows * _leading_dimension(widest, size) * size,
+        rows * _leading_dimension(widest, size) * size,
+        rows * _leading_dimension(widest, 4) * 4,
+        rows * hidden * 4,
+        rows * hidden * 4,
+        steps * samples * _leading_dimension(hidden, size) * size,
+    )
+    return [(result[3], sum(_round_up(array, _PAGE_BYTES) for array in arrays))]
+
+
+def _leading_dimension(columns: int, element_bytes: int) -> int:
+    """oneDNN's get_good_ld: whole cache lines, and no multiple of 256 elements."""
+    line = 64 // element_bytes
+    rounded = _round_up(columns, line)
+    return rounded + line if rounded % 256 == 0 else rounded
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+_WORKSPACES: Mapping[Any, Workspace] = {
+    _aten._embedding_bag.default: _embedding_bag,
+    _aten._embedding_bag_backward.default: _embedding_bag_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_attention_backward,
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
+    _aten.mean.default: _mean,
+    _aten.mean.dim: _mean,
+    _aten.mkldnn_rnn_layer.default: _lstm,
+    _aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.native_layer_norm.default: _contiguous_copies(0),
+    _aten.native_layer_norm_backward.default: _contiguous_copies(0, 1),
+}
+
+CPU_RESULTS: Mapping[Any, ResultRule] = {
+    _aten.mkldnn_rnn_layer.default: _lstm_results,
+}

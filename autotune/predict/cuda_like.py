@@ -1,0 +1,290 @@
+"""Makes operators on CPU tensors allocate and keep what they would on a CUDA card, for runs on fake tensors.
+
+Fake tensors on `cuda` cannot run a backward pass where there is no card, so a run for a card is traced on fake `cpu` tensors. Three things
+then differ from CUDA, and are changed here:
+
+- the lists by which autocast chooses an operator's type (`aten/src/ATen/autocast_mode.h`; documented under "CUDA Ops
+  that can autocast" of `torch.amp`). Which operators CUDA's lists name is asked of torch itself; here is how they are treated;
+- the kernel behind `scaled_dot_product_attention` (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`);
+- the kernel behind `dropout`, whose mask is of booleans on CUDA (`aten/src/ATen/native/Dropout.cpp`).
+
+Recurrent layers stay what they are on a CPU: what cuDNN keeps for their backward pass is not known without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_SHORT_TYPES = (torch.float16, torch.bfloat16)
+
+# How CUDA's autocast treats the operators that it names, except for those that it runs in float32.
+_IN_LOWER_TYPE = frozenset({
+    "_convolution", "_convolution.deprecated", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
+    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "einsum", "gru_cell", "linalg_multi_dot", "linalg_vecdot", "linear",
+    "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell", "scaled_dot_product_attention",
+})  # fmt: skip
+_IN_WIDEST_TYPE = frozenset({
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot", "vdot",
+})  # fmt: skip
+_WITH_FLOAT32_RESULT = frozenset({
+    "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm", "log_softmax.int", "prod",
+    "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
+})  # fmt: skip
+_NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}  # the same with a result type
+_FUSED = frozenset({"log_softmax.int", "softmax.int"})  # short types are converted as they are read, without a copy
+_ONLY_ON_CUDA = frozenset({"cudnn_convolution", "cudnn_convolution_transpose"})
+_KEPT_ON_CPU = frozenset({"mkldnn_rnn_layer"})  # on CUDA its part is cuDNN's, which runs in the lower type as well
+
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_HEAD_DIM = 256
+_FLASH_HEAD_DIM_MULTIPLE = 8
+_EFFICIENT_ALIGNMENT_BYTES = 16
+_MASK_MULTIPLE = 16
+
+
+@contextmanager
+def cuda_like(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+    """Replace kernels of CPU tensors by what CUDA would do, in the whole process, and undo it at the end.
+
+    Nothing but fake tensors can be run meanwhile: the kernels that are put in exist on CUDA alone.
+
+    Args:
+        capability: the card's compute capability; flash attention needs 8.0.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # which is what is wanted
+        _replace_autocast(library)
+        attention = _Attention(flash=capability >= _FLASH_CAPABILITY)
+        for key in ("AutogradCPU", "CPU"):  # both operators are made of others, which have gradients of their own
+            library.impl("scaled_dot_product_attention", attention, key)
+            library.impl("dropout", _dropout, key)
+        yield
+
+
+def _replace_autocast(library: torch.library.Library) -> None:
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    for name in names:
+        on_cuda, on_cpu = _has_kernel(name, "AutocastCUDA"), _has_kernel(name, "AutocastCPU")
+        if on_cuda and name not in _ONLY_ON_CUDA and not (on_cpu and name in _IN_LOWER_TYPE):
+            library.impl(name, _autocast_kernel(name), "AutocastCPU")
+        elif on_cpu and not on_cuda and name not in _KEPT_ON_CPU:
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+
+
+def _autocast_kernel(name: str) -> Callable[..., Any]:
+    """What CUDA's autocast does for an operator before it runs."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(_aten, packet), overload or "default")
+    treat: Callable[..., Any]
+    if name == "binary_cross_entropy":
+        treat = _refuse_binary_cross_entropy
+    elif name in _IN_LOWER_TYPE:
+        treat = lambda *args, **kwargs: _run_in(torch.get_autocast_dtype("cpu"), operator, args, kwargs)  # noqa: E731
+    elif name in _IN_WIDEST_TYPE:
+        treat = lambda *args, **kwargs: _run_in(_widest_type((args, kwargs)), operator, args, kwargs)  # noqa: E731
+    elif name in _NORMS:
+        treat = _with_float32_norm(operator, getattr(_aten.norm, _NORMS[name]))
+    elif name in _WITH_FLOAT32_RESULT:
+        treat = _with_float32_result(operator, fused=name in _FUSED)
+    else:
+        treat = lambda *args, **kwargs: _run_in(torch.float32, operator, args, kwargs)  # noqa: E731
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _below_autocast():
+            return treat(*args, **kwargs)
+
+    return kernel
+
+
+def _below_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _run_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with every tensor in it that autocast may cast in `dtype`."""
+    if _is_castable(value):
+        return value.to(dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _is_castable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _widest_type(value: Any) -> torch.dtype:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        types = {_widest_type(item) for item in value}
+        return torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cpu")
+    return torch.float32 if _is_castable(value) and value.dtype is torch.float32 else torch.get_autocast_dtype("cpu")
+
+
+def _with_float32_result(operator: Any, *, fused: bool) -> Callable[..., Any]:
+    """Ask an operator for a float32 result where the caller asks for no type."""
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
+
+    def treat(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if position < len(args) else kwargs.get("dtype")
+        if given is None and _is_castable(args[0]):
+            kwargs["dtype"] = given = torch.float32
+            args = args[:position]
+        if fused and given is torch.float32 and args[0].dtype in _SHORT_TYPES:
+            return _ShortToFloat32.apply(args[0])  # type: ignore[no-untyped-call]
+        return operator(*args, **kwargs)
+
+    return treat
+
+
+class _ShortToFloat32(torch.autograd.Function):
+    """The memory of a softmax from a short type to float32: the result is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.short_type = tensor.dtype
+        result = torch.empty(tensor.shape, dtype=torch.float32)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (result,) = ctx.saved_tensors
+        return torch.empty_like(result, dtype=ctx.short_type)
+
+
+def _with_float32_norm(operator: Any, typed: Any) -> Callable[..., Any]:
+    def treat(tensor: torch.Tensor, *args: Any) -> Any:
+        if not _is_castable(tensor):
+            return operator(tensor, *args)
+        defaults = [argument.default_value for argument in operator._schema.arguments[1:]]
+        return typed(tensor, *args, *defaults[len(args) :], dtype=torch.float32)
+
+    return treat
+
+
+def _refuse_binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "binary_cross_entropy is unsafe to autocast, and refused on CUDA; use binary_cross_entropy_with_logits instead"
+    )
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if train and 0 < p < 1 and tensor.numel() > 0:
+        return torch.native_dropout(tensor, p, True)[0]
+    if not train or p == 0 or tensor.numel() == 0:
+        return tensor
+    return tensor * torch.zeros((), dtype=tensor.dtype)
+
+
+class _Attention:
+    """`scaled_dot_product_attention` by the kernel that CUDA would take: flash, memory-efficient, or plain arithmetic."""
+
+    def __init__(self, *, flash: bool) -> None:
+        self._flash = flash
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if self._takes_flash(query, key, value, attn_mask, is_causal, enable_gqa):
+            head_dim = query.shape[-1]
+            scale = head_dim**-0.5 if scale is None else scale
+            padded = [_pad_last(tensor, _FLASH_HEAD_DIM_MULTIPLE) for tensor in (query, key, value)]
+            output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+            return output[..., :head_dim]  # type: ignore[no-any-return]
+        mask = _additive(attn_mask, query.dtype)
+        if _takes_efficient(query, key, value, mask, enable_gqa):
+            if mask is not None:
+                mask = _pad_last(mask, _MASK_MULTIPLE)[..., : mask.shape[-1]]
+                mask = mask.expand(*query.shape[:-1], key.shape[-2])
+            keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+            return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+                query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
+            )[0]
+        return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def _takes_flash(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> bool:
+        return (
+            self._flash
+            and torch.backends.cuda.flash_sdp_enabled()
+            and mask is None
+            and query.dtype in _SHORT_TYPES
+            and _is_regular(query, key, value)
+            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_HEAD_DIM
+            and not (is_causal and query.shape[-2] != key.shape[-2])
+            and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
+        )
+
+
+def _takes_efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool
+) -> bool:
+    multiple = _EFFICIENT_ALIGNMENT_BYTES // query.element_size()
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dtype in (torch.float32, *_SHORT_TYPES)
+        and _is_regular(query, key, value)
+        and query.shape[-1] % multiple == 0
+        and value.shape[-1] % multiple == 0
+        and (mask is None or mask.dtype == query.dtype)
+        and not enable_gqa
+        and query.shape[1] == key.shape[1] == value.shape[1]
+    )
+
+
+def _is_regular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """(batch, heads, length, head dimension) each, none of them empty, of one type and batch size."""
+    tensors = (query, key, value)
+    return (
+        all(tensor.dim() == 4 and tensor.numel() > 0 and tensor.stride(-1) == 1 for tensor in tensors)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[0] == key.shape[0] == value.shape[0]
+    )
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -1,0 +1,99 @@
+"""Traces a plan, group by group: what runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from autotune.predict.law import excess_at_peak, fit_law, fit_start
+from autotune.predict.passes import Pass, Purpose, Updates
+from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
+from autotune.predict.reserved import reserved_factors
+from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
+from autotune.predict.tracing import Target, TraceError, Tracer
+from autotune.task import Task
+from autotune.task.samples import dataset_size
+
+
+def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any]]:
+    """Trace group after group.
+
+    Yields:
+        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not.
+    """
+    job = _Job(task, plan, target)
+    work: list[tuple[str, Callable[[], Traces]]] = [
+        *((update_label(group), partial(job.update, group)) for group in plan.updates),
+        *((model_label(group), partial(job.model, group)) for group in plan.models),
+    ]
+    for label, trace in work:
+        yield {"begun": label}
+        try:
+            found = trace()
+        except TraceError as error:
+            found = Traces(target=target, failures={label: str(error)})
+        yield {"traces": found.to_dict()}
+
+
+class _Job:
+    def __init__(self, task: Task, plan: Plan, target: Target) -> None:
+        self.task = task
+        self.plan = plan
+        self.target = target
+
+    def update(self, group: Group) -> Traces:
+        """Trace the updates of one group."""
+        updates = self.plain_updates if not group else self.tracer.updates(config_of(group), self.sizes[0])
+        trace = UpdateTrace(
+            state_bytes=_state_bytes(updates),
+            first=excess_at_peak(updates.first),
+            later=excess_at_peak(updates.second),
+        )
+        return Traces(target=self.target, updates={group: trace})
+
+    def model(self, group: Group) -> Traces:
+        """Trace the micro batches of one group."""
+        micro = self.tracer.micro_steps(config_of(group), self.sizes)
+        factors: tuple[tuple[int, float, float], ...] = ()
+        if self.target == "cuda":
+            factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))
+        alone = fit_law(micro.alone)
+        trace = ModelTrace(
+            alone=alone,
+            beside=fit_law(micro.beside, deviation=alone.deviation),
+            before_update=fit_start(micro.beside),
+            input_bytes=self.line_through(micro.input_bytes),
+            turnover_bytes=self.line_through([_turnover_bytes(micro_batch) for micro_batch in micro.alone]),
+            reserved=factors,
+        )
+        return Traces(target=self.target, models={group: trace})
+
+    def line_through(self, values: Sequence[int]) -> tuple[float, float]:
+        """Constant and slope of figures at the traced batch sizes, by the first and the last."""
+        slope = (values[-1] - values[0]) / (self.sizes[-1] - self.sizes[0])
+        return values[0] - slope * self.sizes[0], slope
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        return Tracer(self.task, self.target)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes to trace."""
+        most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
+        sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
+        return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
+
+    @cached_property
+    def plain_updates(self) -> Updates:
+        return self.tracer.updates(config_of(()), self.sizes[0])
+
+
+def _turnover_bytes(micro_batch: Pass) -> int:
+    return sum(event.size_bytes for event in micro_batch.events if event.allocates)
+
+
+def _state_bytes(updates: Updates) -> float:
+    second = updates.second
+    return float(sum(size for key, size in second.held.items() if second.purposes[key] is Purpose.OPTIMIZER))

@@ -1,0 +1,151 @@
+"""Laws in the batch size, from passes at a few batch sizes.
+
+Every storage of a training step is affine in the batch size as long as the code does the same at every batch size. Two
+passes then tell every storage, the sum of the living ones after each event is a line, and the peak is the upper envelope
+of these lines: exact at every batch size, and checked at a third. Where passes differ in more than sizes, their peaks
+are taken to lie on a line, and the third pass says how far they are from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.predict.events import Event
+from autotune.predict.passes import Pass, Purpose
+from autotune.predict.traces import Law, Line
+
+NUM_MODULES = 5
+UNALIGNED_DEVIATION = 0.02  # relative; at least that much is not known where passes differ in more than sizes
+
+Array = NDArray[np.float64]
+
+
+def fit_law(passes: Sequence[Pass], *, deviation: float = 0.0) -> Law:
+    """The peak of the same pass at any batch size.
+
+    Args:
+        passes: at two batch sizes at least, in increasing order. The first and the last make the law, the others check it.
+        deviation: relative, that is known from elsewhere.
+    """
+    low, *between, high = (_Series(traced) for traced in passes)
+    if all(low.same_events(other) for other in (*between, high)):
+        lines = tuple(_line(low, high, position, position) for position in _envelope(low, high))
+    else:
+        lines = (_line(low, high, low.peak, high.peak),)
+        deviation = max(deviation, UNALIGNED_DEVIATION)
+    for check in between:
+        expected = max(line.total_bytes(check.batch_size) for line in lines)
+        deviation = max(deviation, abs(expected / check.peak_bytes - 1))
+    return Law(lines=lines, batch_sizes=tuple(p.batch_size for p in passes), deviation=deviation)
+
+
+def fit_start(passes: Sequence[Pass]) -> Line:
+    """What is held when a pass begins. Passes as in `fit_law`."""
+    return _line(_Series(passes[0]), _Series(passes[-1]), 0, 0)
+
+
+def excess_at_peak(update: Pass) -> tuple[float, ...]:
+    """Bytes by purpose at the peak of a pass, beyond those held when it began."""
+    series = _Series(update)
+    return tuple(float(x) for x in series.parts[:, series.peak] - series.parts[:, 0])
+
+
+def are_aligned(low: Pass, high: Pass) -> bool:
+    """Whether two passes do the same, in other sizes."""
+    return _Series(low).same_events(_Series(high))
+
+
+def events_at(batch_size: int, low: Pass, high: Pass) -> Sequence[Event]:
+    """The events of a pass at any batch size, from two that are aligned."""
+    share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
+    return [
+        Event(a.key, round(a.size_bytes + share * (b.size_bytes - a.size_bytes)), a.allocates)
+        for a, b in zip(low.events, high.events, strict=True)
+    ]
+
+
+class _Series:
+    """A pass as series over its events; position 0 is before the first one."""
+
+    def __init__(self, traced: Pass) -> None:
+        self.traced = traced
+        self.batch_size = traced.batch_size
+        self.purposes = [traced.purposes[event.key] for event in traced.events]
+        self.signs = [event.allocates for event in traced.events]
+
+    def same_events(self, other: _Series) -> bool:
+        """Whether both passes do the same, in other sizes."""
+        return self.signs == other.signs and self.purposes == other.purposes
+
+    @cached_property
+    def parts(self) -> Array:
+        """Living bytes, purposes by positions."""
+        changes = np.zeros((len(Purpose), len(self.signs) + 1))
+        for key, size_bytes in self.traced.held.items():
+            changes[self.traced.purposes[key], 0] += size_bytes
+        for i, (event, purpose) in enumerate(zip(self.traced.events, self.purposes, strict=True), start=1):
+            changes[purpose, i] = event.size_bytes if event.allocates else -event.size_bytes
+        living: Array = changes.cumsum(axis=1)
+        return living
+
+    @cached_property
+    def totals(self) -> Array:
+        """Living bytes by position."""
+        totals: Array = self.parts.sum(axis=0)
+        return totals
+
+    @property
+    def peak(self) -> int:
+        """Position of the peak."""
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> float:
+        """Living bytes at the peak."""
+        return float(self.totals.max())
+
+    def modules(self, position: int) -> Counter[str]:
+        """Bytes of the activations that live at a position, by module."""
+        held: Counter[str] = Counter()
+        for event in self.traced.events[:position]:
+            if event.key in self.traced.modules:
+                held[self.traced.modules[event.key]] += event.size_bytes if event.allocates else -event.size_bytes
+        return held
+
+
+def _line(low: _Series, high: _Series, at_low: int, at_high: int) -> Line:
+    """Through what lives at a position of one pass and at a position of the other."""
+    span = high.batch_size - low.batch_size
+    slopes = (high.parts[:, at_high] - low.parts[:, at_low]) / span
+    constants = low.parts[:, at_low] - slopes * low.batch_size
+    of_low, of_high = low.modules(at_low), high.modules(at_high)
+    largest = [name for name, _ in of_high.most_common(NUM_MODULES)]
+    modules = []
+    for name in largest:
+        slope = (of_high[name] - of_low[name]) / span
+        modules.append((name, of_low[name] - slope * low.batch_size, slope))
+    return Line(
+        constant=tuple(float(x) for x in constants),
+        per_sample=tuple(float(x) for x in slopes),
+        modules=tuple(modules),
+    )
+
+
+def _envelope(low: _Series, high: _Series) -> list[int]:
+    """Positions whose sums are the largest of all at some batch size from 1 on."""
+    slopes = (high.totals - low.totals) / (high.batch_size - low.batch_size)
+    constants = low.totals - slopes * low.batch_size
+    at_one = constants + slopes
+    position = int(np.lexsort((slopes, at_one))[-1])
+    found = [position]
+    while (steeper := np.flatnonzero(slopes > slopes[position])).size:
+        crossings = (constants[position] - constants[steeper]) / (slopes[steeper] - slopes[position])
+        next_ones = steeper[crossings <= crossings.min()]
+        position = int(next_ones[slopes[next_ones].argmax()])
+        found.append(position)
+    return found

@@ -1,0 +1,105 @@
+"""Which configs to trace so that every config of a space is known: each group of techniques once, at a few batch sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune import techniques
+from autotune.config import Config
+from autotune.predict.traces import MODEL_PHASES, OPTIMIZER_PHASES, Group, Traces, group_of, model_label, update_label
+
+LARGEST_TRACED = 32  # samples: the law is exact beyond it, too, unless the check says otherwise
+MAX_BATCH_BYTES = 64 * 2**20  # of an input batch, which is really made
+MAX_ALLOCATOR_SIZES = 8  # batch sizes at which the caching allocator is simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to trace.
+
+    Attributes:
+        models: groups of techniques that act on the model, nothing switched on first.
+        updates: groups of techniques that act on the optimizer, likewise.
+        batch_sizes: of the space, in increasing order.
+    """
+
+    models: tuple[Group, ...]
+    updates: tuple[Group, ...]
+    batch_sizes: tuple[int, ...]
+
+    def without(self, traces: Traces) -> Plan:
+        """What `traces` does not know, be it that it failed."""
+        return Plan(
+            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in traces.failures),
+            updates=tuple(
+                g for g in self.updates if g not in traces.updates and update_label(g) not in traces.failures
+            ),
+            batch_sizes=self.batch_sizes,
+        )
+
+    def labels(self) -> list[str]:
+        """Of all groups."""
+        return [*map(model_label, self.models), *map(update_label, self.updates)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data."""
+        return {
+            "models": [list(group) for group in self.models],
+            "updates": [list(group) for group in self.updates],
+            "batch_sizes": list(self.batch_sizes),
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Plan:
+        """What `to_dict` gave, after JSON."""
+        return Plan(
+            models=tuple(tuple((n, c) for n, c in group) for group in data["models"]),
+            updates=tuple(tuple((n, c) for n, c in group) for group in data["updates"]),
+            batch_sizes=tuple(data["batch_sizes"]),
+        )
+
+
+def plan_traces(configs: Iterable[Config]) -> Plan:
+    """What to trace for `configs`, in their order. With nothing switched on comes first: all others are compared with it."""
+    models: dict[Group, None] = {(): None}
+    updates: dict[Group, None] = {(): None}
+    sizes = set()
+    for config in configs:
+        models.setdefault(group_of(config, MODEL_PHASES))
+        updates.setdefault(group_of(config, OPTIMIZER_PHASES))
+        sizes.add(config.batch_size)
+    return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sorted(sizes)))
+
+
+def config_of(group: Group) -> Config:
+    """A config with that group alone switched on."""
+    return techniques.complete(dict(group))
+
+
+def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, ...]:
+    """Batch sizes to trace: two that make the law and, where there is room, one between them that checks it.
+
+    Args:
+        largest: batch size of the space.
+        sample_bytes: of the input batch, per sample.
+        most: samples that there are; None without end.
+    """
+    low = 2 if most is None or most > 2 else 1
+    high = max(low + 1, min(largest, LARGEST_TRACED, int(MAX_BATCH_BYTES / max(sample_bytes, 1.0))))
+    if most is not None:
+        high = min(high, most)
+    middle = round(math.sqrt(low * high))
+    return tuple(sorted({low, middle, high}))
+
+
+def allocator_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of many batch sizes the smallest, the largest and some between them, in equal ratios."""
+    if len(batch_sizes) <= MAX_ALLOCATOR_SIZES:
+        return tuple(batch_sizes)
+    steps = MAX_ALLOCATOR_SIZES - 1
+    low, ratio = batch_sizes[0], batch_sizes[-1] / batch_sizes[0]
+    wanted = [low * ratio ** (step / steps) for step in range(MAX_ALLOCATOR_SIZES)]
+    return tuple(sorted({min(batch_sizes, key=lambda size: abs(math.log(size / at))) for at in wanted}))

@@ -1,0 +1,216 @@
+"""Sees every storage that is allocated and freed under `FakeTensorMode`: the allocator's events, in program order."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autotune.predict.events import Event
+from autotune.predict.substitutes import SUBSTITUTES
+
+# Of an operator, from its arguments and its result: bytes that it allocates and frees again beside the result.
+Workspace = Callable[[tuple[Any, ...], Any], int]
+# Likewise: tensors of its result whose storage has more bytes than it seems.
+Storages = list[tuple[torch.Tensor, int]]
+ResultRule = Callable[[tuple[Any, ...], Any], Storages]
+
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What operators allocate that fake tensors do not show.
+
+    Attributes:
+        workspace: of an operator, or None.
+        results: by operator, where a result is larger than it seems.
+    """
+
+    workspace: Callable[[Any], Workspace | None]
+    results: Mapping[Any, ResultRule]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records the storages of fake tensors. Entered inside a `FakeTensorMode`, so that it sees every operator first.
+
+    A fake tensor has no values, and yet training steps read some (a loss to log, a norm to compare). They get what keeps
+    a step on its usual path: False, 1 or 1.0, and a constant's true value.
+
+    Args:
+        hidden: what fake tensors do not show.
+
+    Attributes:
+        events: so far, in program order.
+        last_key: the key that was given last; keys count up from 1.
+        scopes: key of a storage -> `scope` when it was allocated.
+        scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
+        in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
+    """
+
+    def __init__(self, hidden: Hidden) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.scopes: dict[int, str | None] = {}
+        self.scope: str | None = None
+        self.in_backward = False
+        self._workspace_of = functools.cache(hidden.workspace)
+        self._results = hidden.results
+        self._living: dict[int, _Reference] = {}  # by the address of the storage
+        self.last_key = 0
+        self._sum: tuple[_Reference, _Reference | None] | None = (
+            None  # of an addition just made: its result, first operand
+        )
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs more than this class
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _READ_SCALAR:
+            return _plausible_value(args[0])
+        if func is _READ_DEVICE:
+            return args[0].fake_device
+        result = NotImplemented
+        if func in SUBSTITUTES:
+            result = SUBSTITUTES[func](*args, **(kwargs or {}))
+            if func is _ADD_IN_PLACE and result is not NotImplemented:
+                self.see(result)  # while what it replaces is still there
+                args[0].data = result
+                result = args[0]
+        if result is NotImplemented:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        self._sum = None
+        if func in self._results:
+            for tensor, size_bytes in self._results[func](args, result):
+                self._see_dense(tensor, size_bytes)
+        if isinstance(result, torch.Tensor):
+            self.see(result)
+            if func is _ADD and self.in_backward and self.scope is None and result.layout is torch.strided:
+                self._sum = self._living[_address(result)], self._living.get(_address(args[0]))
+        elif isinstance(result, tuple | list):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self.see(item)
+        workspace = self._workspace_of(func)
+        if workspace is not None and (size_bytes := workspace(args, result)) > 0:
+            self._free(self._allocate(size_bytes), size_bytes)
+        return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Record the storages of a tensor, unless they are known and have the size that they had."""
+        if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+            self._see_dense(tensor)
+        else:
+            for part in dense_parts(tensor):
+                self._see_dense(part)
+
+    def _see_dense(self, tensor: torch.Tensor, real_bytes: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        address, shown_bytes = storage._cdata, storage.nbytes()
+        known = self._living.get(address)
+        if known is not None:
+            if known.shown_bytes == shown_bytes:
+                return
+            self._free(known.key, known.size_bytes)  # resized, or `set_` to another size
+        reference = _Reference(storage, self._freed)
+        reference.address, reference.shown_bytes = address, shown_bytes
+        reference.size_bytes = shown_bytes if real_bytes is None else real_bytes
+        reference.key = self._allocate(reference.size_bytes)
+        self._living[address] = reference
+
+    def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The keys of the tensors' storages, as far as they were seen."""
+        parts = (part for tensor in tensors for part in dense_parts(tensor))
+        return {self._living[address].key for part in parts if (address := _address(part)) in self._living}
+
+    def living(self) -> dict[int, int]:
+        """Key -> bytes of all storages that are held now, in the order of their allocation."""
+        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=_key)}
+
+    def _allocate(self, size_bytes: int) -> int:
+        self.last_key += 1
+        self.events.append(Event(self.last_key, size_bytes, True))
+        self.scopes[self.last_key] = self.scope
+        return self.last_key
+
+    def _free(self, key: int, size_bytes: int) -> None:
+        self.events.append(Event(key, size_bytes, False))
+
+    def _freed(self, dead: weakref.ref[torch.UntypedStorage]) -> None:
+        reference = cast(_Reference, dead)
+        if self._living.get(reference.address) is not reference:
+            return  # resized since, under another key
+        del self._living[reference.address]
+        if self._sum is not None and self._sum[1] is reference and self._added_in_place(self._sum[0], reference):
+            return
+        self._free(reference.key, reference.size_bytes)
+
+    def _added_in_place(self, result: _Reference, first: _Reference) -> bool:
+        """Undo the allocation of a sum that the autograd engine makes in place.
+
+        Where gradients of several uses of a tensor meet, it adds to the first one if nobody else holds that, and to a
+        new tensor where that is not a plain one, such as a fake one (torch/csrc/autograd/input_buffer.cpp).
+        """
+        self._sum = None
+        if self.events[-1] != Event(result.key, first.size_bytes, True):
+            return False
+        self.events.pop()
+        result.key = first.key
+        return True
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """A storage without keeping it, and what is known of it."""
+
+    __slots__ = ("address", "key", "shown_bytes", "size_bytes")
+    address: int
+    key: int
+    shown_bytes: int  # by the fake tensor
+    size_bytes: int  # in truth
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a tensor consists of: itself, or a sparse one's indices and values."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in dense_parts(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return []
+
+
+def _address(tensor: Any) -> int:
+    """Of its storage; 0 where it is no tensor or has none of its own."""
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if dense else 0
+
+
+def _key(reference: _Reference) -> int:
+    return reference.key
+
+
+def _plausible_value(tensor: Any) -> bool | int | float | complex:
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()  # type: ignore[no-any-return]
+    if tensor.dtype is torch.bool:
+        return False
+    if tensor.dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if tensor.dtype.is_floating_point else 1

@@ -1,0 +1,278 @@
+"""What tracing a few configs says about all configs of a space. Plain data, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autotune import techniques
+from autotune.config import Choice, Config
+from autotune.predict.footprint import Breakdown, TracedPeak
+from autotune.predict.passes import Purpose
+
+Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
+
+MODEL_PHASES = (techniques.Phase.PROCESS, techniques.Phase.MODEL)
+OPTIMIZER_PHASES = (techniques.Phase.OPTIMIZER,)
+
+FORMAT = 2  # of the JSON; counts up when its meaning changes
+
+
+def group_of(config: Config, phases: Iterable[techniques.Phase]) -> Group:
+    """What `config` switches on of the techniques that are applied in `phases`."""
+    chosen = set(phases)
+    return tuple(
+        (t.name, config[t.name]) for t in techniques.REGISTRY.values() if t.phase in chosen and config[t.name] != t.off
+    )
+
+
+def model_label(group: Group) -> str:
+    """A group of techniques that act on the model, in words."""
+    return "model: " + (", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on")
+
+
+def update_label(group: Group) -> str:
+    """A group of techniques that act on the optimizer, in words."""
+    return "optimizer: " + (", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Living storages at one moment of a training step, in bytes, as a line in the batch size.
+
+    Attributes:
+        constant: bytes by purpose, in the order of `Purpose`, that are there at any batch size.
+        per_sample: bytes by purpose that each sample of the micro batch adds.
+        modules: (name, constant, per sample) of the modules that hold most of the activations.
+    """
+
+    constant: tuple[float, ...]
+    per_sample: tuple[float, ...]
+    modules: tuple[tuple[str, float, float], ...] = ()
+
+    def total_bytes(self, batch_size: int) -> float:
+        """Bytes of all purposes."""
+        return sum(self.constant) + sum(self.per_sample) * batch_size
+
+    def parts_bytes(self, batch_size: int) -> list[float]:
+        """Bytes by purpose."""
+        return [c + s * batch_size for c, s in zip(self.constant, self.per_sample, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """The peak of a pass at any batch size: the largest of some lines.
+
+    Attributes:
+        lines: at least one.
+        batch_sizes: that were traced, in increasing order.
+        deviation: relative, of the law at the batch sizes that were traced to check it.
+    """
+
+    lines: tuple[Line, ...]
+    batch_sizes: tuple[int, ...]
+    deviation: float
+
+    def at(self, batch_size: int) -> Line:
+        """The line that is the peak."""
+        return max(self.lines, key=lambda line: line.total_bytes(batch_size))
+
+    def uncertainty(self, batch_size: int) -> float:
+        """Relative standard deviation: 0 where it was traced, twice the deviation an octave beyond."""
+        low, high = self.batch_sizes[0], self.batch_sizes[-1]
+        if batch_size in (low, high):
+            return 0.0
+        octaves = max(0.0, math.log2(batch_size / high), math.log2(low / batch_size))
+        return self.deviation * (1 + octaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTrace:
+    """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
+
+    Attributes:
+        alone: the first micro batch of a step.
+        beside: a further one, beside the gradients of those before it.
+        before_update: what is held when the optimizer begins.
+        input_bytes: (constant, per sample) of an input batch.
+        turnover_bytes: (constant, per sample) of all that the first micro batch allocates.
+        reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
+            living storages' peak, with one micro batch a step and with more.
+    """
+
+    alone: Law
+    beside: Law
+    before_update: Line
+    input_bytes: tuple[float, float]
+    turnover_bytes: tuple[float, float]
+    reserved: tuple[tuple[int, float, float], ...] = ()
+
+    def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
+        """Factor from living storages to reserved memory, and its relative standard deviation."""
+        if not self.reserved:
+            return 1.0, 0.0
+        points = [(size, beside if accumulates else alone) for size, alone, beside in self.reserved]
+        for size, factor in points:
+            if size == batch_size:
+                return factor, 0.0
+        below = [point for point in points if point[0] < batch_size] or points[:1]
+        above = [point for point in points if point[0] > batch_size] or points[-1:]
+        (low, low_factor), (high, high_factor) = below[-1], above[0]
+        share = 0.0 if low == high else math.log(batch_size / low) / math.log(high / low)
+        spread = max(factor for _, factor in points) - min(factor for _, factor in points)
+        return low_factor + share * (high_factor - low_factor), max(spread / 4, abs(high_factor - low_factor) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTrace:
+    """Updates with one group of techniques that act on the optimizer.
+
+    Attributes:
+        state_bytes: of the optimizer.
+        first: bytes by purpose at the peak of the first update, which allocates the state, beyond those before it.
+        later: the same for every other update, in which the state is there.
+    """
+
+    state_bytes: float
+    first: tuple[float, ...]
+    later: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """What is known of a task's memory without running it.
+
+    The peak of a training step is the largest of three: forward and backward pass of its first micro batch, of a further
+    one beside the gradients, and the update. The first two depend on the techniques that act on the model and on the
+    batch size, the last on those that act on the optimizer, and on what the others leave there.
+
+    Attributes:
+        target: `cpu` or `cuda`: the kind of device they foretell.
+        models: per group of techniques that act on the model.
+        updates: per group of techniques that act on the optimizer.
+        failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
+    """
+
+    target: str
+    models: Mapping[Group, ModelTrace] = field(default_factory=dict)
+    updates: Mapping[Group, UpdateTrace] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    def peak(self, config: Config) -> TracedPeak | None:
+        """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
+
+        On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
+        """
+        model = self.models.get(group_of(config, MODEL_PHASES))
+        update = self.updates.get(group_of(config, OPTIMIZER_PHASES))
+        if model is None or update is None:
+            return None
+        size, accumulates = config.batch_size, config.accumulation_steps > 1
+        law = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
+        line = law.at(size)
+        during = line.parts_bytes(size)
+        during[Purpose.OPTIMIZER] += update.state_bytes
+        before = model.before_update.parts_bytes(size)
+        first = [a + b for a, b in zip(before, update.first, strict=True)]
+        later = [a + b for a, b in zip(before, update.later, strict=True)]
+        later[Purpose.OPTIMIZER] += update.state_bytes
+        parts = max((during, first, later), key=sum)
+        parts[Purpose.TEMPORARIES] += (config.accumulation_steps - 1) * (
+            model.input_bytes[0] + model.input_bytes[1] * size
+        )
+        factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates)
+        modules = [(name, round(constant + slope * size)) for name, constant, slope in line.modules]
+        return TracedPeak(
+            peak_bytes=round(sum(parts) * factor),
+            uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
+            breakdown=_breakdown(parts, modules if parts is during else []),
+            turnover_bytes=0 if model.reserved else round(model.turnover_bytes[0] + model.turnover_bytes[1] * size),
+        )
+
+    def merged(self, other: Traces) -> Traces:
+        """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
+        models, updates = {**self.models, **other.models}, {**self.updates, **other.updates}
+        known = {*map(model_label, models), *map(update_label, updates)}
+        failures = {label: why for label, why in {**self.failures, **other.failures}.items() if label not in known}
+        return Traces(target=self.target, models=models, updates=updates, failures=failures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
+            "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
+            "failures": dict(self.failures),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Traces:
+        """What `to_dict` gave, after JSON. Raises ValueError when the data has another form."""
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r} is not {FORMAT}")
+            return Traces(
+                target=data["target"],
+                models={_group(group): _model(trace) for group, trace in data["models"]},
+                updates={
+                    _group(group): UpdateTrace(
+                        **trace | {"first": tuple(trace["first"]), "later": tuple(trace["later"])}
+                    )
+                    for group, trace in data["updates"]
+                },
+                failures=dict(data["failures"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"these are no traces: {error}") from error
+
+
+def _larger(one: Law, other: Law, batch_size: int) -> bool:
+    return one.at(batch_size).total_bytes(batch_size) >= other.at(batch_size).total_bytes(batch_size)
+
+
+def _breakdown(parts: list[float], modules: list[tuple[str, int]]) -> Breakdown:
+    parameters, gradients, optimizer, activations, temporaries = (round(part) for part in parts)
+    return Breakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        temporaries_bytes=temporaries,
+        modules=tuple(sorted(modules, key=lambda pair: -pair[1])),
+    )
+
+
+def _group(pairs: list[list[Any]]) -> Group:
+    return tuple((str(name), choice) for name, choice in pairs)
+
+
+def _line(data: Mapping[str, Any]) -> Line:
+    modules = tuple((str(name), constant, slope) for name, constant, slope in data["modules"])
+    return Line(constant=tuple(data["constant"]), per_sample=tuple(data["per_sample"]), modules=modules)
+
+
+def _law(data: Mapping[str, Any]) -> Law:
+    return Law(
+        lines=tuple(_line(line) for line in data["lines"]),
+        batch_sizes=tuple(data["batch_sizes"]),
+        deviation=data["deviation"],
+    )
+
+
+def _pair(values: list[float]) -> tuple[float, float]:
+    constant, per_sample = values
+    return constant, per_sample
+
+
+def _model(data: Mapping[str, Any]) -> ModelTrace:
+    return ModelTrace(
+        alone=_law(data["alone"]),
+        beside=_law(data["beside"]),
+        before_update=_line(data["before_update"]),
+        input_bytes=_pair(data["input_bytes"]),
+        turnover_bytes=_pair(data["turnover_bytes"]),
+        reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
+    )

@@ -1,0 +1,321 @@
+"""Whole training steps of a config run on fake tensors: what is allocated and freed, when, and what for.
+
+The session is the one that a probe trains, `prepare(task, config)`. Nothing is computed and nothing large is allocated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from autotune import techniques
+from autotune.batches import StepBatch, map_tensors, tensors
+from autotune.config import Config
+from autotune.devices.cpu import CpuDevice
+from autotune.errors import AutotuneError
+from autotune.predict.cuda_like import cuda_like
+from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
+from autotune.predict.storages import StorageTracker
+from autotune.predict.workspaces import hidden_allocations
+from autotune.session import Session, prepare
+from autotune.task import Task
+from autotune.techniques.matmul_precision import kept_matmul_precision
+
+Target = Literal["cpu", "cuda"]
+
+
+class TraceError(Exception):
+    """A config cannot be traced; the message says in one line why."""
+
+
+class Tracer:
+    """Traces configs of one task. What fake tensors have learned of operators is shared between them.
+
+    The input batches are made by the task, as a probe makes them (the widest of a dataset), and their shapes are taken over. On a
+    GPU their copy on the device counts and they themselves do not; on a CPU there is no copy, and they count.
+
+    Args:
+        task: the user's task; its dataset is made if it has one.
+        target: the kind of device to foretell.
+
+    Raises:
+        TraceError: the dataset cannot be made.
+    """
+
+    def __init__(self, task: Task, target: Target) -> None:
+        try:
+            dataset = task.dataset()
+            widest = task.widest()
+        except Exception as error:
+            raise TraceError(_reason(error)) from error
+        self._task = task
+        self._session_task = replace(
+            task, global_batch=None, train_dataset=None if dataset is None else lambda: dataset
+        )
+        if dataset is not None:
+            self._session_task.use_widest(widest)
+        self._target = target
+        self._device = CpuDevice()
+        self._mode = _OneFakeMode(allow_non_fake_inputs=True)
+        self._batches: dict[int, Any] = {}
+
+    def micro_steps(self, config: Config, batch_sizes: Sequence[int]) -> MicroSteps:
+        """Run micro batches of `config`, forward and backward.
+
+        Args:
+            config: its batch size, accumulation and options of the data loader do not matter.
+            batch_sizes: samples in a micro batch, in increasing order.
+
+        Raises:
+            TraceError: the task's code needs the values of tensors, or raised something.
+        """
+        batches = [(size, self.batch(size)) for size in batch_sizes]
+        with self._run(config) as run:
+            return run.micro_steps(batches)
+
+    def updates(self, config: Config, batch_size: int) -> Updates:
+        """Run two whole training steps of `config` for their updates. Otherwise as `micro_steps`."""
+        batch = self.batch(batch_size)
+        with self._run(config) as run:
+            return run.updates(batch_size, batch)
+
+    @contextmanager
+    def _run(self, config: Config) -> Iterator[_Run]:
+        try:
+            with _surroundings(self._mode, self._target) as tracker:
+                run = _Run(self._session(config), tracker, self._mode, self._target)
+                with run.observed():
+                    yield run
+        except Exception as error:
+            raise TraceError(_reason(error)) from error
+
+    def input_bytes(self, batch_size: int) -> int:
+        """Bytes of an input batch. Raises TraceError."""
+        storages = (tensor.untyped_storage() for tensor in tensors(self.batch(batch_size)))
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def batch(self, batch_size: int) -> Any:
+        """An input batch, as a probe makes it. Raises TraceError."""
+        if batch_size not in self._batches:
+            try:
+                self._batches[batch_size] = self._task.batch(batch_size)
+            except Exception as error:
+                raise TraceError(_reason(error)) from error
+        return self._batches[batch_size]
+
+    def _session(self, config: Config) -> Session:
+        config = without_loader(config)
+        try:
+            return prepare(self._session_task, config, device=self._device)
+        except (AutotuneError, techniques.UnsupportedError):
+            raise
+        except Exception:  # building the model needs real values; its parameters' shapes do for the rest
+            task = replace(self._session_task, build_model=self._built_for_real)
+            return prepare(task, config, device=self._device)
+
+    def _built_for_real(self) -> torch.nn.Module:
+        with unset_fake_temporarily():
+            model = self._task.build_model()
+        return _to_fake(model, self._mode)
+
+
+def without_loader(config: Config) -> Config:
+    """The config with everything off that acts on the loading of data, batch size and accumulation included."""
+    off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
+    return config.replace(**off)
+
+
+class _OneFakeMode(FakeTensorMode):
+    """Stays itself when a module is deep-copied, whose fake parameters refer to it: two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneFakeMode:
+        return self
+
+
+@contextmanager
+def _surroundings(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
+    """What makes a session run on fake tensors, for as long as it does."""
+    tracker = StorageTracker(hidden_allocations(target))
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(kept_matmul_precision())
+        if target == "cuda":
+            stack.enter_context(cuda_like())
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
+        stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step))
+        stack.enter_context(mode)
+        stack.enter_context(tracker)
+        yield tracker
+
+
+class _Run:
+    """A session on fake tensors, and what is seen of it."""
+
+    def __init__(self, session: Session, tracker: StorageTracker, mode: FakeTensorMode, target: Target) -> None:
+        self.session = session
+        self.tracker = tracker
+        self.mode = mode
+        self.on_gpu = target == "cuda"
+        constants = (*session.model.parameters(), *session.model.buffers())
+        self.known = dict.fromkeys(tracker.keys_of(constants), Purpose.PARAMETERS)
+        self.kept: set[int] = set()  # storages that outlived the forward pass that allocated them
+        self.forward_end = 0  # the last key of the latest forward pass
+
+    def micro_steps(self, batches: Sequence[tuple[int, Any]]) -> MicroSteps:
+        """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
+        alone, beside, input_bytes = [], [], []
+        for size, batch in batches:
+            before_bytes = sum(self.tracker.living().values())
+            inputs = self._inputs(batch)
+            input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
+            alone.append(self._micro_step(size, inputs))
+            if size in (batches[0][0], batches[-1][0]):
+                beside.append(self._micro_step(size, inputs))
+            self.session.optimizer.zero_grad(set_to_none=True)
+            del inputs
+        return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
+
+    def updates(self, batch_size: int, batch: Any) -> Updates:
+        """Two training steps."""
+        inputs = self._inputs(batch)
+        self._micro_step(batch_size, inputs)
+        first = self._pass(batch_size, self.session.update)
+        made = {event.key for event in first.events if event.allocates} & self.tracker.living().keys()
+        self.known |= dict.fromkeys(made, Purpose.OPTIMIZER)
+        first = replace(first, purposes={**first.purposes, **self.known})
+        self._micro_step(batch_size, inputs)
+        return Updates(first=first, second=self._pass(batch_size, self.session.update))
+
+    def _inputs(self, batch: Any) -> Any:
+        """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
+        fake = map_tensors(self.mode.from_tensor, batch)
+        if not self.on_gpu:
+            for tensor in tensors(fake):
+                self.tracker.see(tensor)
+        return fake
+
+    def _micro_step(self, batch_size: int, inputs: Any) -> Pass:
+        return self._pass(batch_size, lambda: self.session.accumulate(StepBatch([inputs])))
+
+    def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:
+        gradients = self._gradients()
+        held = self.tracker.living()
+        start, first_key = len(self.tracker.events), self.tracker.last_key + 1
+        self.forward_end = first_key - 1
+        work()
+        self.tracker.in_backward = False
+        events = tuple(self.tracker.events[start:])
+        gradients |= self._gradients()
+        scopes = self.tracker.scopes
+        purposes = dict.fromkeys(held, Purpose.TEMPORARIES) | {
+            key: Purpose.ACTIVATIONS
+            for key in range(first_key, self.tracker.last_key + 1)
+            if scopes[key] is not None and (key in self.kept or key > self.forward_end)
+        }
+        purposes |= dict.fromkeys(gradients, Purpose.GRADIENTS) | self.known
+        for event in events:
+            purposes.setdefault(event.key, Purpose.TEMPORARIES)
+        return Pass(
+            batch_size=batch_size,
+            held=held,
+            events=events,
+            purposes=purposes,
+            modules={key: scopes[key] or "" for key, purpose in purposes.items() if purpose is Purpose.ACTIVATIONS},
+        )
+
+    def _gradients(self) -> set[int]:
+        return self.tracker.keys_of(p.grad for p in self.session.model.parameters() if p.grad is not None)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Mark where forward passes begin and end; on a GPU copy the inputs and take the optimizer's default there."""
+        session, loss = self.session, self.session.loss
+
+        def inputs_of(micro_batch: Any) -> Any:
+            inputs = map_tensors(torch.clone, micro_batch) if self.on_gpu else micro_batch
+            self.tracker.scope, self.tracker.in_backward = "", False
+            return inputs
+
+        def marked(micro_batch: Any) -> torch.Tensor:
+            result = loss(inputs_of(micro_batch))
+            self.tracker.scope, self.tracker.in_backward = None, True
+            self.forward_end = self.tracker.last_key
+            self.kept.update(self.tracker.living())
+            return result
+
+        if self.on_gpu:
+            for group in session.optimizer.param_groups:
+                if group.get("foreach", False) is None and group.get("fused") is None:
+                    group["foreach"] = True
+        session.loss = marked  # type: ignore[method-assign]
+        try:
+            with self._module_scopes():
+                yield
+        finally:
+            del session.loss
+
+    @contextmanager
+    def _module_scopes(self) -> Iterator[None]:
+        """Tell the tracker which module's forward pass runs, also where the backward pass runs it again."""
+        names = {id(module): name for name, module in self.session.model.named_modules()}
+        outer: list[str | None] = []
+
+        def enter(module: torch.nn.Module, inputs: Any) -> None:
+            outer.append(self.tracker.scope)
+            if name := names.get(id(module)):
+                self.tracker.scope = name
+
+        def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self.tracker.scope = outer.pop()
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """What `Module.to` does with real parameters; it would exchange fake ones, whose weak references forbid it."""
+    tensor.data = other.data
+
+
+def _always_step(self: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `GradScaler._maybe_opt_step`, to which every fake gradient seems infinite."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """The model with fake parameters and buffers in place of its own; what was shared stays shared."""
+    for module in model.modules():
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in owners:
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    owned[name] = mode.from_tensor(tensor)
+    return model
+
+
+def _reason(error: BaseException) -> str:
+    """One line for a log."""
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return f"what {error.func} returns depends on the values of a tensor"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, AutotuneError | techniques.UnsupportedError):
+        return first_line
+    return f"{type(error).__name__}: {first_line}"[:300]

@@ -1,0 +1,53 @@
+"""What operators allocate beside what fake tensors show, on any device and on the device to foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
+from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
+from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
+
+_aten = torch.ops.aten
+
+
+def _safe_softmax(args: tuple[Any, ...], result: Any) -> int:
+    """Which scores are minus infinity, and which rows have no others (a composite kernel: SoftMax.cpp)."""
+    scores, dim = args[:2]
+    return int(scores.numel() + scores.numel() // max(1, scores.shape[dim]))
+
+
+def _losses(args: tuple[Any, ...], result: Any) -> int:
+    """The loss of every element, whose mean or sum is the result (structured kernels of Loss.cpp)."""
+    size: int = result.element_size()
+    return _num_losses(args) * size if result.dim() == 0 else 0
+
+
+def _reduced_loss(args: tuple[Any, ...], result: Any) -> Storages:
+    """The mean or sum lies in a storage that was made for the loss of every element (likewise)."""
+    return [(result, _num_losses(args) * result.element_size())] if result.dim() == 0 else []
+
+
+def _num_losses(args: tuple[Any, ...]) -> int:
+    return torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+
+
+_WORKSPACES: Mapping[Any, Workspace] = {
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten.mse_loss.default: _losses,
+    _aten.smooth_l1_loss.default: _losses,
+}
+_RESULTS: Mapping[Any, ResultRule] = {
+    _aten.mse_loss.default: _reduced_loss,
+    _aten.smooth_l1_loss.default: _reduced_loss,
+}
+
+
+def hidden_allocations(target: str) -> Hidden:
+    """The rules for `cpu` or `cuda`."""
+    if target == "cuda":
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS)
+    return Hidden(lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator), {**_RESULTS, **CPU_RESULTS})

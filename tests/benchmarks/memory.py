@@ -1,0 +1,177 @@
+"""How good memory predictions are, over the configs of the recorded tables: run by `make bench-memory`.
+
+Three questions: the allocator's peak before any probe, against what torch's own profiler counts over the same training
+steps; the process's peak, which the memory limit is about, after two probes of the study; and the time that tracing takes.
+The profiler's counts are kept in `studies/*/*.allocator.csv`, since counting takes minutes: `--count` counts what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autotune import table
+from autotune.config import Config
+from autotune.predict.cache import cached_traces
+from autotune.predict.memory import MemoryModel
+from autotune.predict.traces import Traces
+from autotune.probe.inspection import Inspection
+from autotune.probe.process import ProcessProber
+from autotune.table import Table
+from autotune.task import load_task
+from autotune.task.source import TaskSource
+from autotune.tuning.sweep import space_of
+
+STUDIES = Path(__file__).parent.parent.parent / "studies"
+TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith(".allocator.csv"))
+NUM_PAIRS = 30  # of the two probes that the memory model is given
+TRACE_TIMEOUT_S = 600.0
+
+
+def study_file(path: Path) -> Path:
+    """The model file of a table."""
+    return path.parent / "model.py"
+
+
+def traces_of(recorded: Table, folder: Path | None = None) -> tuple[Traces, float]:
+    """The traces of a table's configs, and the seconds that tracing them took; kept in `folder`, if given."""
+    source = TaskSource.of(study_file(recorded.path))
+    target = "cpu" if recorded.header.device == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory() as logs, ProcessProber(source, logs=Path(logs)) as prober:
+        inspection = prober.inspect("cpu", None, TRACE_TIMEOUT_S)  # of the dataset: which samples are the widest
+        assert isinstance(inspection, Inspection), inspection
+        started = time.monotonic()
+        traces = cached_traces(
+            prober,
+            space_of(recorded.header).tracing(),
+            target,
+            facts=inspection.facts,
+            folder=folder or Path(logs),
+            timeout_s=TRACE_TIMEOUT_S,
+        )
+        wall_s = time.monotonic() - started
+    return traces, wall_s
+
+
+def allocator_file(path: Path) -> Path:
+    """Where the profiler's counts of a table's configs are kept."""
+    return path.with_suffix(".allocator.csv")
+
+
+def counted(recorded: Table) -> dict[Config, int]:
+    """The profiler's counts, as far as there are any."""
+    path = allocator_file(recorded.path)
+    if not path.exists():
+        return {}
+    by_name = {_name(config): config for config in recorded.figures}
+    with path.open() as file:
+        return {by_name[row["config"]]: int(row["peak_bytes"]) for row in csv.DictReader(file)}
+
+
+def count(recorded: Table) -> None:
+    """Train two steps of every config under the profiler, each in a process of its own, and keep the peaks."""
+    path = allocator_file(recorded.path)
+    known = counted(recorded)
+    if not path.exists():
+        path.write_text("config,peak_bytes\n")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "autotune.session"])
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        jobs = [(study_file(recorded.path), config) for config in recorded.figures if config not in known]
+        for number, (config, peak_bytes) in enumerate(pool.imap(_count_one, jobs, chunksize=1), start=1):
+            with path.open("a") as file:
+                file.write(f"{_name(config)},{peak_bytes}\n")
+            print(f"{path.name}: {number} of {len(jobs)}", end="\r")
+
+
+def _count_one(job: tuple[Path, Config]) -> tuple[Config, int]:
+    from tests.predict.real_memory import real_peak_bytes
+
+    file, config = job
+    return config, real_peak_bytes(load_task(file), config)
+
+
+def _name(config: Config) -> str:
+    return " ".join(f"{name}={choice}" for name, choice in config.choices)
+
+
+def before_any_probe(recorded: Table, traces: Traces) -> Iterator[float]:
+    """Relative error of each config's traced peak."""
+    for config, peak_bytes in counted(recorded).items():
+        traced = traces.peak(config)
+        if traced is not None:
+            yield traced.peak_bytes / peak_bytes - 1
+
+
+def after_two_probes(recorded: Table, traces: Traces) -> Iterator[float]:
+    """Relative error of the process's peak, of every config but the two probed: the baseline and one drawn at random."""
+    space, configs = space_of(recorded.header), list(recorded.figures)
+    for seed in range(NUM_PAIRS):
+        second = random.Random(seed).choice([config for config in configs if config != space.baseline])
+        probed = {config: recorded.repeats[config][0].outcome for config in (space.baseline, second)}
+        model = MemoryModel(traces, recorded.header.outside_bytes, space).fitted(list(probed.items()))
+        rest = [config for config in configs if config not in probed]
+        for config, estimate in zip(rest, model.estimates(rest), strict=True):
+            assert estimate is not None
+            yield estimate.peak_bytes / recorded.figures[config].peak_bytes - 1
+
+
+def row(name: str, errors: Sequence[float]) -> str:
+    """One line of the table."""
+    absolute = np.abs(errors)
+    median, high = np.median(absolute), np.quantile(absolute, 0.95)
+    under = float(np.mean(np.array(errors) < 0))
+    return f"| {name} | {len(errors)} | {median:.2%} | {high:.2%} | {absolute.max():.1%} | {under:.0%} |"
+
+
+def report(
+    found: Mapping[str, tuple[Sequence[float], Sequence[float]]], times: Mapping[str, tuple[int, float]]
+) -> list[str]:
+    """The Markdown tables."""
+    head = ["| table | predictions | median error | 95th percentile | largest | too low |", "|---|---|---|---|---|---|"]
+    lines = ["The allocator's peak, before any probe, against the profiler's count:", "", *head]
+    lines += [row(name, before) for name, (before, _) in found.items()]
+    lines += [row("all", [error for before, _ in found.values() for error in before]), ""]
+    lines += ["The process's peak, which the limit is about, after two probes (the baseline and another):", "", *head]
+    lines += [row(name, after) for name, (_, after) in found.items()]
+    lines += [row("all", [error for _, after in found.values() for error in after]), ""]
+    listed = ", ".join(f"`{name}` {num} groups in {seconds:.1f} s" for name, (num, seconds) in times.items())
+    return [*lines, f"Tracing, without a cache, on one core: {listed}."]
+
+
+def main() -> None:
+    """Count what is missing if asked to, predict, compare, print."""
+    from tests.benchmarks.searches import write
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--count", action="store_true", help="what the allocator really holds, where it is not known yet"
+    )
+    parser.add_argument("--write", action="store_true", help="into the studies' README")
+    parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
+    options = parser.parse_args()
+    found, times = {}, {}
+    for path in options.tables:
+        recorded = table.read(path.absolute())
+        name = f"{path.parent.name} {path.stem}"
+        if options.count:
+            count(recorded)
+        traces, wall_s = traces_of(recorded)
+        times[name] = (len(traces.models) + len(traces.updates), wall_s)
+        found[name] = (list(before_any_probe(recorded, traces)), list(after_two_probes(recorded, traces)))
+    lines = report(found, times)
+    print("\n".join(lines))
+    if options.write:
+        write("memory", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The caching allocator as a specification: requests in, blocks and segments out."""
+
+from itertools import count
+
+import pytest
+
+from autotune.predict.allocator import AllocatorPeak, allocator_peak
+from autotune.predict.events import Event
+from autotune.units import MIB
+
+
+class Program:
+    """Writes a trace as a program would make it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._keys = count()
+        self._sizes: dict[int, int] = {}
+
+    def allocate(self, size_bytes: float) -> int:
+        key = next(self._keys)
+        self._sizes[key] = int(size_bytes)
+        self.events.append(Event(key, int(size_bytes), True))
+        return key
+
+    def free(self, *keys: int) -> None:
+        self.events += [Event(key, self._sizes[key], False) for key in keys]
+
+    def peak(self, limit_bytes: int | None = None) -> AllocatorPeak:
+        return allocator_peak(self.events, limit_bytes=limit_bytes)
+
+    @property
+    def reserved_mib(self) -> float:
+        return self.peak().reserved_bytes / MIB
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program()
+
+
+@pytest.mark.parametrize(("request_bytes", "block_bytes"), [(1, 512), (512, 512), (513, 1024), (MIB - 1, MIB)])
+def test_requests_are_rounded_up_to_512_bytes(program: Program, request_bytes: int, block_bytes: int) -> None:
+    program.allocate(request_bytes)
+    assert program.peak().allocated_bytes == block_bytes
+
+
+@pytest.mark.parametrize(
+    ("request_mib", "segment_mib"), [(0.001, 2), (1, 2), (1.001, 20), (9.9, 20), (10, 10), (10.5, 12), (33, 34)]
+)
+def test_the_segment_depends_on_the_request(program: Program, request_mib: float, segment_mib: int) -> None:
+    program.allocate(request_mib * MIB)
+    assert program.reserved_mib == segment_mib
+
+
+def test_storages_without_bytes_take_no_memory(program: Program) -> None:
+    program.free(program.allocate(0))
+    assert program.peak() == AllocatorPeak(allocated_bytes=0, reserved_bytes=0)
+
+
+def test_small_requests_share_a_segment(program: Program) -> None:
+    for _ in range(4096):
+        program.allocate(512)
+    assert program.reserved_mib == 2
+    program.allocate(512)
+    assert program.reserved_mib == 4
+
+
+def test_a_small_request_does_not_use_the_large_pool(program: Program) -> None:
+    program.allocate(2 * MIB)
+    program.allocate(MIB)
+    assert program.reserved_mib == 20 + 2
+
+
+def test_medium_requests_share_a_segment_of_20_mib(program: Program) -> None:
+    for _ in range(4):
+        program.allocate(5 * MIB)
+    assert program.reserved_mib == 20
+    program.allocate(5 * MIB)
+    assert program.reserved_mib == 40
+
+
+def test_a_rest_of_up_to_1_mib_stays_with_its_large_block(program: Program) -> None:
+    program.free(program.allocate(12 * MIB))
+    program.allocate(11 * MIB)
+    assert program.peak().allocated_bytes == 12 * MIB  # not split
+    program.allocate(1.5 * MIB)
+    assert program.reserved_mib == 12 + 20
+
+
+def test_a_rest_of_more_than_1_mib_is_split_off_and_used(program: Program) -> None:
+    program.free(program.allocate(14 * MIB))
+    program.allocate(12 * MIB)
+    program.allocate(2 * MIB)
+    assert program.reserved_mib == 14
+
+
+def test_a_freed_block_is_used_again(program: Program) -> None:
+    for _ in range(3):
+        program.free(program.allocate(30 * MIB))
+    assert program.reserved_mib == 30
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken(program: Program) -> None:
+    large, small = program.allocate(60 * MIB), program.allocate(40 * MIB)
+    program.free(large, small)
+    program.allocate(40 * MIB)  # from the 40 MiB, so that 60 MiB stay whole
+    program.allocate(60 * MIB)
+    assert program.reserved_mib == 100
+
+
+def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken(program: Program) -> None:
+    first, second, third = (program.allocate(6 * MIB) for _ in range(3))
+    program.free(third, first)  # [6 free][6 second][6 and 2 free]
+    assert program.reserved_mib == 20
+    program.allocate(6 * MIB)  # the one of exactly 6 MiB, at the front
+    program.free(second)  # and so 14 MiB in a row
+    program.allocate(14 * MIB)
+    assert program.reserved_mib == 20
+
+
+def test_free_neighbours_become_one_block(program: Program) -> None:
+    blocks = [program.allocate(5 * MIB) for _ in range(4)]
+    program.free(blocks[0], blocks[2], blocks[1], blocks[3])  # joined with what is behind, before, and both
+    program.allocate(20 * MIB)
+    assert program.reserved_mib == 20
+
+
+def test_free_blocks_of_different_segments_do_not_become_one(program: Program) -> None:
+    program.free(*[program.allocate(20 * MIB) for _ in range(2)])
+    program.allocate(40 * MIB)
+    assert program.reserved_mib == 80
+
+
+def test_a_living_block_between_free_ones_keeps_them_apart(program: Program) -> None:
+    blocks = [program.allocate(6 * MIB) for _ in range(3)]
+    program.free(blocks[0], blocks[2])
+    program.allocate(12 * MIB)
+    assert program.reserved_mib == 20 + 12
+
+
+def test_the_peaks_of_blocks_and_of_segments_are_kept(program: Program) -> None:
+    program.free(program.allocate(30 * MIB), program.allocate(20 * MIB))
+    program.allocate(2 * MIB)
+    assert program.peak().allocated_bytes == program.peak().reserved_bytes == 50 * MIB
+
+
+def test_freeing_what_was_allocated_before_the_trace_changes_nothing() -> None:
+    assert allocator_peak([Event(1, 100, False)]) == AllocatorPeak(allocated_bytes=0, reserved_bytes=0)
+
+
+class TestLimit:
+    def test_free_segments_are_given_back_before_an_allocation_fails(self, program: Program) -> None:
+        program.free(program.allocate(40 * MIB))
+        program.allocate(60 * MIB)
+        assert program.peak(limit_bytes=60 * MIB) == AllocatorPeak(
+            allocated_bytes=60 * MIB, reserved_bytes=60 * MIB, num_alloc_retries=1
+        )
+
+    def test_a_segment_with_a_living_block_is_kept(self, program: Program) -> None:
+        kept, freed = program.allocate(6 * MIB), program.allocate(6 * MIB)
+        program.free(freed)
+        program.allocate(60 * MIB)
+        program.free(kept)
+        assert not program.peak(limit_bytes=79 * MIB).fits
+        assert program.peak(limit_bytes=80 * MIB).fits
+
+    def test_small_segments_are_given_back_too(self, program: Program) -> None:
+        program.free(program.allocate(512))
+        program.allocate(60 * MIB)
+        assert program.peak(limit_bytes=60 * MIB).fits
+
+    def test_what_does_not_fit_ends_the_trace_with_the_peaks_until_then(self, program: Program) -> None:
+        program.allocate(40 * MIB)
+        program.allocate(40 * MIB)
+        program.allocate(2 * MIB)
+        assert program.peak(limit_bytes=70 * MIB) == AllocatorPeak(
+            allocated_bytes=40 * MIB, reserved_bytes=40 * MIB, num_alloc_retries=1, fits=False
+        )
+
+    def test_a_limit_that_is_not_reached_changes_nothing(self, program: Program) -> None:
+        program.free(program.allocate(40 * MIB), program.allocate(7 * MIB))
+        assert program.peak(limit_bytes=100 * MIB) == program.peak()

@@ -1,0 +1,219 @@
+"""Traced peaks against what torch's CPU allocator really held, and what tracing makes of unusual code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autotune import techniques
+from autotune.config import Config
+from autotune.predict.job import trace_plan
+from autotune.predict.passes import Purpose
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
+from autotune.predict.tracing import TraceError, Tracer
+from autotune.task import Task, load_task
+from tests.predict.real_memory import real_peak_bytes
+
+MODELS = Path(__file__).parent / "models"
+KINDS = ("transformer", "residual", "recurrent", "unet", "sparse", "partly_frozen")
+SWITCHED = (
+    {},
+    {"batch_size": 2},  # accumulates
+    {"amp": "bf16"},
+    {"amp": "fp16"},
+    {"checkpoint_segments": 2},
+    {"checkpoint_segments": 1, "amp": "bf16", "batch_size": 4},
+    {"channels_last": True},
+    {"channels_last": True, "amp": "bf16"},
+    {"optimizer_impl": "foreach"},
+    {"optimizer_impl": "fused", "batch_size": 4},
+)
+CLOSE = 0.03  # relative
+# oneDNN's scratchpads for short types are not modelled; the smaller the model, the more they are of it
+CLOSE_SHORT = 0.08
+
+
+def config(choices, *, global_batch=8) -> Config:
+    return techniques.complete({"batch_size": global_batch, **choices}, global_batch=global_batch)
+
+
+def traced(task: Task, configs: list[Config]) -> Traces:
+    found = Traces(target="cpu")
+    for message in trace_plan(task, plan_traces(configs), "cpu"):
+        if "traces" in message:
+            found = found.merged(Traces.from_dict(message["traces"]))
+    return found
+
+
+@functools.cache
+def model(kind: str) -> tuple[Task, Traces]:
+    task = load_task(MODELS / f"{kind}.py")
+    return task, traced(task, [config(choices) for choices in SWITCHED])
+
+
+def impossible(kind: str, choices) -> bool:
+    if "checkpoint_segments" in choices and kind == "recurrent":
+        return True  # no blocks
+    if choices.get("optimizer_impl") == "fused" and kind == "sparse":
+        return True  # no sparse gradients
+    return kind == "recurrent" and choices.get("amp") == "fp16"  # needs a processor with fp16 arithmetic
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choices", SWITCHED, ids=lambda c: ",".join(f"{k}={v}" for k, v in c.items()) or "plain")
+def test_the_traced_peak_is_the_real_allocators(kind, choices):
+    if impossible(kind, choices):
+        pytest.skip("the model cannot be trained so")
+    task, traces = model(kind)
+    wanted = config(choices)
+    peak = traces.peak(wanted)
+    assert peak is not None, traces.failures
+    real_bytes = real_peak_bytes(task, wanted)
+    close = CLOSE_SHORT if choices.get("amp") else CLOSE
+    assert peak.peak_bytes == pytest.approx(real_bytes, rel=close)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "unet"])
+@pytest.mark.parametrize("batch_size", [3, 24])
+def test_batch_sizes_that_were_not_traced_are_foretold_as_well(kind, batch_size):
+    task, traces = model(kind)
+    wanted = techniques.complete({"batch_size": batch_size, "accumulation_steps": 2})
+    assert traces.peak(wanted).peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=CLOSE)
+
+
+def test_the_parts_of_a_peak_add_up_to_it():
+    for kind in KINDS:
+        traces = model(kind)[1]
+        peak = traces.peak(config({"batch_size": 2}))
+        parts = peak.breakdown
+        total_bytes = (
+            parts.parameters_bytes
+            + parts.gradients_bytes
+            + parts.optimizer_bytes
+            + parts.activations_bytes
+            + parts.temporaries_bytes
+        )
+        assert total_bytes == pytest.approx(peak.peak_bytes, abs=3)
+
+
+def test_frozen_parameters_have_no_gradient_and_tied_ones_count_once():
+    task, traces = model("partly_frozen")
+    parts = traces.peak(config({"batch_size": 2})).breakdown
+    built = task.model()
+    trainable = sum(p.numel() for p in built.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in built.parameters()) + sum(b.numel() for b in built.buffers())
+    assert parts.parameters_bytes == 4 * everything
+    assert parts.gradients_bytes == pytest.approx(4 * trainable, rel=0.001)
+    assert parts.optimizer_bytes == pytest.approx(8 * trainable, rel=0.001)  # Adam's two moments
+
+
+def test_the_modules_that_hold_most_activations_are_named():
+    names = [name for name, _ in model("unet")[1].peak(config({})).breakdown.modules]
+    assert len(names) == 5
+    assert {name.split(".")[0] for name in names} <= {"down", "join", "up", "", "head", "middle"}
+    assert any(name.startswith(("down.0", "join.2")) for name in names)  # of the highest resolution
+
+
+def test_a_gradient_scaler_takes_its_step_so_that_the_optimizers_state_is_counted():
+    task = load_task(MODELS / "transformer.py")
+    tracer = Tracer(task, "cpu")
+    plain, scaled = (tracer.updates(config(choices), 2) for choices in ({}, {"amp": "fp16"}))
+    state = [
+        sum(u.second.held[k] for k in u.second.held if u.second.purposes[k] is Purpose.OPTIMIZER)
+        for u in (plain, scaled)
+    ]
+    assert state[0] == state[1] > 0
+
+
+def test_layers_that_are_deep_copied_keep_their_parameters():
+    def build():
+        layer = nn.Linear(8, 8)
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+
+    task = Task(build_model=build, make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
+    steps = Tracer(task, "cpu").micro_steps(config({}), (2,))
+    parameters = [k for k in steps.alone[0].held if steps.alone[0].purposes[k] is Purpose.PARAMETERS]
+    assert len(parameters) == 6
+
+
+def test_a_model_whose_building_needs_values_is_built_for_real():
+    def build():
+        linear = nn.Linear(8, 8)
+        with torch.no_grad():
+            linear.weight.copy_(torch.from_numpy(torch.eye(8).numpy()))
+        return linear
+
+    task = Task(build_model=build, make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
+    wanted = config({"batch_size": 4})
+    peak = traced(task, [wanted]).peak(wanted)
+    assert peak.peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=0.02)
+
+
+def test_a_dataset_that_is_indexed_while_training_is_no_hindrance():
+    inputs = torch.randn(50, 8)
+
+    def training_step(model, batch):
+        return model(inputs[batch]).square().mean()
+
+    task = Task(
+        build_model=lambda: nn.Linear(8, 4),
+        make_batch=lambda n: torch.randint(50, (n,)),
+        training_step=training_step,
+    )
+    assert traced(task, [config({})]).failures == {}
+
+
+class _Unpredictable(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.act = act
+
+    def forward(self, x):
+        return self.linear(self.act(x))
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda x: x[x.nonzero()[:, 0]], "aten.nonzero.default"),
+        (lambda x: torch.unique(x, dim=0), "depends on the values of a tensor"),
+        (lambda x: torch.from_numpy(x.numpy() * 2), "numpy"),
+    ],
+    ids=["nonzero", "unique", "numpy"],
+)
+def test_what_depends_on_values_cannot_be_traced_and_the_reason_is_one_line(act, why):
+    task = Task(build_model=lambda: _Unpredictable(act), make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
+    with pytest.raises(TraceError, match=why) as raised:
+        Tracer(task, "cpu").micro_steps(config({}), (2,))
+    assert "\n" not in str(raised.value)
+
+
+def test_tracing_leaves_torch_as_it_was():
+    swap, step = torch.utils.swap_tensors, torch.amp.GradScaler._maybe_opt_step
+    task, _ = model("transformer")
+    Tracer(task, "cpu").micro_steps(config({"amp": "fp16"}), (2,))
+    assert torch.utils.swap_tensors is swap
+    assert torch.amp.GradScaler._maybe_opt_step is step
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_tracing_for_a_gpu_counts_the_batch_on_the_device_and_reserves_whole_segments():
+    task, _ = model("partly_frozen")
+    found = Traces(target="cuda")
+    wanted = config({"batch_size": 4})
+    for message in trace_plan(task, plan_traces([wanted]), "cuda"):
+        if "traces" in message:
+            found = found.merged(Traces.from_dict(message["traces"]))
+    assert found.failures == {}
+    peak = found.peak(wanted)
+    segments = peak.peak_bytes / (2 * 2**20)
+    assert segments == pytest.approx(round(segments), abs=0.01)
+    assert found.models[()].input_bytes == (0, 0)  # those on the host do not count
