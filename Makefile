@@ -9,7 +9,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed  ## search on a shipped case study
@@ -26,6 +26,9 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(RUN)/python tests/benchmarks/bench.py
 
+bench-peers: $(VENV)/.installed-bench  ## BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
+	OMP_NUM_THREADS=1 $(RUN)/python tests/benchmarks/peers.py $(BENCH_ARGS)
+
 clean:
 	rm -rf $(VENV)
 
@@ -39,4 +42,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	@touch $@

@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import search
+    from autotune.api import predict, search
     from autotune.session import Session, prepare
     from autotune.task import Task, load_task
     from autotune.tuning.reading import load_study
 
-__all__ = ["Session", "Task", "load_study", "load_task", "prepare", "search"]
+__all__ = ["Session", "Task", "load_study", "load_task", "predict", "prepare", "search"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,6 +25,7 @@ _HOMES = {
     "Task": "autotune.task",
     "load_study": "autotune.tuning.reading",
     "load_task": "autotune.task",
+    "predict": "autotune.api",
     "prepare": "autotune.session",
     "search": "autotune.api",
 }

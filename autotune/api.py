@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune import techniques
 from autotune.config import Choice, Config
-from autotune.devices import open_device
+from autotune.devices import DeviceInfo, open_device
+from autotune.devices.absent import AbsentGpu
 from autotune.errors import ConfigError
 from autotune.outcome import Outcome
+from autotune.predict.answer import Prediction, all_configs, answer
+from autotune.predict.cache import FOLDER, cached_traces
+from autotune.predict.cards import card_of
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
 from autotune.task import Task
@@ -18,11 +23,14 @@ from autotune.task.source import TaskSource
 from autotune.tuning.events import Listener
 from autotune.tuning.options import SearchOptions
 from autotune.tuning.result import Result
+from autotune.tuning.run import inspection_failed
 from autotune.tuning.run import search as run_search
+from autotune.tuning.space import build_space
 from autotune.units import parse_bytes, parse_fraction, parse_seconds
 
 VERIFY_TIMEOUT_S = 24 * 3600.0
 PROBE_TIMEOUT_S = 600.0
+PREDICT_TIMEOUT_S = 120.0
 
 
 def search(
@@ -38,7 +46,7 @@ def search(
     fix: Mapping[str, Choice] | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
-    sampler: str = "gp",
+    sampler: str = "cost-model",
     seed: int = 0,
     probe_timeout: str | float | None = None,
     study: str | None = None,
@@ -57,7 +65,7 @@ def search(
         budget: seconds, or text such as `2m`, for the whole search.
         trials: at most that many probes before the play-off.
         fix, include, exclude: techniques to pin to a choice, to search although optional, to leave as in the baseline.
-        sampler: `gp`, `tpe`, `random` or `grid`.
+        sampler: `cost-model`, or Optuna's `gp`, `tpe` or `random`, or `grid`.
         probe_timeout: seconds or text; None takes a multiple of the baseline's time.
         study, storage: name and file or URL of the study; `studies/<task>.db` by default.
         listener: watches the search.
@@ -134,6 +142,94 @@ def verify(task: Task | str | Path, config: Mapping[str, Choice], *, steps: int,
     return probe(task, config, steps=steps, **options)
 
 
+def predict(
+    task: Task | str | Path,
+    config: Mapping[str, Choice] | None = None,
+    *,
+    gpu: str | None = None,
+    device: str = "auto",
+    memory_limit: str | int | None = None,
+    headroom: str | float = 0.05,
+    global_batch: int | None = None,
+    timeout: str | float = PREDICT_TIMEOUT_S,
+    logs: Path = Path("studies"),
+) -> Prediction:
+    """Predict what fits into a memory without training: the largest batch of each combination of techniques, or one config.
+
+    Training steps are traced without computing anything, in a process that sees no GPU. What is predicted was not measured.
+
+    Args:
+        config: predict this config alone; what it does not name is off.
+        gpu: memory such as `80GiB`, or a card such as `A100 80GB`, which need not be here; None is for `device`.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`, where no `gpu` is given.
+        memory_limit: bytes, or text such as `12GiB` or `80%`; None takes the card's memory, or what the device has free.
+        headroom: share of the limit that is to stay free.
+        timeout: seconds or text for the tracing; what is not traced by then is left out.
+        logs: folder for what the user's code prints, and for traces, which are kept for the next time.
+
+    Raises:
+        AutotuneError: as `search` does; a `TaskError` where the model cannot be traced, with the reason.
+    """
+    started = time.monotonic()
+    share = _parsed(parse_fraction, headroom)
+    if not 0 <= share < 1:
+        raise ConfigError(f"a headroom of {share:g} is not possible; expected a share from 0% to below 100%")
+    timeout_s = _parsed(parse_seconds, timeout)
+    info = _target(gpu, device)
+    limit = info.free_bytes if memory_limit is None else _bytes(memory_limit, info.total_bytes)
+    source = TaskSource.of(task)
+    if global_batch is not None:
+        source = source.with_global_batch(global_batch)
+    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
+        given = prober.global_batch
+        asked = None
+        if config is not None:
+            asked = techniques.complete(techniques.with_baseline_batch(config, prober.baseline), global_batch=given)
+            _require_global_batch(asked, given)
+        absent = None if gpu is None else info
+        inspection = prober.inspect(info.name, None, PROBE_TIMEOUT_S, absent=absent)
+        if isinstance(inspection, Outcome):
+            raise inspection_failed(inspection, limit)
+        space, _ = build_space(inspection, fix={}, include=(), exclude=())
+        tracing = time.monotonic()
+        traces = cached_traces(
+            prober,
+            [asked] if asked is not None else all_configs(space),
+            "cpu" if info.name == "cpu" else "cuda",
+            facts=inspection.facts,
+            folder=logs / FOLDER,
+            timeout_s=timeout_s,
+        )
+    trace_s = time.monotonic() - tracing
+    return answer(
+        inspection,
+        space,
+        traces,
+        asked,
+        memory_limit_bytes=limit,
+        headroom=share,
+        timeout_s=timeout_s,
+        trace_s=trace_s,
+        wall_s=time.monotonic() - started,
+    )
+
+
+def _target(gpu: str | None, device: str) -> DeviceInfo:
+    """What is predicted for."""
+    if gpu is None:
+        return open_device(device).info()
+    if device != "auto":
+        raise ConfigError(f"--gpu {gpu} and --device {device} contradict each other; leave one of them out")
+    card = card_of(gpu)
+    return DeviceInfo(
+        name=AbsentGpu.name,
+        model=card.name,
+        total_bytes=card.total_bytes,
+        free_bytes=card.total_bytes,
+        capability=card.capability,
+    )
+
+
 def memory_limit_bytes(limit: str | int | None, device: str) -> int | None:
     """A memory limit in bytes from bytes, text such as `12GiB`, or a percentage of the device's memory.
 
@@ -143,8 +239,12 @@ def memory_limit_bytes(limit: str | int | None, device: str) -> int | None:
     if limit is None or isinstance(limit, int):
         return limit
     total_bytes = open_device(device).info().total_bytes if "%" in limit else None
+    return _bytes(limit, total_bytes)
+
+
+def _bytes(limit: str | int, total_bytes: int | None) -> int:
     try:
-        return parse_bytes(limit, total_bytes=total_bytes)
+        return limit if isinstance(limit, int) else parse_bytes(limit, total_bytes=total_bytes)
     except ValueError as error:
         raise ConfigError(f"the memory limit {error}") from None
 

@@ -10,11 +10,11 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from autotune.config import Choice, Config
@@ -22,6 +22,7 @@ from autotune.errors import AutotuneError
 from autotune.outcome import Kind, Measurement, Outcome
 
 MAGIC = "# autotune table, format 1"
+Z95 = 1.96
 POLISHES = 5  # of the fit of rounds and configs, which settles at once where every round holds every config
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -100,8 +101,8 @@ class Figure:
 
     Attributes:
         samples_per_s: geometric mean; 0 for a config that did not run.
-        half_width: half the 95 % interval of that mean (t distribution, of the logarithms), as a share of it; endless for
-            one repeat.
+        half_width: half the 95 % interval of that mean, as a share of it, from the noise of all the table's repeats
+            (one config's few say little of it); endless where nothing was repeated.
         peak_bytes: the largest peak of any repeat.
     """
 
@@ -138,11 +139,9 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
     """What repeated probes say of each config. A config that failed once counts as failed.
 
     What a round as a whole was faster or slower by (other samples, the machine's mood) is taken out first: with
-    log throughput = config + round, fitted by medians over the round's configs (as in Tukey's median polish, Exploratory
-    Data Analysis, 1977, chapter 10) and means over a config's repeats.
+    log throughput = config + round, fitted by medians in turn (Tukey's median polish, Exploratory Data
+    Analysis, 1977, chapter 10).
     """
-    from scipy.stats import t
-
     by_config: dict[Config, list[Row]] = {}
     for row in rows:
         by_config.setdefault(row.config, []).append(row)
@@ -152,6 +151,10 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
         if all(row.outcome.ok for row in mine)
     }
     effects = _round_effects(logs)
+    residuals = {
+        config: [value - effects[number] for number, value in values.items()] for config, values in logs.items()
+    }
+    noise = _noise(residuals.values())
     figures = {}
     for config, mine in by_config.items():
         peak_bytes = max(
@@ -163,17 +166,24 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
                 kind=kind, samples_per_s=0.0, half_width=math.inf, peak_bytes=peak_bytes, num_repeats=len(mine)
             )
             continue
-        values = [value - effects[number] for number, value in logs[config].items()]
-        num = len(values)
-        half_width = float(t.ppf(0.975, num - 1)) * stdev(values) / math.sqrt(num) if num > 1 else math.inf
+        values = residuals[config]
         figures[config] = Figure(
             kind=Kind.OK,
             samples_per_s=math.exp(fmean(values)),
-            half_width=half_width,
+            half_width=Z95 * noise / math.sqrt(len(values)),
             peak_bytes=peak_bytes,
-            num_repeats=num,
+            num_repeats=len(values),
         )
     return figures
+
+
+def _noise(values: Iterable[Sequence[float]]) -> float:
+    """Standard deviation of one probe around its config's mean, pooled over the configs that were repeated."""
+    repeated = [mine for mine in values if len(mine) > 1]
+    freedom = sum(len(mine) - 1 for mine in repeated)
+    if not freedom:
+        return math.inf
+    return math.sqrt(sum((value - fmean(mine)) ** 2 for mine in repeated for value in mine) / freedom)
 
 
 def _round_effects(logs: Mapping[Config, Mapping[int, float]]) -> dict[int, float]:
@@ -181,8 +191,8 @@ def _round_effects(logs: Mapping[Config, Mapping[int, float]]) -> dict[int, floa
     numbers = sorted({number for values in logs.values() for number in values})
     effects = dict.fromkeys(numbers, 0.0)
     for _ in range(POLISHES):
-        means = {c: fmean(value - effects[n] for n, value in values.items()) for c, values in logs.items()}
-        effects = {n: median(values[n] - means[c] for c, values in logs.items() if n in values) for n in numbers}
+        levels = {c: median(value - effects[n] for n, value in values.items()) for c, values in logs.items()}
+        effects = {n: median(values[n] - levels[c] for c, values in logs.items() if n in values) for n in numbers}
         level = fmean(effects.values()) if effects else 0.0
         effects = {number: effect - level for number, effect in effects.items()}
     return effects

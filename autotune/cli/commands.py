@@ -162,6 +162,37 @@ def sweep(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def predict(options: argparse.Namespace) -> int:
+    """`autotune predict`: what fits, before anything has run."""
+    from autotune import api
+    from autotune.report import export
+    from autotune.report.prediction import render_prediction
+    from autotune.units import format_seconds
+
+    prediction = api.predict(
+        options.model,
+        None if options.config is None else _config(options.config),
+        gpu=options.gpu,
+        device=options.device,
+        memory_limit=options.memory_limit,
+        headroom=options.headroom,
+        global_batch=options.global_batch,
+        timeout=options.timeout,
+    )
+    combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
+    what = "one config" if options.config is not None else f"{combinations} combinations of techniques"
+    print(
+        f"predicted {what} in {format_seconds(prediction.wall_s)}, {format_seconds(prediction.trace_s)} of it tracing; "
+        "nothing was trained",
+        file=sys.stderr,
+    )
+    if options.json:
+        print(export.document(prediction.to_dict()))
+    else:
+        render_prediction(prediction, _console())
+    return ANSWERED if prediction.fits else NOTHING_FEASIBLE
+
+
 def devices(options: argparse.Namespace) -> int:
     """`autotune devices`: what there is to train on."""
     from autotune.report.devices import render_devices, watch_devices
@@ -188,6 +219,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": verify,
     "show": show,
     "sweep": sweep,
+    "predict": predict,
     "devices": devices,
     "init": init,
 }

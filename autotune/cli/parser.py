@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_show(commands)
     _add_sweep(commands)
+    _add_predict(commands)
     devices = commands.add_parser("devices", help="memory, utilisation, temperature, power, processes")
     devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     devices.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -50,7 +51,9 @@ def _add_search(commands: Any) -> None:
         "--include", action="append", default=[], metavar="NAME", help="search an optional technique too"
     )
     search.add_argument("--exclude", action="append", default=[], metavar="NAME", help="leave as in the baseline")
-    search.add_argument("--sampler", default="gp", metavar="NAME", help="gp, tpe, random or grid (gp)")
+    search.add_argument(
+        "--sampler", default="cost-model", metavar="NAME", help="cost-model, gp, tpe, random or grid (cost-model)"
+    )
     search.add_argument("--seed", type=int, default=0, metavar="N")
     search.add_argument("--probe-timeout", type=_checked(parse_seconds), metavar="60s", help="kill a probe after that")
     search.add_argument("--study", metavar="NAME", help="name of the study (the task's)")
@@ -111,6 +114,26 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("--probe-timeout", type=_checked(parse_seconds), default=120.0, metavar="120s")
     sweep.add_argument("--seed", type=int, default=0, metavar="N")
     sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict", help="what fits into a memory, without training and without a GPU", epilog=EXIT_CODES
+    )
+    _add_model(predict)
+    predict.add_argument("--gpu", metavar="80GiB|NAME", help="a card that need not be here, e.g. 'A100 80GB'")
+    predict.add_argument("--config", metavar="JSON|FILE", help="this config alone, or a search's JSON")
+    predict.add_argument(
+        "--headroom", type=_checked(parse_fraction), default=0.05, metavar="5%", help="left free (5%%)"
+    )
+    predict.add_argument(
+        "--timeout",
+        type=_checked(parse_seconds),
+        default=120.0,
+        metavar="2m",
+        help="leave out what is not traced by then",
+    )
+    predict.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def _add_model(parser: Any) -> None:

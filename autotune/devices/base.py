@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,11 @@ class DeviceInfo:
     capability: tuple[int, int] = (0, 0)
     torch_version: str = ""
     notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> DeviceInfo:
+        """Rebuild it from `dataclasses.asdict`'s data, after JSON."""
+        return DeviceInfo(**{**data, "capability": tuple(data["capability"]), "notes": tuple(data["notes"])})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from autotune.units import MIB, format_bytes
 if TYPE_CHECKING:
     import torch
 
-_CONTEXT_BYTES = 512 * MIB  # a context and its libraries where nothing can measure them; 287 to 667 MB are published
+# a context and its libraries where nothing can measure them; 287 to 667 MB are published
+TYPICAL_CONTEXT_BYTES = 512 * MIB
 # how near its limit, or the whole card its end, must be to blame memory for a library's failure
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 512 * MIB, 0.05
 
@@ -198,7 +199,7 @@ class CudaDevice:
         del weight
         self._entered = True
         if self._others_bytes is None:
-            ours_bytes = _CONTEXT_BYTES + torch.cuda.memory_reserved(self._index)
+            ours_bytes = TYPICAL_CONTEXT_BYTES + torch.cuda.memory_reserved(self._index)
             self._others_bytes = max(0, (self._card_used_bytes() or 0) - ours_bytes)
         self._outside_bytes()
 

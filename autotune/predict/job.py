@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from autotune.predict.fake_run import Target
 from autotune.predict.law import excess_at_peak, fit_law, fit_start
 from autotune.predict.passes import Pass, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
-from autotune.predict.tracing import Target, TraceError, Tracer
+from autotune.predict.tracing import TraceError, Tracer
 from autotune.task import Task
 from autotune.task.samples import dataset_size
 

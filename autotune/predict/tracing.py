@@ -5,12 +5,10 @@ The session is the one that a probe trains, `prepare(task, config)`. Nothing is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
-from unittest import mock
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -26,15 +24,12 @@ from autotune.batches import StepBatch, map_tensors, tensors
 from autotune.config import Config
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import AutotuneError
-from autotune.predict.cuda_like import cuda_like
+from autotune.predict.fake_run import OneFakeMode, Target, fake_run, to_fake
+from autotune.predict.law import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
-from autotune.predict.workspaces import hidden_allocations
 from autotune.session import Session, prepare
 from autotune.task import Task
-from autotune.techniques.matmul_precision import kept_matmul_precision
-
-Target = Literal["cpu", "cuda"]
 
 
 class TraceError(Exception):
@@ -69,7 +64,7 @@ class Tracer:
             self._session_task.use_widest(widest)
         self._target = target
         self._device = CpuDevice()
-        self._mode = _OneFakeMode(allow_non_fake_inputs=True)
+        self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._batches: dict[int, Any] = {}
 
     def micro_steps(self, config: Config, batch_sizes: Sequence[int]) -> MicroSteps:
@@ -95,7 +90,7 @@ class Tracer:
     @contextmanager
     def _run(self, config: Config) -> Iterator[_Run]:
         try:
-            with _surroundings(self._mode, self._target) as tracker:
+            with fake_run(self._mode, self._target) as tracker:
                 run = _Run(self._session(config), tracker, self._mode, self._target)
                 with run.observed():
                     yield run
@@ -129,37 +124,13 @@ class Tracer:
     def _built_for_real(self) -> torch.nn.Module:
         with unset_fake_temporarily():
             model = self._task.build_model()
-        return _to_fake(model, self._mode)
+        return to_fake(model, self._mode)
 
 
 def without_loader(config: Config) -> Config:
     """The config with everything off that acts on the loading of data, batch size and accumulation included."""
     off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
     return config.replace(**off)
-
-
-class _OneFakeMode(FakeTensorMode):
-    """Stays itself when a module is deep-copied, whose fake parameters refer to it: two modes do not mix."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OneFakeMode:
-        return self
-
-
-@contextmanager
-def _surroundings(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
-    """What makes a session run on fake tensors, for as long as it does."""
-    tracker = StorageTracker(hidden_allocations(target))
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(kept_matmul_precision())
-        if target == "cuda":
-            stack.enter_context(cuda_like())
-        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
-        stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step))
-        stack.enter_context(mode)
-        stack.enter_context(tracker)
-        yield tracker
 
 
 class _Run:
@@ -187,6 +158,8 @@ class _Run:
                 beside.append(self._micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
+        if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
+            alone[0] = self._micro_step(batches[0][0], self._inputs(batches[0][1]))
         return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
@@ -202,10 +175,10 @@ class _Run:
 
     def _inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
-        fake = map_tensors(self.mode.from_tensor, batch)
-        if not self.on_gpu:
-            for tensor in tensors(fake):
-                self.tracker.see(tensor)
+        with self.tracker.paused():
+            fake = map_tensors(self.mode.from_tensor, batch)
+        for tensor in tensors(fake):
+            (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
         return fake
 
     def _micro_step(self, batch_size: int, inputs: Any) -> Pass:
@@ -288,27 +261,6 @@ class _Run:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """What `Module.to` does with real parameters; it would exchange fake ones, whose weak references forbid it."""
-    tensor.data = other.data
-
-
-def _always_step(self: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `GradScaler._maybe_opt_step`, to which every fake gradient seems infinite."""
-    return optimizer.step(*args, **kwargs)
-
-
-def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """The model with fake parameters and buffers in place of its own; what was shared stays shared."""
-    for module in model.modules():
-        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for owned in owners:
-            for name, tensor in owned.items():
-                if tensor is not None:
-                    owned[name] = mode.from_tensor(tensor)
-    return model
 
 
 def _reason(error: BaseException) -> str:

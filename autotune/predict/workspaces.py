@@ -32,7 +32,7 @@ def _reduced_loss(args: tuple[Any, ...], result: Any) -> Storages:
 
 
 def _num_losses(args: tuple[Any, ...]) -> int:
-    return torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
 
 
 _WORKSPACES: Mapping[Any, Workspace] = {

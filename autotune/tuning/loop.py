@@ -195,18 +195,12 @@ class Loop:
         )
 
     def finalists(self) -> list[Config]:
-        """The best few, best first: as many as the time that is left can confirm."""
-        feasible = [
-            (self.objective.score(outcome), config)
-            for config, outcome in self._known.items()
-            if self.objective.feasible(outcome) and self.space.contains(config)
-        ]
-        ranked = sorted(feasible, key=lambda pair: pair[0], reverse=True)
+        """The best few, best first by what all probes together say: as many as the time that is left can confirm."""
+        ranked = self.store.ranked(self._cost_model)
         if not ranked:
             return []
-        merits = {config: self.objective.merit(self._known[config]) for _, config in ranked}
-        best = merits[ranked[0][1]]
-        near = [config for _, config in ranked if merits[config] >= NEAR_BEST * best and config != self.space.baseline]
+        merits = {config: self.objective.merit(self._known[config]) for config in ranked}
+        near = [c for c in ranked if merits[c] >= NEAR_BEST * max(merits.values()) and c != self.space.baseline]
         wanted_s = WANTED_ROUNDS * median(self.wall_s)
         affordable = int((self.budget_s - self.elapsed_s) / wanted_s) - 1  # the baseline plays, too
         return near[: max(1, min(NUM_FINALISTS, affordable))]

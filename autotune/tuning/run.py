@@ -95,6 +95,24 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
                 "baseline_config": space.baseline.as_dict(),
             },
         )
+        watch.on(
+            SearchStarted(
+                task=inspection.facts["name"],
+                device=f"{info.name} ({info.model}" + (f", {info.num_threads} threads)" if info.num_threads else ")"),
+                study=place.study,
+                storage=place.storage,
+                objective=options.objective,
+                memory_limit_bytes=limit,
+                headroom=options.headroom,
+                budget_s=options.budget_s,
+                space=dict(space.choices),
+                num_configs=space.num_combinations,
+                unsupported=unsupported,
+                num_resumed=sum(probe.stage != "play-off" for probe in store.probed()),
+            )
+        )
+        for note in notes:
+            watch.on(Note(text=note))
         interrupted = stack.enter_context(_interruptible())
         peaks = _trace_memory(prober, inspection, space, store, options, watch)
         loop = Loop(
@@ -114,24 +132,6 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             peaks=peaks,
             outside_bytes=inspection.outside_bytes,
         )
-        watch.on(
-            SearchStarted(
-                task=inspection.facts["name"],
-                device=f"{info.name} ({info.model}" + (f", {info.num_threads} threads)" if info.num_threads else ")"),
-                study=place.study,
-                storage=place.storage,
-                objective=options.objective,
-                memory_limit_bytes=limit,
-                headroom=options.headroom,
-                budget_s=options.budget_s,
-                space=dict(space.choices),
-                num_configs=space.num_combinations,
-                unsupported=unsupported,
-                num_resumed=len(loop.probed()),
-            )
-        )
-        for note in notes:
-            watch.on(Note(text=note))
         return Recommender(loop, prober, inspection, watch, warnings, interrupted).answer()
 
 

@@ -166,6 +166,10 @@ class Store:
         """What the finished probes of the study predict of a config."""
         return cost_model.forecast(self._study, config)
 
+    def ranked(self, cost_model: CostModelSampler) -> list[Config]:
+        """The feasible configs that were probed, best first by what all probes together say of each."""
+        return cost_model.ranked(self._study)
+
     def abandon_running(self) -> None:
         """Close trials that were begun and will not be run."""
         for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):

@@ -2,7 +2,8 @@
 
 Three questions: the allocator's peak before any probe, against what torch's own profiler counts over the same training
 steps; the process's peak, which the memory limit is about, after two probes of the study; and the time that tracing takes.
-The profiler's counts are kept in `studies/*/*.allocator.csv`, since counting takes minutes: `--count` counts what is missing.
+The profiler's counts are kept in `studies/*/*.allocator.csv`, since counting takes minutes: `--count 50` counts until there
+are 50 of each table, in the (shuffled) order in which the table was recorded.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def counted(recorded: Table) -> dict[Config, int]:
         return {by_name[row["config"]]: int(row["peak_bytes"]) for row in csv.DictReader(file)}
 
 
-def count(recorded: Table) -> None:
-    """Train two steps of every config under the profiler, each in a process of its own, and keep the peaks."""
+def count(recorded: Table, num: int) -> None:
+    """Train two steps of configs under the profiler, each in a process of its own, and keep the peaks."""
     path = allocator_file(recorded.path)
     known = counted(recorded)
     if not path.exists():
@@ -85,7 +86,8 @@ def count(recorded: Table) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "autotune.session"])
     with context.Pool(1, maxtasksperchild=1) as pool:
-        jobs = [(study_file(recorded.path), config) for config in recorded.figures if config not in known]
+        left = [config for config in recorded.figures if config not in known][: max(0, num - len(known))]
+        jobs = [(study_file(recorded.path), config) for config in left]
         for number, (config, peak_bytes) in enumerate(pool.imap(_count_one, jobs, chunksize=1), start=1):
             with path.open("a") as file:
                 file.write(f"{_name(config)},{peak_bytes}\n")
@@ -152,9 +154,7 @@ def main() -> None:
     from tests.benchmarks.searches import write
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--count", action="store_true", help="what the allocator really holds, where it is not known yet"
-    )
+    parser.add_argument("--count", type=int, default=0, help="configs of each table to know the allocator's peak of")
     parser.add_argument("--write", action="store_true", help="into the studies' README")
     parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
     options = parser.parse_args()
@@ -163,7 +163,7 @@ def main() -> None:
         recorded = table.read(path.absolute())
         name = f"{path.parent.name} {path.stem}"
         if options.count:
-            count(recorded)
+            count(recorded, options.count)
         traces, wall_s = traces_of(recorded)
         times[name] = (len(traces.models) + len(traces.updates), wall_s)
         found[name] = (list(before_any_probe(recorded, traces)), list(after_two_probes(recorded, traces)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -197,7 +198,7 @@ def searches(
         for scenario in scenarios
         for seed in range(1 if strategy == "doubling" else num_seeds)
     ]
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(run, *zip(*jobs, strict=True))
 
 

@@ -23,7 +23,7 @@ def build_model():
 
 
 def make_batch(batch_size):
-    tokens = torch.randint(300, (batch_size, 41))
+    tokens = torch.randint(300, (batch_size, 17))
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -11,7 +11,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, tokens):

@@ -1,0 +1,64 @@
+"""What makes a session run on fake tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from autotune.predict.cuda_like import cuda_like
+from autotune.predict.storages import StorageTracker
+from autotune.predict.workspaces import hidden_allocations
+from autotune.techniques.matmul_precision import kept_matmul_precision
+
+Target = Literal["cpu", "cuda"]
+
+
+class OneFakeMode(FakeTensorMode):
+    """Stays itself when a module is deep-copied, whose fake parameters refer to it: two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneFakeMode:
+        return self
+
+
+@contextmanager
+def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
+    """Run on fake tensors, as on a device of the kind `target`, and track their storages. Puts torch back at the end."""
+    tracker = StorageTracker(hidden_allocations(target))
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(kept_matmul_precision())
+        if target == "cuda":
+            stack.enter_context(cuda_like())
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
+        stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step))
+        stack.enter_context(mode)
+        stack.enter_context(tracker)
+        yield tracker
+
+
+def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """What `Module.to` does with real parameters; it would exchange fake ones, whose weak references forbid it."""
+    tensor.data = other.data
+
+
+def _always_step(self: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `GradScaler._maybe_opt_step`, to which every fake gradient seems infinite."""
+    return optimizer.step(*args, **kwargs)
+
+
+def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """The model with fake parameters and buffers in place of its own; what was shared stays shared."""
+    for module in model.modules():
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in owners:
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    owned[name] = mode.from_tensor(tensor)
+    return model
