@@ -9,7 +9,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: demo test lint bench bench-peers clean
+.PHONY: demo test lint bench bench-searches bench-memory bench-peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed  ## search on a shipped case study
@@ -25,6 +25,12 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(RUN)/python tests/benchmarks/bench.py
+
+bench-searches: $(VENV)/.installed-dev  ## search strategies over the recorded tables
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.searches $(BENCH_ARGS)
+
+bench-memory: $(VENV)/.installed-dev  ## predicted memory against what was measured
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.memory $(BENCH_ARGS)
 
 bench-peers: $(VENV)/.installed-bench  ## BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
 	OMP_NUM_THREADS=1 $(RUN)/python tests/benchmarks/peers.py $(BENCH_ARGS)

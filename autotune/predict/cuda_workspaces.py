@@ -18,8 +18,8 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 
     cuDNN's kernels for the two gradients read tensors with the channels last (NVIDIA, Convolutional Layers User's Guide,
     "Tensor Layouts in Memory: NCHW vs NHWC"), so that others are transposed in the workspace. What it does beyond that is
-    not documented. Published peaks of ten models on an A100, in float32, tell that a kernel of more than one element takes
-    its input twice, and that forward and grouped convolutions take no such copies; for short types that is assumed.
+    not documented. Published peaks on an A100, in float32, fit best when a kernel of more than one element takes its input
+    twice (once fits nearly as well), and forward and grouped convolutions take no copies; for short types that is assumed.
     """
     grad_output, tensor, weight = args[:3]
     groups = args[9]

@@ -3,7 +3,8 @@
 Every strategy runs the product's own search loop; a `ReplayProber` answers from the table in the place of the device, each
 probe with one of the recorded repeats, drawn by the seed. Each table is searched without a memory limit that binds, and
 within one that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
-doubled until it fails. Writes a table and a plot into `studies/README.md`, between its markers.
+doubled until it fails. With
+`--write` a table and a plot go into `studies/README.md`.
 """
 
 from __future__ import annotations

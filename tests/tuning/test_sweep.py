@@ -77,5 +77,5 @@ def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_choice_outside_the_space_is_refused_with_what_is_possible(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batch_size=5 cannot be swept.*possible: 1, 2, 3, 4"):
+    with pytest.raises(ConfigError, match=r"batch_size=5 cannot be swept.*possible: 1, 2, 3, 4"):
         sweep(TaskSource.of(TINY), options(tmp_path, grid={"batch_size": (5,)}), lambda progress: None)
