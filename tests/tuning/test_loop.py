@@ -7,6 +7,7 @@ import pytest
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
 from autotune.probe.process import ProbeFault
+from autotune.tuning.reading import load_study
 
 from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
 
@@ -298,3 +299,24 @@ def test_the_sum_of_what_usually_helps_is_taken_apart(tmp_path):
     assert sum_of_all in prober.configs
     reasons = {probe.stage for probe in loop.probed()}
     assert "ablation" in reasons
+
+
+def test_every_probe_but_the_play_offs_keeps_what_was_predicted_of_it(tmp_path):
+    loop = make_loop(tmp_path, ClosedFormProber(noise=0.01), sampler="cost-model")
+    finish(loop)
+    probes = load_study(tmp_path / "closed.db").probes
+    assert {probe.stage for probe in probes if probe.forecast is None} == {"play-off"}
+    assert all(probe.stage != "play-off" for probe in probes if probe.forecast)
+    later = [probe.forecast for probe in probes if probe.stage == "search" and probe.forecast]
+    assert len(later) > 2
+    assert all(f.samples_per_s and f.peak_bytes and f.chance_to_win and f.reason for f in later)
+
+
+def test_the_cost_model_ends_the_search_when_nothing_is_likely_to_win(tmp_path):
+    prober = ClosedFormProber(noise=0.005)
+    loop = make_loop(tmp_path, prober, sampler="cost-model")
+    loop.measure_baseline(given=True)
+    loop.explore()
+    best = max(map(prober.samples_per_s, prober.configs))
+    assert len(prober.configs) < 25
+    assert best >= 0.97 * prober.best_samples_per_s(loop.space, loop.objective.usable_bytes)

@@ -1,0 +1,55 @@
+"""What a search predicts of its probes, and what it does where nothing can be predicted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+GOOD = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
+UNTRACEABLE = """
+
+def training_step(model, batch):
+    x, y = batch
+    chosen = (y >= 0).nonzero().squeeze(1)  # how many there are depends on the values
+    return nn.functional.cross_entropy(model(x[chosen]), y[chosen])
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autotune", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+
+
+def search(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "model.py").write_text(text)
+    done = run(
+        folder, "search", "model.py", "--device", "cpu", "--budget", "20s", "--trials", "5", "--storage", "tiny.db"
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path) -> None:
+    done = search(tmp_path, GOOD)
+    probes = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert "groups of techniques predicted in" in done.stderr
+    assert all(" [expected " in line for line in probes if "play-off" not in line)
+    assert any("samples/s, " in line and "to win]" in line for line in probes)
+    study = json.loads(run(tmp_path, "show", "tiny.db", "--json").stdout)
+    searched = [probe for probe in study["probes"] if probe["stage"] == "search"]
+    assert searched and all(probe["forecast"]["peak_bytes"] > 10**8 for probe in searched)
+    assert "expected" in run(tmp_path, "show", "tiny.db").stdout
+
+
+def test_traces_are_kept_for_the_next_search_of_the_task(tmp_path: Path) -> None:
+    search(tmp_path, GOOD)
+    assert len(list((tmp_path / ".traces").glob("*.json"))) == 1
+
+
+def test_a_model_that_cannot_be_traced_is_searched_by_its_probes_alone(tmp_path: Path) -> None:
+    done = search(tmp_path, GOOD + UNTRACEABLE)
+    assert "memory is learned from probes where it cannot be traced" in done.stderr
+    probes = [line for line in done.stderr.splitlines() if line.startswith("[") and " search " in line]
+    assert probes and all("[expected " in line for line in probes)
