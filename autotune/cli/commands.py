@@ -241,7 +241,7 @@ def _fixed(items: list[str]) -> dict[str, Any]:
 
 
 def _named(items: list[str], option: str, example: str) -> dict[str, str]:
-    """Options of the form NAME=TEXT as a dict.
+    """Options of the form NAME=CHOICE as a dict.
 
     Raises:
         ConfigError: an item has no `=`.
@@ -250,7 +250,7 @@ def _named(items: list[str], option: str, example: str) -> dict[str, str]:
     for item in items:
         name, separator, text = item.partition("=")
         if not separator:
-            raise ConfigError(f"{option} {item} is not of the form NAME=...; expected for example {option} {example}")
+            raise ConfigError(f"{option} {item} is not NAME=CHOICE; expected for example {option} {example}")
         named[name] = text
     return named
 
