@@ -29,6 +29,7 @@ MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 NUM_FINALISTS = 3
+SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
@@ -201,9 +202,18 @@ class Loop:
             return []
         merits = {config: self.objective.merit(self._known[config]) for config in ranked}
         near = [c for c in ranked if merits[c] >= NEAR_BEST * max(merits.values()) and c != self.space.baseline]
-        wanted_s = WANTED_ROUNDS * median(self.wall_s)
-        affordable = int((self.budget_s - self.elapsed_s) / wanted_s) - 1  # the baseline plays, too
-        return near[: max(1, min(NUM_FINALISTS, affordable))]
+        near.sort(key=self._may_exceed_the_limit)  # the order is otherwise kept
+        affordable = [  # the baseline plays, too
+            int((self.budget_s - self.elapsed_s) / (rounds * median(self.wall_s))) - 1
+            for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS)
+        ]
+        # two at the least where there is any time: one alone may be a lucky one, or not fit a second time
+        return near[: max(1, min(2, affordable[1]), min(NUM_FINALISTS, affordable[0]))]
+
+    def _may_exceed_the_limit(self, config: Config) -> bool:
+        """Whether another process of a config that fits may not."""
+        measured = self._known[config].measurement
+        return measured is not None and measured.peak_bytes > SURE_TO_FIT * self.objective.usable_bytes
 
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""

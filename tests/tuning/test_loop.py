@@ -320,3 +320,12 @@ def test_the_cost_model_ends_the_search_when_nothing_is_likely_to_win(tmp_path):
     best = max(map(prober.samples_per_s, prober.configs))
     assert len(prober.configs) < 25
     assert best >= 0.97 * prober.best_samples_per_s(loop.space, loop.objective.usable_bytes)
+
+
+def test_a_config_that_only_just_fitted_is_confirmed_after_those_that_surely_fit(tmp_path):
+    loop = make_loop(tmp_path, ClosedFormProber(noise=0.005), sampler="cost-model")
+    loop.measure_baseline(given=True)
+    loop.explore()
+    finalists = loop.finalists()
+    tight = [ClosedFormProber().peak_bytes(config) > 0.97 * loop.objective.usable_bytes for config in finalists]
+    assert len(finalists) > 1 and tight == sorted(tight)
