@@ -201,8 +201,12 @@ class Loop:
         if not ranked:
             return []
         merits = {config: self.objective.merit(self._known[config]) for config in ranked}
-        near = [c for c in ranked if merits[c] >= NEAR_BEST * max(merits.values()) and c != self.space.baseline]
-        near.sort(key=self._may_exceed_the_limit)  # the order is otherwise kept
+        # those that surely fit come first, and are measured against each other
+        sure = [config for config in ranked if not self._may_exceed_the_limit(config)]
+        near: list[Config] = []
+        for group in (sure, [config for config in ranked if config not in sure]):
+            best = max((merits[config] for config in group), default=0.0)
+            near += [c for c in group if merits[c] >= NEAR_BEST * best and c != self.space.baseline]
         affordable = [  # the baseline plays, too
             int((self.budget_s - self.elapsed_s) / (rounds * median(self.wall_s))) - 1
             for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS)
