@@ -195,7 +195,7 @@ def predict(
         traces = cached_traces(
             prober,
             [asked] if asked is not None else all_configs(space),
-            "cpu" if info.name == "cpu" else "cuda",
+            info.kind,
             facts=inspection.facts,
             folder=logs / FOLDER,
             timeout_s=timeout_s,

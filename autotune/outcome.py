@@ -105,6 +105,13 @@ class Outcome:
         return Outcome(**known)
 
 
+def calmer(first: Outcome, second: Outcome) -> Outcome:
+    """Of two probes of one config, the first of which was disturbed: the second, if it was measured and less contended."""
+    if first.measurement and second.measurement and second.measurement.contention < first.measurement.contention:
+        return second
+    return first
+
+
 def _known(cls: type, data: dict[str, Any]) -> dict[str, Any]:
     names = {f.name for f in fields(cls)}
     return {key: value for key, value in data.items() if key in names}

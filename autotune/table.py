@@ -124,10 +124,7 @@ class Table:
     @cached_property
     def repeats(self) -> dict[Config, tuple[Row, ...]]:
         """Every config's rows."""
-        found: dict[Config, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(row.config, []).append(row)
-        return {config: tuple(rows) for config, rows in found.items()}
+        return _by_config(self.rows)
 
     @cached_property
     def figures(self) -> dict[Config, Figure]:
@@ -142,9 +139,7 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
     log throughput = config + round, fitted by medians in turn (Tukey's median polish, Exploratory Data
     Analysis, 1977, chapter 10).
     """
-    by_config: dict[Config, list[Row]] = {}
-    for row in rows:
-        by_config.setdefault(row.config, []).append(row)
+    by_config = _by_config(rows)
     logs = {
         config: {row.repeat: math.log(row.outcome.measurement.samples_per_s) for row in mine if row.outcome.measurement}
         for config, mine in by_config.items()
@@ -175,6 +170,13 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
             num_repeats=len(values),
         )
     return figures
+
+
+def _by_config(rows: Sequence[Row]) -> dict[Config, tuple[Row, ...]]:
+    found: dict[Config, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.config, []).append(row)
+    return {config: tuple(mine) for config, mine in found.items()}
 
 
 def _noise(values: Iterable[Sequence[float]]) -> float:

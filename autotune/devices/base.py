@@ -35,6 +35,11 @@ class DeviceInfo:
     torch_version: str = ""
     notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
 
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`: torch's device type."""
+        return self.name.partition(":")[0]
+
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> DeviceInfo:
         """Rebuild it from `dataclasses.asdict`'s data, after JSON."""

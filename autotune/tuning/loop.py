@@ -10,7 +10,7 @@ from statistics import median
 from optuna.trial import Trial
 
 from autotune.config import Choice, Config
-from autotune.outcome import Kind, Outcome
+from autotune.outcome import Kind, Outcome, calmer
 from autotune.predict.memory import PeakSource
 from autotune.probe.prober import Prober
 from autotune.probe.process import ProbeFault
@@ -18,13 +18,13 @@ from autotune.probe.settings import ProbeSettings
 from autotune.tuning.cost_model import CostModelSampler
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
 from autotune.tuning.objective import Objective
+from autotune.tuning.options import COST_MODEL
 from autotune.tuning.playoff import Standing, play_off
 from autotune.tuning.sampler import make_sampler
 from autotune.tuning.space import Space, SpaceExhausted
 from autotune.tuning.start import one_change_back, starting_configs
 from autotune.tuning.study import Probed, Store
 
-COST_MODEL = "cost-model"
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
@@ -116,8 +116,7 @@ class Loop:
             smaller = self.space.with_smaller_baseline()
             if given or not too_large or smaller is None or self.interrupted():
                 break
-            self.space = smaller
-            self._cost_model = self._new_cost_model()
+            self._search_in(smaller)
             self.store.set_attribute("baseline_config", smaller.baseline.as_dict())
         self.baseline = self._known.get(self.space.baseline)
         if self.baseline is not None and self.baseline.ok:
@@ -221,8 +220,7 @@ class Loop:
 
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""
-        self.space = self.space.without(name, {choice})
-        self._cost_model = self._new_cost_model()
+        self._search_in(self.space.without(name, {choice}))
         self.best = None
         for config, outcome in self._known.items():
             self._consider(config, outcome)
@@ -238,6 +236,11 @@ class Loop:
     def _probe_once(self, config: Config, stage: str, reason: str) -> None:
         if config not in self._known and self._admissible(config, outside_space=True) and not self.interrupted():
             self._run_trial(self.store.begin(config, self.space), config, stage, reason)
+
+    def _search_in(self, space: Space) -> None:
+        """Go on in another space."""
+        self.space = space
+        self._cost_model = self._new_cost_model()
 
     def _new_cost_model(self) -> CostModelSampler:
         return CostModelSampler(
@@ -291,13 +294,7 @@ class Loop:
             outcome = self._run(config, settings)
             disturbed = outcome.measurement is not None and bool(outcome.measurement.disturbances)
             if disturbed and not self.interrupted() and self.elapsed_s + outcome.wall_s < self.budget_s:
-                again = self._run(config, settings)
-                if (
-                    again.measurement
-                    and outcome.measurement
-                    and again.measurement.contention < outcome.measurement.contention
-                ):
-                    outcome = again
+                outcome = calmer(outcome, self._run(config, settings))
         except ProbeFault as fault:
             self.store.fail(trial, str(fault))
             self._faults += 1

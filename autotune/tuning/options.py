@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OBJECTIVES = ("throughput", "memory", "balanced")
-SAMPLERS = ("cost-model", "gp", "tpe", "random", "grid")
+COST_MODEL = "cost-model"  # the sampler that is this package's own
+SAMPLERS = (COST_MODEL, "gp", "tpe", "random", "grid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class SearchOptions:
     fix: Mapping[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    sampler: str = "cost-model"
+    sampler: str = COST_MODEL
     seed: int = 0
     probe_timeout_s: float | None = None
     study: str | None = None

@@ -145,11 +145,10 @@ def _trace_memory(
 ) -> Traces:
     """What the configs of the space need of the allocator, found without running them, in a share of the budget."""
     started = time.monotonic()
-    target = "cpu" if inspection.device.name == "cpu" else "cuda"
     traces = cached_traces(
         prober,
         space.tracing(),
-        target,
+        inspection.device.kind,
         facts=inspection.facts,
         folder=store.place.traces,
         timeout_s=max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s),

@@ -12,13 +12,14 @@ from typing import Any
 from autotune import __version__, table, techniques
 from autotune.config import Choice, Config
 from autotune.devices import open_device
-from autotune.errors import ConfigError, TaskError
-from autotune.outcome import Kind, Outcome
+from autotune.errors import ConfigError
+from autotune.outcome import Kind, Outcome, calmer
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
 from autotune.table import Figure, Header, Row, Table, TableError, figures_of
 from autotune.task.source import TaskSource
+from autotune.tuning.run import inspection_failed
 from autotune.tuning.space import ACCUMULATION, Space, build_space, distributions_of
 
 MIN_REPEATS = 3  # below that an interval between processes says little
@@ -66,6 +67,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
 
     Raises:
         TaskError, ConfigError, DeviceError: the user can put it right; see the message.
+        NothingFeasible: not even two samples train within the memory limit.
         TableError: the file is no table, or was recorded of something else.
     """
     if options.global_batch is not None:
@@ -84,9 +86,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     with ProcessProber(source, logs=options.out.with_suffix(".logs"), import_timeout_s=INSPECT_TIMEOUT_S) as prober:
         inspection = prober.inspect(info.name, limit_bytes, INSPECT_TIMEOUT_S)
         if isinstance(inspection, Outcome):
-            raise TaskError(
-                f"a training step of two samples did not work: {inspection.cause}", frames=inspection.detail
-            )
+            raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restricted(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
@@ -132,11 +132,8 @@ def _wants(known: Figure | None, number: int, options: SweepOptions) -> bool:
 
 def _run(prober: ProcessProber, config: Config, settings: ProbeSettings) -> Outcome:
     outcome = prober.run(config, settings)
-    if outcome.measurement is not None and outcome.measurement.disturbances:
-        again = prober.run(config, settings)
-        if again.measurement and again.measurement.contention < outcome.measurement.contention:
-            return again
-    return outcome
+    disturbed = outcome.measurement is not None and outcome.measurement.disturbances
+    return calmer(outcome, prober.run(config, settings)) if disturbed else outcome
 
 
 def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
