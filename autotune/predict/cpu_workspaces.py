@@ -102,7 +102,7 @@ def _query_block(length: int) -> int:
 def _convolution(args: tuple[Any, ...], result: Any) -> int:
     """Copies of input, weight and result in oneDNN's own layout; of a short type's result there are two."""
     tensor, weight = args[:2]
-    if not _uses_onednn(tensor, weight, strides=args[3], dilations=args[5], groups=args[8]):
+    if not uses_onednn(tensor, weight, strides=args[3], dilations=args[5], groups=args[8]):
         return _columns(tensor, weight, result)
     if _is_channels_last(tensor) or _is_channels_last(weight):
         return _nbytes(weight) + _channels_last_copy(tensor)
@@ -116,7 +116,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     """The same for the gradient of the input (two copies where it has strides), and then for that of the weight beside it."""
     gradient, tensor, weight = args[:3]
     wants_input, wants_weight = (bool(wanted) for wanted in args[10][:2])
-    if not _uses_onednn(tensor, weight, strides=args[4], dilations=args[6], groups=args[9]):
+    if not uses_onednn(tensor, weight, strides=args[4], dilations=args[6], groups=args[9]):
         return _columns(tensor, weight, gradient)
     input_bytes, weight_bytes = _nbytes(tensor) * wants_input, _nbytes(weight) * wants_weight
     if _is_channels_last(tensor) or _is_channels_last(weight):
@@ -136,7 +136,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     return max(0, peak - input_bytes - weight_bytes)
 
 
-def _uses_onednn(
+def uses_onednn(
     tensor: torch.Tensor, weight: torch.Tensor, *, strides: list[int], dilations: list[int], groups: int
 ) -> bool:
     """ConvParams::use_mkldnn of Convolution.cpp: of float32, a single small sample and plain 1x1 convolutions on one thread are not."""

@@ -37,9 +37,11 @@ class TracedPeak:
         breakdown: of the living tensors at the peak.
         turnover_bytes: all that one micro batch allocates, also what is freed before the peak: a heap that is not made for
             tensors keeps a part of it. 0 where the allocator itself was simulated.
+        num_kernels: that a library has compiled for all but the first of the batches' shapes after an epoch, and keeps.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
     turnover_bytes: int
+    num_kernels: float

@@ -13,6 +13,7 @@ from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
+from autotune.predict.variety import Variety, variety_of
 from autotune.task import Task
 from autotune.task.samples import dataset_size
 
@@ -67,8 +68,9 @@ class _Job:
             input_bytes=self.line_through(micro.input_bytes),
             turnover_bytes=self.line_through([_turnover_bytes(micro_batch) for micro_batch in micro.alone]),
             reserved=factors,
+            new_kernels=micro.new_kernels,
         )
-        return Traces(target=self.target, models={group: trace})
+        return Traces(target=self.target, models={group: trace}, variety=self.variety if micro.new_kernels else None)
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""
@@ -78,6 +80,10 @@ class _Job:
     @cached_property
     def tracer(self) -> Tracer:
         return Tracer(self.task, self.target)
+
+    @cached_property
+    def variety(self) -> Variety | None:
+        return variety_of(self.task)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -24,12 +24,15 @@ Probes = Sequence[tuple[Config, Outcome]]
 
 Z95 = 1.96
 
-# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x turnover, with standard deviations.
+# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x turnover + kernels, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
 # of the turnover: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
 # same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
+# of a kernel that a library compiled for one of many shapes; oneDNN's for AMX, measured at 0.6 to 1.4 MiB each
+KERNEL_BYTES, KERNEL_STD_BYTES = 1.0 * MIB, 0.35 * MIB
+KERNELS_STD = 0.15  # of all of them, from one process to the next: other batches have other shapes
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
 GROUP_FACTORS = (
     (1.0, 0.6),
@@ -56,6 +59,7 @@ RESIDUAL = Residual(trend=0.03, bend=0.03, group=0.08, own=0.01)
 # what takes far more memory than others really does
 SCALES = Scales(noise=((0.01, 0.5), (0.02, 0.3), (0.04, 0.2)), outliers=False)
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
+SURPRISE = 2.5  # standard deviations between a prediction and what a failure tells, to doubt the model
 
 
 class PeakSource(Protocol):
@@ -209,11 +213,16 @@ class _Traced:
 
     def _noise_of(self, trace: TracedPeak) -> float:
         """Variance of one process's peak around the line."""
-        return float(PROBE_STD_BYTES**2 + (PROBE_STD**2 + trace.uncertainty**2) * _held([trace])[0] ** 2)
+        kernels_bytes = KERNELS_STD * KERNEL_BYTES * trace.num_kernels
+        held_share = math.hypot(PROBE_STD, trace.uncertainty)
+        return float(PROBE_STD_BYTES**2 + (held_share * _held([trace])[0]) ** 2 + kernels_bytes**2)
 
     def _add_beyond(self, trace: TracedPeak, config: Config, least: float) -> None:
         mean, variance = self._predict([trace], [config])
-        value, noise = beyond(float(mean[0]), float(variance[0]) + self._noise_of(trace), least)
+        spread = float(variance[0]) + self._noise_of(trace)
+        if least > mean[0] + SURPRISE * math.sqrt(spread):  # what is wrong by much may be wrong by far more
+            spread = (BEYOND_STD * least) ** 2
+        value, noise = beyond(float(mean[0]), spread, least)
         if math.isfinite(noise):
             self._traces.append(trace)
             self._configs.append(config)
@@ -229,9 +238,14 @@ def _turnovers(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.turnover_bytes for trace in traces], dtype=float)
 
 
+def _kernels(traces: Sequence[TracedPeak]) -> Array:
+    return np.array([trace.num_kernels for trace in traces], dtype=float)
+
+
 def _held(traces: Sequence[TracedPeak]) -> Array:
-    """What a process is expected to hold for its tensors."""
-    return np.asarray((1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces))
+    """What a process is expected to hold for its tensors and the kernels of their shapes."""
+    tensors = (1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces)
+    return np.asarray(tensors + KERNEL_BYTES * _kernels(traces))
 
 
 def _line(traces: Sequence[TracedPeak]) -> Array:
@@ -240,9 +254,10 @@ def _line(traces: Sequence[TracedPeak]) -> Array:
 
 
 def _features(traces: Sequence[TracedPeak]) -> Array:
-    """What the line's three figures multiply, times how little they are known: (traces, 3)."""
+    """What the line's four figures multiply, times how little they are known: (traces, 4)."""
     fixed = np.full(len(traces), float(FIXED_STD_BYTES))
-    return np.column_stack([fixed, SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces)])
+    shares = SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces), KERNEL_STD_BYTES * _kernels(traces)
+    return np.column_stack([fixed, *shares])
 
 
 class _Untraced:

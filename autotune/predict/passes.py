@@ -46,11 +46,13 @@ class MicroSteps:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
         input_bytes: of the input batch, as far as it counts, at each batch size.
+        new_kernels: that a library compiles when a micro batch has a shape that none had before.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
     input_bytes: tuple[int, ...]
+    new_kernels: int
 
 
 @dataclass(frozen=True, kw_only=True)

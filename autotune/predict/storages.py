@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,8 @@ from autotune.predict.substitutes import SUBSTITUTES
 
 # Of an operator, from its arguments and its result: bytes that it allocates and frees again beside the result.
 Workspace = Callable[[tuple[Any, ...], Any], int]
+# Of an operator, from its arguments: what tells the kernels that a library compiles for it, and keeps, from others.
+Kernels = Callable[[tuple[Any, ...]], list[Hashable]]
 # Likewise: tensors of its result whose storage has more bytes than it seems.
 Storages = list[tuple[torch.Tensor, int]]
 ResultRule = Callable[[tuple[Any, ...], Any], Storages]
@@ -35,10 +37,12 @@ class Hidden:
     Attributes:
         workspace: of an operator, or None.
         results: by operator, where a result is larger than it seems.
+        kernels: by operator, where kernels are compiled for the shapes that come, and kept.
     """
 
     workspace: Callable[[Any], Workspace | None]
     results: Mapping[Any, ResultRule]
+    kernels: Mapping[Any, Kernels]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -56,6 +60,7 @@ class StorageTracker(TorchDispatchMode):
         scopes: key of a storage -> `scope` when it was allocated.
         scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
         in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
+        kernels: that were compiled for the shapes seen so far.
     """
 
     def __init__(self, hidden: Hidden) -> None:
@@ -64,6 +69,8 @@ class StorageTracker(TorchDispatchMode):
         self.scopes: dict[int, str | None] = {}
         self.scope: str | None = None
         self.in_backward = False
+        self.kernels: set[Hashable] = set()
+        self._kernels_of = hidden.kernels
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
         self._paused = False
@@ -108,6 +115,8 @@ class StorageTracker(TorchDispatchMode):
         workspace = self._workspace_of(func)
         if workspace is not None and (size_bytes := workspace(args, result)) > 0:
             self._free(self._allocate(size_bytes), size_bytes)
+        if func in self._kernels_of:
+            self.kernels.update(self._kernels_of[func](args))
         return result
 
     def see(self, tensor: torch.Tensor) -> None:

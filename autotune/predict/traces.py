@@ -11,13 +11,14 @@ from autotune import techniques
 from autotune.config import Choice, Config
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.passes import Purpose
+from autotune.predict.variety import Variety
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
 MODEL_PHASES = (techniques.Phase.PROCESS, techniques.Phase.MODEL)
 OPTIMIZER_PHASES = (techniques.Phase.OPTIMIZER,)
 
-FORMAT = 2  # of the JSON; counts up when its meaning changes
+FORMAT = 3  # of the JSON; counts up when its meaning changes
 
 
 def group_of(config: Config, phases: Iterable[techniques.Phase]) -> Group:
@@ -100,6 +101,7 @@ class ModelTrace:
         turnover_bytes: (constant, per sample) of all that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
+        new_kernels: that a library compiles, and keeps, when a micro batch has a shape that none had before.
     """
 
     alone: Law
@@ -108,6 +110,7 @@ class ModelTrace:
     input_bytes: tuple[float, float]
     turnover_bytes: tuple[float, float]
     reserved: tuple[tuple[int, float, float], ...] = ()
+    new_kernels: int = 0
 
     def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
         """Factor from living storages to reserved memory, and its relative standard deviation."""
@@ -153,12 +156,14 @@ class Traces:
         models: per group of techniques that act on the model.
         updates: per group of techniques that act on the optimizer.
         failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
+        variety: of the batches' shapes, where it matters.
     """
 
     target: str
     models: Mapping[Group, ModelTrace] = field(default_factory=dict)
     updates: Mapping[Group, UpdateTrace] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    variety: Variety | None = None
 
     def peak(self, config: Config) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
@@ -189,6 +194,7 @@ class Traces:
             uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
             turnover_bytes=0 if model.reserved else round(model.turnover_bytes[0] + model.turnover_bytes[1] * size),
+            num_kernels=model.new_kernels * (self.variety.num_shapes(size) - 1) if self.variety else 0.0,
         )
 
     def merged(self, other: Traces) -> Traces:
@@ -196,7 +202,8 @@ class Traces:
         models, updates = {**self.models, **other.models}, {**self.updates, **other.updates}
         known = {*map(model_label, models), *map(update_label, updates)}
         failures = {label: why for label, why in {**self.failures, **other.failures}.items() if label not in known}
-        return Traces(target=self.target, models=models, updates=updates, failures=failures)
+        variety = other.variety or self.variety
+        return Traces(target=self.target, models=models, updates=updates, failures=failures, variety=variety)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
@@ -206,6 +213,7 @@ class Traces:
             "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
             "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
             "failures": dict(self.failures),
+            "variety": asdict(self.variety) if self.variety else None,
         }
 
     @staticmethod
@@ -224,6 +232,7 @@ class Traces:
                     for group, trace in data["updates"]
                 },
                 failures=dict(data["failures"]),
+                variety=Variety.from_dict(data["variety"]) if data["variety"] else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no traces: {error}") from error
@@ -275,4 +284,5 @@ def _model(data: Mapping[str, Any]) -> ModelTrace:
         input_bytes=_pair(data["input_bytes"]),
         turnover_bytes=_pair(data["turnover_bytes"]),
         reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
+        new_kernels=data["new_kernels"],
     )

@@ -149,7 +149,9 @@ class _Run:
     def micro_steps(self, batches: Sequence[tuple[int, Any]]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
         alone, beside, input_bytes = [], [], []
+        num_kernels = 0
         for size, batch in batches:
+            num_kernels = len(self.tracker.kernels)
             before_bytes = sum(self.tracker.living().values())
             inputs = self._inputs(batch)
             input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
@@ -158,9 +160,15 @@ class _Run:
                 beside.append(self._micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
+        new_kernels = len(self.tracker.kernels) - num_kernels  # of the last shape
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             alone[0] = self._micro_step(batches[0][0], self._inputs(batches[0][1]))
-        return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
+        return MicroSteps(
+            alone=tuple(alone),
+            beside=tuple(beside),
+            input_bytes=tuple(input_bytes),
+            new_kernels=new_kernels,
+        )
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
         """Two training steps."""

@@ -9,6 +9,7 @@ import torch
 
 from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
 from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
+from autotune.predict.onednn_kernels import ONEDNN_KERNELS
 from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
 
 _aten = torch.ops.aten
@@ -49,5 +50,9 @@ _RESULTS: Mapping[Any, ResultRule] = {
 def hidden_allocations(target: str) -> Hidden:
     """The rules for `cpu` or `cuda`."""
     if target == "cuda":
-        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS)
-    return Hidden(lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator), {**_RESULTS, **CPU_RESULTS})
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS, {})
+    return Hidden(
+        lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),
+        {**_RESULTS, **CPU_RESULTS},
+        ONEDNN_KERNELS,
+    )

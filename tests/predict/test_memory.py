@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
-from autotune.predict.memory import MemoryModel, beyond
+from autotune.predict.footprint import TracedPeak
+from autotune.predict.memory import KERNEL_BYTES, MemoryModel, beyond
+from autotune.tuning.advisor import MAX_OOM_CHANCE
 from autotune.tuning.space import Space, build_space
 from tests.tuning.closed_form import MIB, ClosedFormProber, inspection, measurement
 from tests.tuning.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber
@@ -92,6 +95,30 @@ def test_running_out_of_memory_is_evidence(space: Space, make: object) -> None:
         assert after is not None and after.peak_bytes > before.peak_bytes
         chances.append(after.chance_within(limit))
     assert before.chance_within(limit) > chances[0] > chances[1]
+
+
+def test_what_fails_against_all_expectation_makes_its_like_doubtful(space: Space) -> None:
+    config, like = space.complete({"batch_size": 4, "amp": "bf16"}), space.complete({"batch_size": 6, "amp": "bf16"})
+    model = traced(space).fitted([ran(space.baseline)])
+    limit = 3 * model.estimate(like).peak_bytes  # type: ignore[union-attr]
+    after = model.fitted([ran(space.baseline), ran_out(config, limit)]).estimate(like)
+    assert after is not None and 1 - after.chance_within(limit) > MAX_OOM_CHANCE / (1 + 1) ** 2
+
+
+def test_kernels_of_many_shapes_take_memory_that_a_probe_teaches(space: Space) -> None:
+    class ManyShapes(NoisyPeaks):
+        def peak(self, config: Config) -> TracedPeak:
+            return replace(super().peak(config), num_kernels=1000.0 if config["amp"] == "bf16" else 0.0)
+
+    probed, other = space.complete({"amp": "bf16"}), space.complete({"amp": "bf16", "batch_size": 6})
+    without, model = traced(space), MemoryModel(ManyShapes(PROBER), OUTSIDE_BYTES, space)
+    plain, before = without.estimate(other), model.estimate(other)
+    assert plain is not None and before is not None
+    assert before.peak_bytes == pytest.approx(plain.peak_bytes + 1000 * KERNEL_BYTES)
+    assert before.log_std > 3 * plain.log_std
+    measured = Outcome(kind=Kind.OK, measurement=measurement(probed, 100.0, PROBER.peak_bytes(probed) + 600 * MIB))
+    after = model.fitted([(probed, measured)]).estimate(other)
+    assert after is not None and after.peak_bytes == pytest.approx(PROBER.peak_bytes(other) + 600 * MIB, rel=0.15)
 
 
 def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from autotune import techniques
 from autotune.predict.traces import Law, Line, ModelTrace, Traces, UpdateTrace
+from autotune.predict.variety import Variety
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
@@ -121,3 +122,14 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
     assert merged.peak(config(4, amp="fp16")) is not None
     assert merged.failures == {}
     assert merged.updates == TRACES.updates
+
+
+def test_shapes_that_are_new_bring_kernels_that_stay():
+    many = replace(
+        TRACES, models={(): replace(PLAIN, new_kernels=15)}, variety=Variety(counts=(1,) * 50, num_samples=50)
+    )
+    assert many.peak(config(1)).num_kernels == pytest.approx(15 * (many.variety.num_shapes(1) - 1))
+    assert many.peak(config(50)).num_kernels < many.peak(config(1)).num_kernels
+    assert TRACES.peak(config(1)).num_kernels == 0
+    assert Traces.from_dict(json.loads(json.dumps(many.to_dict()))) == many
+    assert TRACES.merged(many).variety == many.merged(TRACES).variety == many.variety

@@ -75,4 +75,4 @@ class NoisyPeaks:
             activations_bytes=traced - MIB,
             temporaries_bytes=0,
         )
-        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, turnover_bytes=0)
+        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, turnover_bytes=0, num_kernels=0.0)

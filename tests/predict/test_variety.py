@@ -1,0 +1,71 @@
+"""How many shapes batches have, from the widths of a few samples."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from autotune.predict.variety import Variety, variety_of
+from autotune.task import Task
+
+
+def lines(collate=pad_sequence, *, widths=range(1, 101), dataset=None):
+    samples = dataset or [torch.zeros(width, 8) for width in widths]
+    return Task(
+        build_model=lambda: torch.nn.Linear(8, 1),
+        train_dataset=lambda: samples,
+        collate_fn=collate,
+        training_step=lambda model, batch: model(batch).mean(),
+        configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+def to_a_multiple_of_16(samples):
+    longest = -(-max(len(sample) for sample in samples) // 16) * 16
+    return torch.stack([torch.nn.functional.pad(s, (0, 0, 0, longest - len(s))) for s in samples])
+
+
+def to_100(samples):
+    return torch.stack([torch.nn.functional.pad(s, (0, 0, 0, 100 - len(s))) for s in samples])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([torch.zeros(3, 8)])
+
+
+def two_at_least(samples):
+    return torch.stack([samples[0], samples[1]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_the_number_of_shapes_is_what_drawing_at_random_gives(batch_size):
+    widths = [int(random.Random(n).expovariate(1 / 30)) for n in range(1000)]
+    counts = tuple(widths.count(width) for width in sorted(set(widths)))
+    variety = Variety(counts=counts, num_samples=1000)
+    drawn = random.Random(0)
+    epochs = [len({max(drawn.choices(widths, k=batch_size)) for _ in range(1000 // batch_size)}) for _ in range(100)]
+    assert variety.num_shapes(batch_size) == pytest.approx(sum(epochs) / 100, rel=0.05)
+
+
+def test_samples_of_one_width_make_batches_of_one_shape():
+    assert Variety(counts=(300,), num_samples=300).num_shapes(7) == 1
+
+
+def test_widths_are_those_after_the_collate_function():
+    assert len(variety_of(lines()).counts) == 100
+    assert variety_of(lines(to_a_multiple_of_16)).counts == (16,) * 6 + (4,)
+    assert variety_of(lines(to_100)).counts == (100,)
+
+
+def test_nothing_is_said_of_a_stream_nor_of_samples_that_make_no_batch_alone():
+    assert variety_of(lines(dataset=Stream())) is None
+    assert variety_of(lines(two_at_least)) is None
+
+
+def test_plain_data_and_back():
+    variety = variety_of(lines(widths=(3, 3, 5)))
+    assert Variety.from_dict({"counts": [2, 1], "num_samples": 3}) == variety
