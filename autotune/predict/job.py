@@ -70,7 +70,7 @@ class _Job:
             reserved=factors,
             new_kernels=micro.new_kernels,
         )
-        return Traces(target=self.target, models={group: trace}, variety=self.variety if micro.new_kernels else None)
+        return Traces(target=self.target, models={group: trace}, variety=self.variety)
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""

@@ -17,6 +17,7 @@ from autotune.outcome import Kind, Outcome
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.parts import Array, Design, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Observation, PartsModel, Scales
+from autotune.predict.variety import Variety
 from autotune.techniques import Factor
 from autotune.units import MIB
 
@@ -47,10 +48,10 @@ PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
 PARTS = (
-    Part(name="activations", scale=lambda b, s: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
+    Part(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
     Part(
         name="state",
-        scale=lambda b, s: np.ones_like(b),
+        scale=lambda b, s, w: np.ones_like(b),
         effect=lambda e: e.state,
         share=Factor(typical=0.5, spread=4.0),
     ),
@@ -63,7 +64,11 @@ SURPRISE = 2.5  # standard deviations between a prediction and what a failure te
 
 
 class PeakSource(Protocol):
-    """Where traced peaks come from."""
+    """Where traced peaks come from, and what else is known of a task without running it."""
+
+    @property
+    def variety(self) -> Variety | None:
+        """Of the widths of samples, where it is known."""
 
     def peak(self, config: Config) -> TracedPeak | None:
         """The allocator's peak of a config; None when it could not be traced."""

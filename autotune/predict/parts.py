@@ -7,6 +7,7 @@ residual's kernel how large and how alike the departures are that nobody knows (
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,13 +49,14 @@ class Part:
 
     Attributes:
         name: what probes may have measured of it alone.
-        scale: its size at a batch size, and samples per step, relative to the baseline's: (batch ratio, samples ratio) -> factor.
+        scale: its size at a batch size, samples per step and width of the samples in a batch, relative to the baseline's:
+            (batch ratio, samples ratio, width ratio) -> factor.
         effect: which factor of a choice's expectation acts on it.
         share: its prior, relative to the first part; of the first part itself, in units of cost.
     """
 
     name: str
-    scale: Callable[[Array, Array], Array]
+    scale: Callable[[Array, Array, Array], Array]
     effect: Callable[[Expectation], Factor]
     share: Factor
 
@@ -113,11 +115,18 @@ class Design:
 
 
 class Layout:
-    """Which parameter is what: the parts' bases, then one effect for each part, technique and choice that acts on it."""
+    """Which parameter is what: the parts' bases, then one effect for each part, technique and choice that acts on it.
 
-    def __init__(self, parts: Sequence[Part], space: SpaceLike) -> None:
+    Args:
+        width: of a sample in a micro batch of a size, in any unit; the same for all where it is not given.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], space: SpaceLike, width: Callable[[int], float] = lambda batch_size: 1.0
+    ) -> None:
         self.parts = tuple(parts)
         self.space = space
+        self._width = functools.cache(width)
         self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
         self._reach = dict.fromkeys(self._searched, LITTLE)
         self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (part, parameter) of each choice
@@ -169,7 +178,8 @@ class Layout:
                     features[row, part, parameter] = 1.0
         baseline = self.space.baseline
         batch_ratio, samples_ratio = batch / baseline.batch_size, samples / baseline.samples_per_step
-        scales = np.stack([np.log(part.scale(batch_ratio, samples_ratio)) for part in self.parts], axis=1)
+        widths = np.array([self._width(int(size)) for size in batch]) / self._width(baseline.batch_size)
+        scales = np.stack([np.log(part.scale(batch_ratio, samples_ratio, widths)) for part in self.parts], axis=1)
         return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks)
 
     def kernel(self, residual: Residual, a: Design, b: Design) -> Array:

@@ -13,15 +13,20 @@ from autotune.config import Config
 from autotune.outcome import Measurement, Outcome
 from autotune.predict.parts import SIZES, Array, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
+from autotune.predict.variety import Variety
 from autotune.techniques import Factor
 
-# Seconds per sample at a micro batch b and s samples per optimizer step: compute + launch / b + update / s + data.
+# Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
+# compute * w + launch / b + update / s + data.
 PARTS = (
-    Part(name="compute", scale=lambda b, s: np.ones_like(b), effect=lambda e: e.compute, share=Factor(spread=1e3)),
-    Part(name="launch", scale=lambda b, s: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)),
-    Part(name="update", scale=lambda b, s: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)),
+    Part(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
+    Part(name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)),
+    Part(name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)),
     Part(
-        name="data", scale=lambda b, s: np.ones_like(b), effect=lambda e: e.data, share=Factor(typical=0.02, spread=4.0)
+        name="data",
+        scale=lambda b, s, w: np.ones_like(b),
+        effect=lambda e: e.data,
+        share=Factor(typical=0.02, spread=4.0),
     ),
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
@@ -78,11 +83,17 @@ class Speeds:
 
 
 class TimeModel:
-    """Throughput of any config of a space, from priors and the probes so far."""
+    """Throughput of any config of a space, from priors and the probes so far.
 
-    def __init__(self, space: SpaceLike, probes: Sequence[tuple[Config, Outcome]] = ()) -> None:
+    Args:
+        variety: of the widths of samples: larger micro batches are padded more.
+    """
+
+    def __init__(
+        self, space: SpaceLike, probes: Sequence[tuple[Config, Outcome]] = (), *, variety: Variety | None = None
+    ) -> None:
         self._baseline = space.baseline
-        self._layout = Layout(PARTS, space)
+        self._layout = Layout(PARTS, space, variety.mean_width) if variety else Layout(PARTS, space)
         self._fit(probes)
 
     def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:

@@ -156,7 +156,7 @@ class Traces:
         models: per group of techniques that act on the model.
         updates: per group of techniques that act on the optimizer.
         failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
-        variety: of the batches' shapes, where it matters.
+        variety: of the batches' shapes, for a training set of known size.
     """
 
     target: str

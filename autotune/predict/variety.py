@@ -1,4 +1,4 @@
-"""How many shapes the batches of a training set have: one, or nearly as many as there are batches."""
+"""How wide the batches of a training set are, padded to their widest sample, and how many shapes they have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.batches import tensors
 
@@ -26,28 +27,38 @@ class Variety:
     """Widths that samples have in a batch.
 
     Attributes:
-        counts: how many of the samples looked at have each width, in increasing order of the widths.
+        widths: elements of a sample in a batch, padding of its own included, in increasing order.
+        counts: how many of the samples looked at have each of them.
         num_samples: in an epoch.
     """
 
+    widths: tuple[int, ...]
     counts: tuple[int, ...]
     num_samples: int
 
     def num_shapes(self, batch_size: int) -> float:
-        """Different shapes to be expected among the micro batches of one epoch, which are as wide as their widest sample.
+        """Different shapes to be expected among the micro batches of one epoch: each width comes up in `n` batches with
+        probability `1 - (1 - p)^n`.
+        """
+        num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
+        return float((1 - (1 - self._chances(batch_size)) ** num_batches).sum())
 
-        Samples are drawn at random, so the widest of `b` is at most as wide as a share `F` of all samples with probability
-        `F^b`; each width comes up in `n` batches with probability `1 - (1 - p)^n`.
+    def mean_width(self, batch_size: int) -> float:
+        """Elements to be expected for each sample of a micro batch, with the padding up to its widest one."""
+        return float(self._chances(batch_size) @ np.array(self.widths, dtype=float))
+
+    def _chances(self, batch_size: int) -> NDArray[np.float64]:
+        """Probability that a micro batch is as wide as each of the widths: as its widest sample.
+
+        Samples are drawn at random, so all of `b` are among a share `F` of the narrowest with probability `F^b`.
         """
         at_most = np.cumsum(self.counts) / sum(self.counts)
-        chances = np.diff(at_most**batch_size, prepend=0.0)
-        num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
-        return float((1 - (1 - chances) ** num_batches).sum())
+        return np.asarray(np.diff(at_most**batch_size, prepend=0.0))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Variety:
         """Rebuild from plain data, after JSON."""
-        return Variety(counts=tuple(data["counts"]), num_samples=data["num_samples"])
+        return Variety(widths=tuple(data["widths"]), counts=tuple(data["counts"]), num_samples=data["num_samples"])
 
 
 def variety_of(task: Task) -> Variety | None:
@@ -71,4 +82,7 @@ def variety_of(task: Task) -> Variety | None:
         widths[sum(tensor.numel() for tensor in tensors(batch))] += 1
         if time.monotonic() > deadline:
             break
-    return Variety(counts=tuple(count for _, count in sorted(widths.items())), num_samples=len(dataset))
+    found = sorted(widths.items())
+    return Variety(
+        widths=tuple(width for width, _ in found), counts=tuple(count for _, count in found), num_samples=len(dataset)
+    )

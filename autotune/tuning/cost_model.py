@@ -48,7 +48,8 @@ class CostModelSampler(BaseSampler):
     ) -> None:
         self.space = space
         self._admissible = admissible
-        self._advisor = Advisor(space, objective, TimeModel(space), MemoryModel(peaks, outside_bytes, space), seed)
+        time_model = TimeModel(space, variety=peaks.variety if peaks is not None else None)
+        self._advisor = Advisor(space, objective, time_model, MemoryModel(peaks, outside_bytes, space), seed)
         self._outcomes: dict[int, tuple[Config, Outcome]] = {}  # of finished trials, by number: they do not change
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -44,15 +46,25 @@ def two_at_least(samples):
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_the_number_of_shapes_is_what_drawing_at_random_gives(batch_size):
     widths = [int(random.Random(n).expovariate(1 / 30)) for n in range(1000)]
-    counts = tuple(widths.count(width) for width in sorted(set(widths)))
-    variety = Variety(counts=counts, num_samples=1000)
+    found = sorted(set(widths))
+    variety = Variety(widths=tuple(found), counts=tuple(map(widths.count, found)), num_samples=1000)
     drawn = random.Random(0)
     epochs = [len({max(drawn.choices(widths, k=batch_size)) for _ in range(1000 // batch_size)}) for _ in range(100)]
     assert variety.num_shapes(batch_size) == pytest.approx(sum(epochs) / 100, rel=0.05)
 
 
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_the_mean_width_is_that_of_the_widest_sample_of_a_batch_drawn_at_random(batch_size):
+    widths = [int(1 + random.Random(n).expovariate(1 / 30)) for n in range(1000)]
+    found = sorted(set(widths))
+    variety = Variety(widths=tuple(found), counts=tuple(map(widths.count, found)), num_samples=1000)
+    drawn = random.Random(0)
+    batches = [max(drawn.choices(widths, k=batch_size)) for _ in range(4000)]
+    assert variety.mean_width(batch_size) == pytest.approx(sum(batches) / 4000, rel=0.05)
+
+
 def test_samples_of_one_width_make_batches_of_one_shape():
-    assert Variety(counts=(300,), num_samples=300).num_shapes(7) == 1
+    assert Variety(widths=(8,), counts=(300,), num_samples=300).num_shapes(7) == 1
 
 
 def test_widths_are_those_after_the_collate_function():
@@ -68,4 +80,5 @@ def test_nothing_is_said_of_a_stream_nor_of_samples_that_make_no_batch_alone():
 
 def test_plain_data_and_back():
     variety = variety_of(lines(widths=(3, 3, 5)))
-    assert Variety.from_dict({"counts": [2, 1], "num_samples": 3}) == variety
+    assert Variety.from_dict(json.loads(json.dumps(asdict(variety)))) == variety
+    assert variety == Variety(widths=(3 * 8, 5 * 8), counts=(2, 1), num_samples=3)

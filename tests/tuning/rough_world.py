@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autotune.config import Config
 from autotune.predict.footprint import Breakdown, TracedPeak
+from autotune.predict.variety import Variety
 from autotune.probe.inspection import Inspection
 from autotune.techniques.base import Support
 
@@ -63,6 +64,7 @@ class NoisyPeaks:
     """A prober's own peaks as a tracer would find them: less than the process shows, off by some 4 % in each technique group."""
 
     prober: ClosedFormProber
+    variety: Variety | None = None
 
     def peak(self, config: Config) -> TracedPeak:
         group = config.replace(batch_size=1, accumulation_steps=1)
