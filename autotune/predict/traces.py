@@ -15,7 +15,7 @@ from autotune.predict.variety import Variety
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
-MODEL_PHASES = (techniques.Phase.PROCESS, techniques.Phase.MODEL)
+MODEL_PHASES = (techniques.Phase.MODEL,)
 OPTIMIZER_PHASES = (techniques.Phase.OPTIMIZER,)
 
 FORMAT = 3  # of the JSON; counts up when its meaning changes

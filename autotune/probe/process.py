@@ -150,10 +150,14 @@ class ProcessProber:
             for message in messages:
                 if "traces" in message:
                     traces = traces.merged(Traces.from_dict(message["traces"]))
+            begun = [message["begun"] for message in messages if "begun" in message]
             if timed_out:
+                spent = format_seconds(timeout_s)
+                killed = {begun[-1]: f"killed after {spent} of tracing"} if begun else {}
+                traces = traces.merged(Traces(target=target, failures=killed))
+                why = f"the {spent} for tracing had passed"
                 break
             if why:
-                begun = [message["begun"] for message in messages if "begun" in message]
                 traces = traces.merged(Traces(target=target, failures={begun[-1]: why} if begun else {}))
         return traces.merged(Traces(target=target, failures=dict.fromkeys(plan.without(traces).labels(), why)))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Phase(IntEnum):
     """When a technique is applied while a session is built; phases run in this order."""
 
-    PROCESS = 0  # process-wide settings, before the model exists
+    PROCESS = 0  # process-wide settings, before the model exists; they leave alone how much memory is held
     MODEL = 1  # the model is on its device; the optimizer does not exist yet
     OPTIMIZER = 2  # the optimizer exists and has no state
     LOADER = 3  # options of the data loader

@@ -69,14 +69,14 @@ class Space:
 
     def tracing(self) -> Iterator[Config]:
         """Configs that between them show a tracer everything: each combination of techniques on the model, each of those on
-        the optimizer, and each batch size. What acts on the loading of data takes none of the memory that is traced.
+        the optimizer, and each batch size. All others leave the memory that is traced alone.
         """
-        loader = {name for name in self.choices if techniques.REGISTRY[name].phase is techniques.Phase.LOADER}
-        optimizer = {name for name in self.choices if techniques.REGISTRY[name].phase is techniques.Phase.OPTIMIZER}
-        for names in (self.choices.keys() - loader - optimizer, optimizer, {"batch_size"}):
-            ordered = [name for name in self.choices if name in names]
-            for values in itertools.product(*(self.choices[name] for name in ordered)):
-                yield self.complete(dict(zip(ordered, values, strict=True)))
+        phases = {name: techniques.REGISTRY[name].phase for name in self.choices}
+        model = [name for name, phase in phases.items() if phase is techniques.Phase.MODEL]
+        optimizer = [name for name, phase in phases.items() if phase is techniques.Phase.OPTIMIZER]
+        for names in (model, optimizer, ["batch_size"]):
+            for values in itertools.product(*(self.choices[name] for name in names)):
+                yield self.complete(dict(zip(names, values, strict=True)))
 
     @property
     def num_combinations(self) -> int:
