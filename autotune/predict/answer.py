@@ -274,17 +274,27 @@ class Question:
         smallest = self._at(choices, sizes[0])
         if smallest is None:
             return None
-        if smallest.peak_bytes > self._usable_bytes:
+        doublings = (2**n - 1 for n in itertools.count())
+        # small batches of many shapes may take more than large ones, so the first that fits need not be the smallest
+        tried = (
+            (at, self._at(choices, sizes[at])) for at in itertools.takewhile(lambda at: at < len(sizes), doublings)
+        )
+        low, best = next(((at, peak) for at, peak in tried if self._fits(peak)), (-1, smallest))
+        if low < 0:
             return self._group(choices, smallest, fits=False)
-        low, high, best = 0, len(sizes), smallest  # sizes[low] fits, sizes[high] does not
+        high = len(sizes)  # sizes[low] fits, sizes[high] does not
         while high - low > 1:
             middle = (low + high) // 2
             peak = self._at(choices, sizes[middle])
-            if peak is not None and peak.peak_bytes <= self._usable_bytes:
+            if self._fits(peak):
                 low, best = middle, peak
             else:
                 high = middle
+        assert best is not None
         return self._group(choices, best, fits=True, bounded=low == len(sizes) - 1)
+
+    def _fits(self, peak: PredictedPeak | None) -> bool:
+        return peak is not None and peak.peak_bytes <= self._usable_bytes
 
     def _group(
         self, choices: Mapping[str, Choice], peak: PredictedPeak, *, fits: bool, bounded: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -90,6 +90,17 @@ def test_where_nothing_fits_the_smallest_batch_is_shown_not_to() -> None:
     plain, bf16 = groups(Known(15 * GIB))
     assert (plain.fits, plain.peak.config["batch_size"]) == (False, 1)
     assert (bf16.fits, bf16.peak.config["batch_size"]) == (True, 1)
+
+
+def test_small_batches_that_take_more_than_large_ones_do_not_hide_them() -> None:
+    class ManyShapes(Known):
+        def estimate(self, config: Config) -> MemoryEstimate | None:
+            plain = super().estimate(config)
+            assert plain is not None
+            return replace(plain, peak_bytes=plain.peak_bytes + 20 * GIB // config.batch_size)
+
+    plain, _ = groups(ManyShapes(500 * MIB))  # too much below 4 and above 13
+    assert (plain.fits, plain.peak.config["batch_size"]) == (True, 12)
 
 
 def test_combinations_of_the_same_memory_are_one() -> None:
