@@ -84,9 +84,8 @@ class Loop:
         self._deadline_s = self.budget_s + self.settings.timeout_s  # a search takes its budget and one time-out at most
         self._known: dict[Config, Outcome] = {}
         self._cost_model = self._new_cost_model()
-        self._memory_walls: dict[
-            Config, int
-        ] = {}  # config with batch size 1 in its place -> smallest batch that failed
+        # config with batch size 1 in its place -> smallest batch that failed
+        self._memory_walls: dict[Config, int] = {}
         for probe in self.store.probed():
             gave_up_early = probe.outcome.kind is Kind.TIMEOUT and probe.outcome.wall_s < 0.9 * self.settings.timeout_s
             if probe.config == self.space.baseline and gave_up_early:
@@ -354,9 +353,16 @@ class Loop:
         wall = self._memory_walls.get(_without_batch(config))
         return (
             config not in self._known
-            and (wall is None or config.batch_size < wall)
+            and (wall is None or config.batch_size < wall or self._has_fewer_kernels(config, wall))
             and (outside_space or self.space.contains(config))
         )
+
+    def _has_fewer_kernels(self, config: Config, batch_size: int) -> bool:
+        """Whether small batches of many shapes may have failed by what their kernels hold, which larger batches need not."""
+        if self.peaks is None:
+            return False
+        large, small = self.peaks.peak(config), self.peaks.peak(config.replace(batch_size=batch_size))
+        return large is not None and small is not None and large.num_kernels < small.num_kernels
 
     def _may_go_on(self) -> bool:
         if self.interrupted() or (self.num_trials is not None and self._num_probes >= self.num_trials):
