@@ -24,6 +24,7 @@ from autotune.tuning.sampler import make_sampler
 from autotune.tuning.space import Space, SpaceExhausted
 from autotune.tuning.start import one_change_back, starting_configs
 from autotune.tuning.study import Probed, Store
+from autotune.tuning.walls import MemoryWalls
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
@@ -84,8 +85,7 @@ class Loop:
         self._deadline_s = self.budget_s + self.settings.timeout_s  # a search takes its budget and one time-out at most
         self._known: dict[Config, Outcome] = {}
         self._cost_model = self._new_cost_model()
-        # config with batch size 1 in its place -> smallest batch that failed
-        self._memory_walls: dict[Config, int] = {}
+        self._walls = MemoryWalls(self.peaks)
         for probe in self.store.probed():
             gave_up_early = probe.outcome.kind is Kind.TIMEOUT and probe.outcome.wall_s < 0.9 * self.settings.timeout_s
             if probe.config == self.space.baseline and gave_up_early:
@@ -338,8 +338,7 @@ class Loop:
             if outcome.ok:
                 self.objective = self.objective.with_baseline(outcome)
         if outcome.kind is Kind.OOM or (outcome.measurement and self.objective.beyond_memory(outcome)):
-            key = _without_batch(config)
-            self._memory_walls[key] = min(config.batch_size, self._memory_walls.get(key, config.batch_size))
+            self._walls.add(config)
         self._consider(config, outcome)
 
     def _consider(self, config: Config, outcome: Outcome) -> None:
@@ -350,19 +349,11 @@ class Loop:
 
     def _admissible(self, config: Config, *, outside_space: bool = False) -> bool:
         """Neither measured, nor larger than what ran out of memory, nor outside the space."""
-        wall = self._memory_walls.get(_without_batch(config))
         return (
             config not in self._known
-            and (wall is None or config.batch_size < wall or self._has_fewer_kernels(config, wall))
+            and not self._walls.rule_out(config)
             and (outside_space or self.space.contains(config))
         )
-
-    def _has_fewer_kernels(self, config: Config, batch_size: int) -> bool:
-        """Whether small batches of many shapes may have failed by what their kernels hold, which larger batches need not."""
-        if self.peaks is None:
-            return False
-        large, small = self.peaks.peak(config), self.peaks.peak(config.replace(batch_size=batch_size))
-        return large is not None and small is not None and large.num_kernels < small.num_kernels
 
     def _may_go_on(self) -> bool:
         if self.interrupted() or (self.num_trials is not None and self._num_probes >= self.num_trials):
@@ -390,7 +381,3 @@ class Loop:
         """The worst feasible score so far, so that a sampler's model is not bent by an arbitrary figure."""
         scores = [self.objective.score(outcome) for outcome in self._known.values() if self.objective.feasible(outcome)]
         return min(scores, default=self.objective.worst())
-
-
-def _without_batch(config: Config) -> Config:
-    return config.replace(batch_size=1, accumulation_steps=1)

@@ -1,7 +1,6 @@
 """The search loop: what is probed, in what order, and what never is."""
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from autotune.probe.process import ProbeFault
 from autotune.tuning.reading import load_study
 
 from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
-from .rough_world import NoisyPeaks
 
 
 def finish(loop):
@@ -49,29 +47,6 @@ def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
         if prober.peak_bytes(config) > 0.95 * LIMIT_BYTES:
             walls[group] = min(config.batch_size, walls.get(group, 10**9))
     assert walls
-
-
-class ManyShapes(ClosedFormProber):
-    def peak_bytes(self, config):
-        return super().peak_bytes(config) + (LIMIT_BYTES if config.batch_size < 4 else 0)
-
-
-class ManyKernels(NoisyPeaks):
-    def peak(self, config):
-        return replace(super().peak(config), num_kernels=1000 / config.batch_size)
-
-
-@pytest.mark.parametrize(
-    ("peaks", "larger_are_probed"), [(ManyKernels(ClosedFormProber()), True), (NoisyPeaks(ClosedFormProber()), False)]
-)
-def test_small_batches_that_fail_rule_out_larger_ones_unless_their_kernels_may_be_why(
-    tmp_path, peaks, larger_are_probed
-):
-    prober = ManyShapes()
-    loop = make_loop(tmp_path, prober, peaks=peaks, sampler="grid", fix={"amp": "bf16", "checkpoint_segments": 0})
-    loop._probe_once(loop.space.complete({"batch_size": 1}), "search", "")
-    loop.explore()
-    assert any(config.batch_size >= 4 for config in prober.configs) == larger_are_probed
 
 
 def test_every_config_keeps_the_global_batch(tmp_path):

@@ -1,0 +1,35 @@
+"""What is ruled out by what ran out of memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune import techniques
+from autotune.tuning.walls import MemoryWalls
+
+from .closed_form import ClosedFormProber
+from .rough_world import NoisyPeaks
+
+
+class ManyKernels(NoisyPeaks):
+    def peak(self, config):
+        return replace(super().peak(config), num_kernels=1000 / config.batch_size)
+
+
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
+
+
+@pytest.mark.parametrize("peaks", [None, NoisyPeaks(ClosedFormProber())])
+def test_the_same_techniques_at_that_batch_and_larger_ones_are_ruled_out(peaks):
+    walls = MemoryWalls(peaks)
+    walls.add(config(12))
+    walls.add(config(24))
+    assert [walls.rule_out(config(size)) for size in (8, 12, 16, 24, 48)] == [False, True, True, True, True]
+    assert not walls.rule_out(config(48, amp="bf16"))
+
+
+def test_a_larger_batch_with_fewer_kernels_is_not():
+    walls = MemoryWalls(ManyKernels(ClosedFormProber()))
+    walls.add(config(4))
+    assert [walls.rule_out(config(size)) for size in (2, 4, 8)] == [False, True, False]
