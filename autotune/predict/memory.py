@@ -247,6 +247,11 @@ def _kernels(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.num_kernels for trace in traces], dtype=float)
 
 
+def expected_bytes(trace: TracedPeak) -> float:
+    """What a process is expected to hold, less what is outside, before any probe."""
+    return float(_line([trace])[0])
+
+
 def _held(traces: Sequence[TracedPeak]) -> Array:
     """What a process is expected to hold for its tensors and the kernels of their shapes."""
     tensors = (1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces)

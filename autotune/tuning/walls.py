@@ -1,13 +1,13 @@
-"""What need not be probed, for less of the same ran out of memory."""
+"""What need not be probed, for what takes no more of the same ran out of memory."""
 
 from __future__ import annotations
 
 from autotune.config import Config
-from autotune.predict.memory import PeakSource
+from autotune.predict.memory import PeakSource, expected_bytes
 
 
 class MemoryWalls:
-    """Per combination of techniques the smallest micro batch that was too large.
+    """The configs that were too large.
 
     Args:
         peaks: traced peaks, or None where the model cannot be traced.
@@ -15,26 +15,25 @@ class MemoryWalls:
 
     def __init__(self, peaks: PeakSource | None) -> None:
         self._peaks = peaks
-        self._smallest: dict[Config, int] = {}  # config with batch size 1 in its place -> batch size
+        self._too_large: dict[Config, list[Config]] = {}  # by the config with batch size 1 in its place
 
     def add(self, config: Config) -> None:
         """`config` needs more memory than there is."""
-        key = _without_batch(config)
-        self._smallest[key] = min(config.batch_size, self._smallest.get(key, config.batch_size))
+        self._too_large.setdefault(_without_batch(config), []).append(config)
 
     def rule_out(self, config: Config) -> bool:
-        """Whether `config` needs no less than one that was too large."""
-        too_large = self._smallest.get(_without_batch(config))
-        if too_large is None or config.batch_size < too_large:
-            return False
-        return not self._has_fewer_kernels(config, config.replace(batch_size=too_large))
+        """Whether `config` needs no less than one that was too large: a batch as large, with the same techniques.
 
-    def _has_fewer_kernels(self, large: Config, small: Config) -> bool:
-        """Whether the small batch may have failed by what the kernels of its many shapes hold, which a large one need not."""
+        Small batches of many shapes may need more than larger ones.
+        """
+        smaller = [c for c in self._too_large.get(_without_batch(config), ()) if c.batch_size <= config.batch_size]
+        return any(not self._needs_less(config, other) for other in smaller)
+
+    def _needs_less(self, config: Config, other: Config) -> bool:
         if self._peaks is None:
             return False
-        of_large, of_small = self._peaks.peak(large), self._peaks.peak(small)
-        return of_large is not None and of_small is not None and of_large.num_kernels < of_small.num_kernels
+        mine, others = self._peaks.peak(config), self._peaks.peak(other)
+        return mine is not None and others is not None and expected_bytes(mine) < expected_bytes(others)
 
 
 def _without_batch(config: Config) -> Config:

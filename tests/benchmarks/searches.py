@@ -3,20 +3,21 @@
 Every strategy runs the product's own search loop; a `ReplayProber` answers from the table in the place of the device, each
 probe with one of the recorded repeats, drawn by the seed. Each table is searched without a memory limit that binds, and
 within one that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
-doubled until it fails. With
-`--write` a table and a plot go into `studies/README.md`.
+doubled until it fails. With `--write` a table and a plot go into `studies/README.md`; with `--keep FILE` searches that FILE
+holds are not run again, and the others are added to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median, quantiles
@@ -190,8 +191,8 @@ def nothing_to_start_with(*_: object, **__: object) -> list[tuple[Config, str]]:
 
 
 def searches(
-    scenarios: Sequence[Scenario], strategies: Sequence[str], num_seeds: int, workers: int
-) -> Iterator[Search]:
+    scenarios: Sequence[Scenario], strategies: Sequence[str], num_seeds: int, workers: int, keep: Path | None
+) -> list[Search]:
     """Every strategy on every scenario, with every seed. `doubling` draws no lots."""
     jobs = [
         (scenario, strategy, seed)
@@ -199,8 +200,28 @@ def searches(
         for scenario in scenarios
         for seed in range(1 if strategy == "doubling" else num_seeds)
     ]
+    kept = {} if keep is None or not keep.exists() else dict(map(_unpacked, keep.read_text().splitlines()))
+    found = {job: kept[job] for job in jobs if job in kept}
+    left = [job for job in jobs if job not in found]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run, *zip(*jobs, strict=True))
+        for job, search in zip(left, pool.map(run, *zip(*left, strict=True)), strict=True) if left else ():
+            found[job] = search
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(_packed(search))
+    return [found[job] for job in jobs]
+
+
+def _packed(search: Search) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(search) | {"scenario": [str(search.scenario.path), search.scenario.tight]}) + "\n"
+
+
+def _unpacked(line: str) -> tuple[tuple[Scenario, str, int], Search]:
+    fields = json.loads(line)
+    path, tight = fields.pop("scenario")
+    search = Search(**fields | {"scenario": Scenario(Path(path), tight), "shares": tuple(fields["shares"])})
+    return (search.scenario, search.strategy, search.seed), search
 
 
 def summary(found: Sequence[Search]) -> list[str]:
@@ -274,12 +295,13 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="file of searches that need not be run again")
     parser.add_argument("--write", action="store_true", help="into the README and the plot")
     options = parser.parse_args()
     for path in options.tables:  # before the workers begin, who find them kept
         traces(path.absolute())
     scenarios = [Scenario(path.absolute(), tight) for path in options.tables for tight in (False, True)]
-    found = list(searches(scenarios, options.strategies, options.seeds, options.workers))
+    found = searches(scenarios, options.strategies, options.seeds, options.workers, options.keep)
     lines = [f"{options.seeds} seeds a row.", "", *summary(found)]
     print("\n".join(lines))
     if options.write:

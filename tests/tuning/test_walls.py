@@ -29,7 +29,9 @@ def test_the_same_techniques_at_that_batch_and_larger_ones_are_ruled_out(peaks):
     assert not walls.rule_out(config(48, amp="bf16"))
 
 
-def test_a_larger_batch_with_fewer_kernels_is_not():
+def test_a_larger_batch_is_not_where_it_needs_less_than_every_one_that_failed():
     walls = MemoryWalls(ManyKernels(ClosedFormProber()))
-    walls.add(config(4))
-    assert [walls.rule_out(config(size)) for size in (2, 4, 8)] == [False, True, False]
+    walls.add(config(1))
+    assert [walls.rule_out(config(size)) for size in (1, 2, 4, 12, 24)] == [True, False, False, False, True]
+    walls.add(config(2))
+    assert [walls.rule_out(config(size)) for size in (1, 2, 4, 12)] == [True, True, False, True]
