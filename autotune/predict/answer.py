@@ -17,6 +17,7 @@ from autotune.techniques import Phase
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
+FEW = 64  # batch sizes
 LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
 
 
@@ -59,7 +60,7 @@ class PredictedPeak:
         optimizer_bytes: the optimizer's state.
         activations_bytes: what the forward pass keeps for the backward pass.
         temporaries_bytes: inputs, results in flight, the optimizer's scratch space.
-        allocator_bytes: rounding, fragments and workspaces of libraries: what the allocator takes beyond the tensors.
+        allocator_bytes: what is held beyond the tensors: rounding, fragments, libraries' workspaces and compiled kernels.
         outside_bytes: outside the allocator: the process and its libraries, or the CUDA context.
         modules: (name, bytes) of the modules that hold most of the activations, largest first.
     """
@@ -274,11 +275,8 @@ class Question:
         smallest = self._at(choices, sizes[0])
         if smallest is None:
             return None
-        doublings = (2**n - 1 for n in itertools.count())
         # small batches of many shapes may take more than large ones, so the first that fits need not be the smallest
-        tried = (
-            (at, self._at(choices, sizes[at])) for at in itertools.takewhile(lambda at: at < len(sizes), doublings)
-        )
+        tried = ((at, self._at(choices, sizes[at])) for at in _places(len(sizes)))
         low, best = next(((at, peak) for at, peak in tried if self._fits(peak)), (-1, smallest))
         if low < 0:
             return self._group(choices, smallest, fits=False)
@@ -309,6 +307,15 @@ class Question:
 
     def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
         return self.peak(self._space.complete({**choices, "batch_size": batch_size}))
+
+
+def _places(number: int) -> Iterator[int]:
+    """Of a few things all, of many ever fewer, the last one included."""
+    at = 0
+    while at < number - 1:
+        yield at
+        at += max(1, at // 4) if number > FEW else 1
+    yield number - 1
 
 
 def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from autotune.predict.fake_run import Target
 from autotune.predict.law import excess_at_peak, fit_law, fit_start
+from autotune.predict.onednn_kernels import most_kernels
 from autotune.predict.passes import Pass, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
-from autotune.predict.variety import Variety, variety_of
+from autotune.predict.variety import variety_of
 from autotune.task import Task
 from autotune.task.samples import dataset_size
 
@@ -22,7 +24,8 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
     """Trace group after group.
 
     Yields:
-        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not.
+        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. The last
+        one holds the variety of the training set.
     """
     job = _Job(task, plan, target)
     work: list[tuple[str, Callable[[], Traces]]] = [
@@ -36,6 +39,8 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
         yield {"traces": found.to_dict()}
+    with contextlib.suppress(Exception):  # user's code, for single samples that it was not made for
+        yield {"traces": Traces(target=target, variety=variety_of(task)).to_dict()}
 
 
 class _Job:
@@ -69,8 +74,9 @@ class _Job:
             turnover_bytes=self.line_through([_turnover_bytes(micro_batch) for micro_batch in micro.alone]),
             reserved=factors,
             new_kernels=micro.new_kernels,
+            most_kernels=most_kernels(),
         )
-        return Traces(target=self.target, models={group: trace}, variety=self.variety)
+        return Traces(target=self.target, models={group: trace})
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""
@@ -80,10 +86,6 @@ class _Job:
     @cached_property
     def tracer(self) -> Tracer:
         return Tracer(self.task, self.target)
-
-    @cached_property
-    def variety(self) -> Variety | None:
-        return variety_of(self.task)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

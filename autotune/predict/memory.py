@@ -32,7 +32,7 @@ SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding an
 # same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
 # of a kernel that a library compiled for one of many shapes; oneDNN's for AMX, measured at 0.6 to 1.4 MiB each
-KERNEL_BYTES, KERNEL_STD_BYTES = 1.0 * MIB, 0.35 * MIB
+KERNEL_BYTES, KERNEL_STD_BYTES = 1.0 * MIB, 0.5 * MIB
 KERNELS_STD = 0.15  # of all of them, from one process to the next: other batches have other shapes
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
 GROUP_FACTORS = (
@@ -60,7 +60,6 @@ RESIDUAL = Residual(trend=0.03, bend=0.03, group=0.08, own=0.01)
 # what takes far more memory than others really does
 SCALES = Scales(noise=((0.01, 0.5), (0.02, 0.3), (0.04, 0.2)), outliers=False)
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
-SURPRISE = 2.5  # standard deviations between a prediction and what a failure tells, to doubt the model
 
 
 class PeakSource(Protocol):
@@ -70,8 +69,8 @@ class PeakSource(Protocol):
     def variety(self) -> Variety | None:
         """Of the widths of samples, where it is known."""
 
-    def peak(self, config: Config) -> TracedPeak | None:
-        """The allocator's peak of a config; None when it could not be traced."""
+    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
+        """The allocator's peak of a config, after so many micro batches or an epoch; None when it could not be traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,7 @@ class _Traced:
         self._outside_bytes = outside_bytes
         self._layout = Layout(PARTS, space)
         self._group_std = GROUP_STD
-        seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config)) is not None]
+        seen = [(peak, config, outcome) for config, outcome in probes if (peak := _peak_in(peaks, config, outcome))]
         exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
         failed = [(p, c, _least_bytes(o)) for p, c, o in seen if o.kind is Kind.OOM and _least_bytes(o)]
         surprises = [(p, c, least) for p, c, least in failed if least - outside_bytes > _line([p])[0]]
@@ -224,15 +223,18 @@ class _Traced:
 
     def _add_beyond(self, trace: TracedPeak, config: Config, least: float) -> None:
         mean, variance = self._predict([trace], [config])
-        spread = float(variance[0]) + self._noise_of(trace)
-        if least > mean[0] + SURPRISE * math.sqrt(spread):  # what is wrong by much may be wrong by far more
-            spread = (BEYOND_STD * least) ** 2
-        value, noise = beyond(float(mean[0]), spread, least)
+        value, noise = beyond(float(mean[0]), float(variance[0]) + self._noise_of(trace), least)
         if math.isfinite(noise):
             self._traces.append(trace)
             self._configs.append(config)
             self._values.append(value)
             self._noise.append(noise)
+
+
+def _peak_in(peaks: PeakSource, config: Config, outcome: Outcome) -> TracedPeak | None:
+    """The peak after the micro batches that a probe ran; one that ran out of memory does not say how many those were."""
+    measured = outcome.measurement
+    return peaks.peak(config, measured.num_steps * config.accumulation_steps if measured else None)
 
 
 def _sizes(traces: Sequence[TracedPeak]) -> Array:

@@ -5,6 +5,8 @@ Where batches have many shapes, as lines of text do, these kernels can hold more
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -15,6 +17,14 @@ from autotune.predict.storages import Kernels
 
 _aten = torch.ops.aten
 
+_CAPACITY = 1024  # kernels in oneDNN's cache, unless the environment says otherwise
+_HOLES = 2  # what was dropped from it leaves holes: seen to grow to nearly twice as many
+
+
+def most_kernels() -> int:
+    """How many kernels' memory a process ends up with (oneDNN's developer guide, Primitive Cache)."""
+    return _HOLES * int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _CAPACITY))
+
 
 def _product(args: tuple[Any, ...]) -> list[Hashable]:
     """Of short types alone: float32 is multiplied by the BLAS, without a kernel for each shape (mkldnn_matmul of LinearAlgebra.cpp)."""
@@ -22,10 +32,14 @@ def _product(args: tuple[Any, ...]) -> list[Hashable]:
     return [_key("product", left, right)] if _multiplies(left.dtype) else []
 
 
+@functools.cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype not in (torch.bfloat16, torch.float16) or not torch.backends.mkldnn.is_available():
+        return False
+    supported = torch.ops.mkldnn
+    return bool(
+        supported._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else supported._is_mkldnn_fp16_supported()
+    )
 
 
 def _convolution(args: tuple[Any, ...]) -> list[Hashable]:

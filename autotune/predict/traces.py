@@ -101,7 +101,8 @@ class ModelTrace:
         turnover_bytes: (constant, per sample) of all that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
-        new_kernels: that a library compiles, and keeps, when a micro batch has a shape that none had before.
+        new_kernels: that a library compiles, and keeps, for a micro batch of another shape.
+        most_kernels: that it keeps the memory of.
     """
 
     alone: Law
@@ -111,6 +112,7 @@ class ModelTrace:
     turnover_bytes: tuple[float, float]
     reserved: tuple[tuple[int, float, float], ...] = ()
     new_kernels: int = 0
+    most_kernels: int = 0
 
     def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
         """Factor from living storages to reserved memory, and its relative standard deviation."""
@@ -165,10 +167,13 @@ class Traces:
     failures: Mapping[str, str] = field(default_factory=dict)
     variety: Variety | None = None
 
-    def peak(self, config: Config) -> TracedPeak | None:
+    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
+
+        Args:
+            num_batches: micro batches until then, which tell how many shapes were met; None for an epoch.
         """
         model = self.models.get(group_of(config, MODEL_PHASES))
         update = self.updates.get(group_of(config, OPTIMIZER_PHASES))
@@ -194,7 +199,14 @@ class Traces:
             uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
             turnover_bytes=0 if model.reserved else round(model.turnover_bytes[0] + model.turnover_bytes[1] * size),
-            num_kernels=model.new_kernels * (self.variety.num_shapes(size) - 1) if self.variety else 0.0,
+            num_kernels=self._num_kernels(model, size, num_batches),
+        )
+
+    def _num_kernels(self, model: ModelTrace, batch_size: int, num_batches: int | None) -> float:
+        if not model.new_kernels or self.variety is None:
+            return 0.0
+        return min(
+            model.new_kernels * (self.variety.num_shapes(batch_size, num_batches) - 1), float(model.most_kernels)
         )
 
     def merged(self, other: Traces) -> Traces:
@@ -285,4 +297,5 @@ def _model(data: Mapping[str, Any]) -> ModelTrace:
         turnover_bytes=_pair(data["turnover_bytes"]),
         reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
         new_kernels=data["new_kernels"],
+        most_kernels=data["most_kernels"],
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_SAMPLING_S = 1.0
 NUM_SAMPLED = 2048
+FEWEST_SAMPLES = 64  # say nothing of how unequal the others are
+PADDED = 0.95  # of the size with all padding: the least that a padded batch has
 MAX_BATCHES = 2000  # of a longer epoch; more of them bring few shapes that are new
 
 
@@ -36,11 +38,13 @@ class Variety:
     counts: tuple[int, ...]
     num_samples: int
 
-    def num_shapes(self, batch_size: int) -> float:
-        """Different shapes to be expected among the micro batches of one epoch: each width comes up in `n` batches with
-        probability `1 - (1 - p)^n`.
+    def num_shapes(self, batch_size: int, num_batches: int | None = None) -> float:
+        """Different shapes to be expected among micro batches, by default those of one epoch.
+
+        Each width comes up in `n` of them with probability `1 - (1 - p)^n`.
         """
-        num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
+        if num_batches is None:
+            num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
         return float((1 - (1 - self._chances(batch_size)) ** num_batches).sum())
 
     def mean_width(self, batch_size: int) -> float:
@@ -62,27 +66,41 @@ class Variety:
 
 
 def variety_of(task: Task) -> Variety | None:
-    """The widths of samples of the task's training set, each put through its collate function alone, within 1 s.
+    """The widths of samples of the task's training set, each put through its collate function alone.
 
-    None without a training set of known size, and where a single sample makes no batch.
+    Samples are looked at for 1 s. None without a training set of known size; where they are so slow to come by that too
+    few were seen; where a single sample makes no batch; and where the collate function does not pad to the widest.
+
+    Raises:
+        Exception: what the user's dataset or collate function raises.
     """
     from torch.utils.data import IterableDataset, default_collate
 
     dataset = task.dataset()
     if dataset is None or isinstance(dataset, IterableDataset):
         return None
-    deadline = time.monotonic() + MAX_SAMPLING_S
     collate = task.collate_fn or default_collate
+    num_samples = len(dataset)
+
+    def width_of(*positions: int) -> int:
+        return sum(tensor.numel() for tensor in tensors(collate([dataset[position] for position in positions])))
+
+    deadline = time.monotonic() + MAX_SAMPLING_S
+    at_width: dict[int, int] = {}  # width -> position of a sample
     widths: Counter[int] = Counter()
-    for position in random.Random(0).sample(range(len(dataset)), min(len(dataset), NUM_SAMPLED)):
-        try:
-            batch = collate([dataset[position]])
-        except Exception:  # user's code, for a batch that it was not made for
-            return None
-        widths[sum(tensor.numel() for tensor in tensors(batch))] += 1
+    for position in random.Random(0).sample(range(num_samples), min(num_samples, NUM_SAMPLED)):
+        width = width_of(position)
+        widths[width] += 1
+        at_width[width] = position
         if time.monotonic() > deadline:
             break
+    narrowest, widest = min(widths), max(widths)
+    if widths.total() < min(num_samples, FEWEST_SAMPLES) or narrowest == 0:
+        return None
+    together = width_of(at_width[narrowest], at_width[widest])
+    if narrowest < widest and together < PADDED * 2 * widest:
+        return None
     found = sorted(widths.items())
     return Variety(
-        widths=tuple(width for width, _ in found), counts=tuple(count for _, count in found), num_samples=len(dataset)
+        widths=tuple(width for width, _ in found), counts=tuple(count for _, count in found), num_samples=num_samples
     )

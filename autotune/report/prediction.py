@@ -19,7 +19,7 @@ _PARTS = (
     ("optim", "optimizer_bytes", "the optimizer's state"),
     ("activ", "activations_bytes", "activations kept for the backward pass"),
     ("temps", "temporaries_bytes", "inputs, results in flight, scratch space"),
-    ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces"),
+    ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces, kernels"),
     ("outside", "outside_bytes", "outside the allocator: {outside}"),
 )
 _COLUMNS = ", ".join(f"{title}: {meaning}" for title, _, meaning in _PARTS if title not in ("params", "grads"))

@@ -97,10 +97,11 @@ def test_small_batches_that_take_more_than_large_ones_do_not_hide_them() -> None
         def estimate(self, config: Config) -> MemoryEstimate | None:
             plain = super().estimate(config)
             assert plain is not None
-            return replace(plain, peak_bytes=plain.peak_bytes + 20 * GIB // config.batch_size)
+            return replace(plain, peak_bytes=plain.peak_bytes + 30 * GIB // config.batch_size)
 
-    plain, _ = groups(ManyShapes(500 * MIB))  # too much below 3 and above 17
-    assert (plain.fits, plain.peak.config["batch_size"]) == (True, 16)
+    for global_batch, largest in ((48, 12), (None, 15)):  # too much below 4 and above 15
+        plain, _ = groups(ManyShapes(500 * MIB), global_batch=global_batch)
+        assert (plain.fits, plain.peak.config["batch_size"]) == (True, largest)
 
 
 def test_combinations_of_the_same_memory_are_one() -> None:

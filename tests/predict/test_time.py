@@ -12,6 +12,7 @@ import pytest
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
 from autotune.predict.time import TimeModel
+from autotune.predict.variety import Variety
 from autotune.techniques.base import Support
 from autotune.tuning.space import Space, build_space
 from tests.tuning.closed_form import ClosedFormProber, inspection, measurement
@@ -69,6 +70,22 @@ def test_a_probe_of_one_group_teaches_the_others(space: Space) -> None:
     before = speed_of(TimeModel(space).fitted(known[:1]), both)
     after = speed_of(TimeModel(space).fitted(known), both)
     assert before > 50 > after
+
+
+def test_padding_grows_with_the_batch_where_samples_are_of_unequal_width(space: Space) -> None:
+    unequal = Variety(widths=tuple(range(1, 101)), counts=(10,) * 100, num_samples=1000)
+    equal = Variety(widths=(50,), counts=(1000,), num_samples=1000)
+    small, large = space.complete({"batch_size": 1}), space.complete({"batch_size": 48})
+    plain, padded, same = (
+        TimeModel(space, variety=variety).fitted([ran(space.baseline, 50.0)]) for variety in (None, unequal, equal)
+    )
+    assert speed_of(plain, large) > speed_of(plain, small)
+    assert speed_of(padded, large) < speed_of(plain, large)
+    assert speed_of(padded, small) > speed_of(plain, small)
+    assert [speed_of(same, c) for c in (small, large)] == pytest.approx([speed_of(plain, c) for c in (small, large)])
+    times = [1 / speed_of(padded, config) for config in (space.baseline, large)]
+    widths = [unequal.mean_width(config.batch_size) for config in (space.baseline, large)]
+    assert times[1] / times[0] == pytest.approx(widths[1] / widths[0], rel=0.1)
 
 
 def test_the_floor_is_learned_from_two_batch_sizes(space: Space) -> None:

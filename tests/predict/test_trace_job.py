@@ -12,6 +12,7 @@ from autotune.probe.process import ProcessProber
 from autotune.task.source import TaskSource
 
 MODELS = Path(__file__).parent / "models"
+STUDIES = Path(__file__).parent.parent.parent / "studies"
 
 
 def source(name: str) -> TaskSource:
@@ -78,3 +79,10 @@ def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
     assert traces.target == "cuda"
     assert isinstance(traces, Traces)
     assert traces.peak(config()).peak_bytes >= 2 * 2**20
+
+
+def test_the_widths_of_the_samples_are_found_beside(tmp_path):
+    with ProcessProber(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
+        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
+    assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
+    assert traces.peak(config(amp="bf16")).num_kernels > traces.peak(config()).num_kernels == 0

@@ -127,10 +127,12 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
 def test_shapes_that_are_new_bring_kernels_that_stay():
     many = replace(
         TRACES,
-        models={(): replace(PLAIN, new_kernels=15)},
+        models={(): replace(PLAIN, new_kernels=15, most_kernels=700)},
         variety=Variety(widths=tuple(range(50)), counts=(1,) * 50, num_samples=50),
     )
     assert many.peak(config(1)).num_kernels == pytest.approx(15 * (many.variety.num_shapes(1) - 1))
+    assert many.peak(config(1), num_batches=7).num_kernels == pytest.approx(15 * (many.variety.num_shapes(1, 7) - 1))
+    assert many.peak(config(1), num_batches=10_000).num_kernels == 700  # of 15 x 49
     assert many.peak(config(50)).num_kernels < many.peak(config(1)).num_kernels
     assert TRACES.peak(config(1)).num_kernels == 0
     assert Traces.from_dict(json.loads(json.dumps(many.to_dict()))) == many

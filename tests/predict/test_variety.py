@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from autotune.predict import variety
 from autotune.predict.variety import Variety, variety_of
 from autotune.task import Task
 
@@ -37,10 +38,6 @@ def to_100(samples):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter([torch.zeros(3, 8)])
-
-
-def two_at_least(samples):
-    return torch.stack([samples[0], samples[1]])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
@@ -73,9 +70,31 @@ def test_widths_are_those_after_the_collate_function():
     assert variety_of(lines(to_100)).counts == (100,)
 
 
-def test_nothing_is_said_of_a_stream_nor_of_samples_that_make_no_batch_alone():
+def test_nothing_is_said_of_a_stream_nor_where_batches_are_not_padded_to_the_widest():
     assert variety_of(lines(dataset=Stream())) is None
-    assert variety_of(lines(two_at_least)) is None
+    assert variety_of(lines(torch.cat)) is None
+    assert variety_of(lines(lambda samples: torch.zeros(0))) is None
+
+
+def test_nothing_is_said_from_too_few_samples_of_many(monkeypatch):
+    monkeypatch.setattr(variety, "MAX_SAMPLING_S", 0.0)
+    assert variety_of(lines()) is None
+    assert variety_of(lines(widths=[4])).counts == (1,)
+
+
+def test_samples_may_be_dicts():
+    samples = [{"words": torch.zeros(width), "label": torch.tensor(1)} for width in (2, 3)]
+
+    def collate(samples):
+        words = pad_sequence([sample["words"] for sample in samples])
+        return {"words": words, "label": torch.stack([sample["label"] for sample in samples])}
+
+    assert variety_of(lines(collate, dataset=samples)).widths == (2 + 1, 3 + 1)
+
+
+def test_what_the_users_code_raises_is_raised():
+    with pytest.raises(IndexError):
+        variety_of(lines(lambda samples: samples[1]))
 
 
 def test_plain_data_and_back():
