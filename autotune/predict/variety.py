@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ MAX_SAMPLING_S = 1.0
 NUM_SAMPLED = 2048
 FEWEST_SAMPLES = 64  # say nothing of how unequal the others are
 PADDED = 0.95  # of the size with all padding: the least that a padded batch has
-MAX_BATCHES = 2000  # of a longer epoch; more of them bring few shapes that are new
+MAX_BATCHES = 2000  # of a longer epoch; of lines cut at some length, more of them bring few shapes that are new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,12 @@ class Variety:
 
         Samples are drawn at random, so all of `b` are among a share `F` of the narrowest with probability `F^b`.
         """
-        at_most = np.cumsum(self.counts) / sum(self.counts)
-        return np.asarray(np.diff(at_most**batch_size, prepend=0.0))
+        return np.asarray(np.diff(self._at_most**batch_size, prepend=0.0))
+
+    @cached_property
+    def _at_most(self) -> NDArray[np.float64]:
+        """Share of the samples that are no wider than each of the widths."""
+        return np.cumsum(self.counts) / sum(self.counts)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Variety:
