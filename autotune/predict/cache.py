@@ -52,10 +52,13 @@ def cached_traces(
     kept = _read(path)
     traces = Traces(target=target)
     if kept is not None:
-        plain = prober.trace([techniques.complete({"batch_size": size}) for size in sizes], target, timeout_s)
-        traces = kept.merged(plain) if plain.models and plain.models.items() <= kept.models.items() else plain
+        plain_configs = [techniques.complete({"batch_size": size}) for size in sizes]
+        known = Traces(target=target, variety=kept.variety)
+        plain = prober.trace(plain_configs, target, timeout_s, known=known)
+        is_same = plain.models and plain.models.items() <= kept.models.items()
+        traces = kept.merged(plain) if is_same else replace(plain, variety=None)
     traces = prober.trace(configs, target, timeout_s, known=traces)
-    if kept is None or (traces.models, traces.updates) != (kept.models, kept.updates):
+    if kept is None or traces != replace(kept, failures=traces.failures):
         _write(path, traces)
     return traces
 

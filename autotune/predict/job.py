@@ -25,7 +25,7 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
 
     Yields:
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. The last
-        one holds the variety of the training set.
+        one holds the variety of the training set, if the plan asks for it.
     """
     job = _Job(task, plan, target)
     work: list[tuple[str, Callable[[], Traces]]] = [
@@ -39,8 +39,9 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
         yield {"traces": found.to_dict()}
-    with contextlib.suppress(Exception):  # user's code, for single samples that it was not made for
-        yield {"traces": Traces(target=target, variety=variety_of(task)).to_dict()}
+    if plan.variety:
+        with contextlib.suppress(Exception):  # user's code, for single samples that it was not made for
+            yield {"traces": Traces(target=target, variety=variety_of(task)).to_dict()}
 
 
 class _Job:
