@@ -30,6 +30,7 @@ MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 NUM_FINALISTS = 3
+LIKELY = 0.5
 SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
@@ -151,13 +152,22 @@ class Loop:
             since_better = 0 if improved else since_better + 1
 
     def undo_changes(self) -> None:
-        """Probe the best with each change undone, best first again when one of those is better."""
+        """Probe the best with each change undone, best first again when one of those is better.
+
+        What is predicted not to fit would tell nothing of a technique.
+        """
         tried: set[Config] = set()
         while self.best is not None and self.best[0] not in tried and self._may_go_on():
             tried.add(self.best[0])
             for config, reason in one_change_back(self.best[0], self.space):
-                if self._may_go_on():
+                if self._may_go_on() and self._is_expected_to_fit(config):
                     self._probe_once(config, "ablation", reason)
+
+    def _is_expected_to_fit(self, config: Config) -> bool:
+        """Where predictions guide the search: the other samplers go without."""
+        if self.sampler != COST_MODEL:
+            return True
+        return self.store.forecast(self._cost_model, config).chance_to_fit > LIKELY
 
     def run_play_off(self) -> Standing:
         """Confirm the best few and the baseline in fresh processes."""

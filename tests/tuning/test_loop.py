@@ -8,8 +8,10 @@ from autotune.config import Config
 from autotune.outcome import Kind, Outcome
 from autotune.probe.process import ProbeFault
 from autotune.tuning.reading import load_study
+from autotune.tuning.start import one_change_back
 
 from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+from .rough_world import NoisyPeaks
 
 
 def finish(loop):
@@ -47,6 +49,20 @@ def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
         if prober.peak_bytes(config) > 0.95 * LIMIT_BYTES:
             walls[group] = min(config.batch_size, walls.get(group, 10**9))
     assert walls
+
+
+def test_a_change_is_not_undone_where_that_is_predicted_not_to_fit(tmp_path):
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, sampler="cost-model", peaks=NoisyPeaks(prober))
+    loop.measure_baseline(given=True)
+    best = loop.space.complete({"amp": "bf16", "optimizer_impl": "fused", "batch_size": 16})
+    loop._probe_once(best, "search", "")
+    before = len(prober.configs)
+    loop.undo_changes()
+    undone = [config for config, _ in one_change_back(best, loop.space)]
+    too_large = [config for config in undone if prober.peak_bytes(config) > LIMIT_BYTES]
+    assert loop.best[0] == best and too_large
+    assert set(prober.configs[before:]) == set(undone) - set(too_large)
 
 
 def test_every_config_keeps_the_global_batch(tmp_path):
