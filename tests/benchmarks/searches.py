@@ -26,6 +26,7 @@ import numpy as np
 
 from autotune import table
 from autotune.config import Config
+from autotune.outcome import Kind
 from autotune.predict.traces import Traces
 from autotune.probe.replay import ReplayProber
 from autotune.probe.settings import ProbeSettings
@@ -154,11 +155,12 @@ def run(scenario: Scenario, strategy: str, seed: int) -> Search:
     loop.measure_baseline(given=True)
     loop.explore()
     loop.undo_changes()
-    configs = [probe.config for probe in loop.probed()]
+    probed = loop.probed()
     standing = loop.run_play_off()
     assert standing.answer is not None
     regret = 1 - truth.speed[standing.answer.config] / truth.optimum
-    return Search(scenario, strategy, seed, truth.shares(configs), truth.num_oom(configs), regret)
+    shares = truth.shares([probe.config for probe in probed])
+    return Search(scenario, strategy, seed, shares, sum(probe.outcome.kind is Kind.OOM for probe in probed), regret)
 
 
 def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
