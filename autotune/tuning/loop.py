@@ -31,7 +31,7 @@ TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 NUM_FINALISTS = 3
 LIKELY = 0.5
-SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
+SURE_TO_FIT = 0.94  # of the usable memory: peaks of single processes differ by a few per cent
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
@@ -201,6 +201,7 @@ class Loop:
             objective=self.objective,
             has_time=has_time,
             seed=self.seed,
+            substitutes=self._substitutes(finalists),
         )
 
     def finalists(self) -> list[Config]:
@@ -221,6 +222,11 @@ class Loop:
         ]
         # two at the least where there is any time: one alone may be a lucky one, or not fit a second time
         return near[: max(1, min(2, affordable[1]), min(NUM_FINALISTS, affordable[0]))]
+
+    def _substitutes(self, finalists: list[Config]) -> list[Config]:
+        """Who comes in for a finalist that fails: the best that surely fit, however far behind."""
+        others = (c for c in self.store.ranked(self._cost_model) if c not in (*finalists, self.space.baseline))
+        return [config for config in others if not self._may_exceed_the_limit(config)]
 
     def _may_exceed_the_limit(self, config: Config) -> bool:
         """Whether another process of a config that fits may not."""

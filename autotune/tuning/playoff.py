@@ -5,6 +5,7 @@ The search's own figures choose who takes part and decide nothing: the best of m
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -105,6 +106,7 @@ def play_off(
     objective: Objective,
     has_time: Callable[[float, int], bool],
     seed: int,
+    substitutes: Iterable[Config] = (),
 ) -> Standing:
     """Run rounds until the answer and its gain are known or the time is up.
 
@@ -113,14 +115,14 @@ def play_off(
         baseline: the user's baseline; None when it does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts.
         has_time: whether a round of that many seconds still fits, given the number of rounds already done.
+        substitutes: best first; one comes in for each candidate that fails.
     """
-    order = random.Random(seed)
+    order, waiting = random.Random(seed), iter(substitutes)
     base = Entrant(baseline) if baseline is not None else None
     entrants = [Entrant(config) for config in candidates if config != baseline]
-    everyone = entrants + ([base] if base else [])
     round_s, number = 0.0, 0
     while number < MAX_ROUNDS and has_time(round_s, number):
-        playing = [entrant for entrant in everyone if not entrant.dropped]
+        playing = [entrant for entrant in (*entrants, *([base] if base else [])) if not entrant.dropped]
         order.shuffle(playing)
         round_s = 0.0
         for entrant in playing:
@@ -131,6 +133,7 @@ def play_off(
             entrant.outcomes[number] = outcome
             if not outcome.ok or objective.beyond_memory(outcome):
                 entrant.dropped = outcome.cause or "beyond the memory limit less headroom"
+                entrants += [Entrant(config) for config in itertools.islice(waiting, entrant is not base)]
         number += 1
         if number >= MIN_ROUNDS and _settle(entrants, base, objective):
             break

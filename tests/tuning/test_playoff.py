@@ -20,7 +20,7 @@ def config(batch_size, **choices):
 BASE = config(4)
 
 
-def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=()):
+def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=(), substitutes=()):
     """Play off configs of given true speeds; a per-round disturbance hits all alike."""
     generator = random.Random(seed)
     log, slowdown = [], {}
@@ -36,12 +36,13 @@ def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=
         )
 
     standing = play_off(
-        [c for c in speeds if c != BASE],
+        [c for c in speeds if c != BASE and c not in substitutes],
         BASE if BASE in speeds else None,
         run=run,
         objective=OBJECTIVE,
         has_time=lambda seconds, number: number < rounds,
         seed=seed,
+        substitutes=substitutes,
     )
     return standing, log
 
@@ -52,6 +53,17 @@ def test_the_fastest_wins_and_its_gain_is_paired():
     _, low, high = standing.gain
     assert low <= 2.0 <= high
     assert high - low < 0.1  # although rounds differ by 40 %
+
+
+def test_a_substitute_comes_in_for_each_candidate_that_fails():
+    speeds = {config(48): 200.0, config(24): 190.0, config(16): 150.0, config(12): 140.0, config(8): 130.0, BASE: 100.0}
+    substitutes = [config(16), config(12), config(8)]
+    peaks, failing = {config(24): 960 * MIB}, {(config(48), 1)}
+    standing, log = contest(speeds, peaks, failing=failing, substitutes=substitutes)
+    assert standing.answer.config == config(16)
+    assert [min(n for n, c in log if c == candidate) for candidate in substitutes[:2]] == [1, 2]
+    assert config(8) not in {candidate for _, candidate in log}
+    assert standing.gain[1] > 1.3
 
 
 def test_every_entrant_runs_in_every_round_until_it_is_dropped():
