@@ -31,7 +31,8 @@ TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 NUM_FINALISTS = 3
 LIKELY = 0.5
-SURE_TO_FIT = 0.94  # of the usable memory: peaks of single processes differ by a few per cent
+SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
+SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
@@ -226,12 +227,12 @@ class Loop:
     def _substitutes(self, finalists: list[Config]) -> list[Config]:
         """Who comes in for a finalist that fails: the best that surely fit, however far behind."""
         others = (c for c in self.store.ranked(self._cost_model) if c not in (*finalists, self.space.baseline))
-        return [config for config in others if not self._may_exceed_the_limit(config)]
+        return [config for config in others if not self._may_exceed_the_limit(config, SAFE)]
 
-    def _may_exceed_the_limit(self, config: Config) -> bool:
+    def _may_exceed_the_limit(self, config: Config, share: float = SURE_TO_FIT) -> bool:
         """Whether another process of a config that fits may not."""
         measured = self._known[config].measurement
-        return measured is not None and measured.peak_bytes > SURE_TO_FIT * self.objective.usable_bytes
+        return measured is not None and measured.peak_bytes > share * self.objective.usable_bytes
 
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""
