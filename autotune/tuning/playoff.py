@@ -5,7 +5,6 @@ The search's own figures choose who takes part and decide nothing: the best of m
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -122,7 +121,8 @@ def play_off(
     entrants = [Entrant(config) for config in candidates if config != baseline]
     round_s, number = 0.0, 0
     while number < MAX_ROUNDS and has_time(round_s, number):
-        playing = [entrant for entrant in (*entrants, *([base] if base else [])) if not entrant.dropped]
+        everyone = entrants + ([base] if base else [])
+        playing = [entrant for entrant in everyone if not entrant.dropped]
         order.shuffle(playing)
         round_s = 0.0
         for entrant in playing:
@@ -133,9 +133,11 @@ def play_off(
             entrant.outcomes[number] = outcome
             if not outcome.ok or objective.beyond_memory(outcome):
                 entrant.dropped = outcome.cause or "beyond the memory limit less headroom"
-                entrants += [Entrant(config) for config in itertools.islice(waiting, entrant is not base)]
+                if entrant is not base and (substitute := next(waiting, None)) is not None:
+                    entrants.append(Entrant(substitute))
         number += 1
-        if number >= MIN_ROUNDS and _settle(entrants, base, objective):
+        played = [entrant for entrant in entrants if entrant.outcomes]
+        if number >= MIN_ROUNDS and _settle(played, base, objective) and played == entrants:
             break
     return _standing(entrants, base, objective, number)
 

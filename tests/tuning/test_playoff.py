@@ -66,6 +66,14 @@ def test_a_substitute_comes_in_for_each_candidate_that_fails():
     assert standing.gain[1] > 1.3
 
 
+def test_a_substitute_may_come_in_late():
+    speeds = {config(48): 200.0, config(16): 150.0, BASE: 100.0}
+    for number in range(MIN_ROUNDS + 2):
+        standing, log = contest(speeds, noise=0.1, failing={(config(48), number)}, substitutes=[config(16)])
+        assert (number + 1, config(16)) in log
+        assert standing.answer.config == config(16)
+
+
 def test_every_entrant_runs_in_every_round_until_it_is_dropped():
     _, log = contest({config(8): 100.0, config(16): 200.0, BASE: 90.0})
     for number in range(MIN_ROUNDS):
