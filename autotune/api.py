@@ -13,7 +13,7 @@ from autotune.devices import DeviceInfo, open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.errors import ConfigError
 from autotune.outcome import Outcome
-from autotune.predict.answer import Prediction, all_configs, answer
+from autotune.predict.answer import Prediction, answer
 from autotune.predict.cache import FOLDER, cached_traces
 from autotune.predict.cards import card_of
 from autotune.probe.process import ProcessProber
@@ -194,7 +194,7 @@ def predict(
         tracing = time.monotonic()
         traces = cached_traces(
             prober,
-            [asked] if asked is not None else all_configs(space),
+            [asked] if asked is not None else space.tracing(),
             info.kind,
             facts=inspection.facts,
             folder=logs / FOLDER,

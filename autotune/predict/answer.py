@@ -13,7 +13,6 @@ from autotune.errors import TaskError
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
-from autotune.techniques import Phase
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
@@ -302,7 +301,7 @@ class Question:
 
     def _batch_sizes(self) -> Sequence[int]:
         if self._space.global_batch is not None:
-            return techniques.divisors(self._space.global_batch)
+            return [int(size) for size in self._space.choices["batch_size"]]
         return range(1, (self._dataset_size or LARGEST_BATCH) + 1)
 
     def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
@@ -326,14 +325,6 @@ def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:
     return same_batch and abs(one.peak.peak_bytes - other.peak.peak_bytes) < ALIKE * one.peak.peak_bytes
 
 
-def all_configs(space: Space) -> Iterator[Config]:
-    """Every combination of techniques at every batch size that is searched."""
-    sizes = space.choices["batch_size"] if space.global_batch is None else techniques.divisors(space.global_batch)
-    for choices in combinations(space):
-        for size in sizes:
-            yield space.complete({**choices, "batch_size": size})
-
-
 def combinations(space: Space) -> Iterator[dict[str, Choice]]:
     """Every combination of what is searched of the techniques that shape memory."""
     searched = {name: choices for name, choices in space.choices.items() if _shapes_memory(name)}
@@ -351,4 +342,4 @@ def switched_on(config: Config) -> dict[str, Choice]:
 
 
 def _shapes_memory(name: str) -> bool:
-    return techniques.REGISTRY[name].phase in (Phase.MODEL, Phase.OPTIMIZER)  # the others leave the device's alone
+    return techniques.REGISTRY[name].phase.shapes_memory

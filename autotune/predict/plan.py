@@ -9,7 +9,8 @@ from typing import Any
 
 from autotune import techniques
 from autotune.config import Config
-from autotune.predict.traces import MODEL_PHASES, OPTIMIZER_PHASES, Group, Traces, group_of, model_label, update_label
+from autotune.predict.traces import Group, Traces, group_of, model_label, update_label
+from autotune.techniques import Phase
 
 LARGEST_TRACED = 32  # samples: the law is exact beyond it, too, unless the check says otherwise
 MAX_BATCH_BYTES = 64 * 2**20  # of an input batch, which is really made
@@ -73,8 +74,8 @@ def plan_traces(configs: Iterable[Config]) -> Plan:
     updates: dict[Group, None] = {(): None}
     sizes = set()
     for config in configs:
-        models.setdefault(group_of(config, MODEL_PHASES))
-        updates.setdefault(group_of(config, OPTIMIZER_PHASES))
+        models.setdefault(group_of(config, Phase.MODEL))
+        updates.setdefault(group_of(config, Phase.OPTIMIZER))
         sizes.add(config.batch_size)
     return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sorted(sizes)))
 

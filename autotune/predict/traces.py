@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autotune import techniques
 from autotune.config import Choice, Config
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.passes import Purpose
 from autotune.predict.variety import Variety
+from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
-
-MODEL_PHASES = (techniques.Phase.MODEL,)
-OPTIMIZER_PHASES = (techniques.Phase.OPTIMIZER,)
 
 FORMAT = 3  # of the JSON; counts up when its meaning changes
 
 
-def group_of(config: Config, phases: Iterable[techniques.Phase]) -> Group:
-    """What `config` switches on of the techniques that are applied in `phases`."""
-    chosen = set(phases)
-    return tuple(
-        (t.name, config[t.name]) for t in techniques.REGISTRY.values() if t.phase in chosen and config[t.name] != t.off
-    )
+def group_of(config: Config, phase: Phase) -> Group:
+    """What `config` switches on of the techniques that are applied in `phase`."""
+    return tuple((t.name, config[t.name]) for t in REGISTRY.values() if t.phase is phase and config[t.name] != t.off)
 
 
 def model_label(group: Group) -> str:
@@ -175,8 +169,8 @@ class Traces:
         Args:
             num_batches: micro batches until then, which tell how many shapes were met; None for an epoch.
         """
-        model = self.models.get(group_of(config, MODEL_PHASES))
-        update = self.updates.get(group_of(config, OPTIMIZER_PHASES))
+        model = self.models.get(group_of(config, Phase.MODEL))
+        update = self.updates.get(group_of(config, Phase.OPTIMIZER))
         if model is None or update is None:
             return None
         size, accumulates = config.batch_size, config.accumulation_steps > 1

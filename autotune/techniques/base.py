@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 class Phase(IntEnum):
     """When a technique is applied while a session is built; phases run in this order."""
 
-    PROCESS = 0  # process-wide settings, before the model exists; they leave alone how much memory is held
+    PROCESS = 0  # process-wide settings, before the model exists
     MODEL = 1  # the model is on its device; the optimizer does not exist yet
     OPTIMIZER = 2  # the optimizer exists and has no state
     LOADER = 3  # options of the data loader
+
+    @property
+    def shapes_memory(self) -> bool:
+        """Whether its techniques change what a training step holds on the device."""
+        return self in (Phase.MODEL, Phase.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)

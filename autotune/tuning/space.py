@@ -68,13 +68,13 @@ class Space:
                 yield config
 
     def tracing(self) -> Iterator[Config]:
-        """Configs that between them show a tracer everything: each combination of techniques on the model, each of those on
-        the optimizer, and each batch size. All others leave the memory that is traced alone.
+        """Configs that between them show a tracer everything: the baseline, each combination of the techniques of a phase
+        that shapes memory, and each batch size.
         """
-        phases = {name: techniques.REGISTRY[name].phase for name in self.choices}
-        model = [name for name, phase in phases.items() if phase is techniques.Phase.MODEL]
-        optimizer = [name for name, phase in phases.items() if phase is techniques.Phase.OPTIMIZER]
-        for names in (model, optimizer, ["batch_size"]):
+        yield self.baseline
+        phases = [phase for phase in techniques.Phase if phase.shapes_memory]
+        together = [[name for name in self.choices if techniques.REGISTRY[name].phase is phase] for phase in phases]
+        for names in (*together, ["batch_size"]):
             for values in itertools.product(*(self.choices[name] for name in names)):
                 yield self.complete(dict(zip(names, values, strict=True)))
 

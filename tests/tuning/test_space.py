@@ -126,3 +126,15 @@ def test_any_batch_size_that_divides_the_global_batch_may_be_fixed():
     assert {c.batch_size for c in space_of(support=support, fix={"batch_size": 32})} == {32}
     with pytest.raises(ConfigError, match="divide"):
         space_of(fix={"batch_size": 37})
+
+
+def test_what_is_traced_is_the_baseline_and_every_combination_that_shapes_memory():
+    space = space_of(fix={"amp": "bf16", "batch_size": 16})
+    configs = list(space.tracing())
+    assert configs[0] == space.baseline
+    traced = {(config["amp"], config["checkpoint_segments"], config["optimizer_impl"]) for config in configs[1:]}
+    default, blocks = space.baseline["optimizer_impl"], space.choices["checkpoint_segments"]
+    assert traced == {("bf16", segments, default) for segments in blocks} | {
+        ("bf16", 0, implementation) for implementation in space.choices["optimizer_impl"]
+    }
+    assert {config.batch_size for config in configs} == {16, space.baseline.batch_size}
