@@ -35,13 +35,13 @@ class TracedPeak:
         uncertainty: relative standard deviation of `peak_bytes` as far as the law in the batch size goes: near 0 at a
             batch size that was traced, larger between and beyond where the law was seen not to be affine.
         breakdown: of the living tensors at the peak.
-        turnover_bytes: all that one micro batch allocates, also what is freed before the peak: a heap that is not made for
-            tensors keeps a part of it. 0 where the allocator itself was simulated.
-        num_kernels: that a library has compiled for all but the first of the batches' shapes after an epoch, and keeps.
+        turnover_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
+            not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
+        kernels_bytes: of code that a library has compiled for all but the first of the batches' shapes, and keeps.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
     turnover_bytes: int
-    num_kernels: float
+    kernels_bytes: float

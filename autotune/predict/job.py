@@ -8,14 +8,15 @@ from functools import cached_property, partial
 from typing import Any
 
 from autotune.predict.fake_run import Target
-from autotune.predict.law import excess_at_peak, fit_law, fit_start
+from autotune.predict.kernel_memory import KernelMemory
+from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.onednn_kernels import most_kernels
-from autotune.predict.passes import Pass, Purpose, Updates
+from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
-from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
+from autotune.predict.traces import Group, KernelsHeld, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
-from autotune.predict.variety import variety_of
+from autotune.predict.variety import Variety, variety_of
 from autotune.task import Task
 from autotune.task.samples import dataset_size
 
@@ -39,9 +40,8 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
         yield {"traces": found.to_dict()}
-    if plan.variety:
-        with contextlib.suppress(Exception):  # user's code, for single samples that it was not made for
-            yield {"traces": Traces(target=target, variety=variety_of(task)).to_dict()}
+    if plan.variety and job.variety is not None:
+        yield {"traces": Traces(target=target, variety=job.variety).to_dict()}
 
 
 class _Job:
@@ -49,6 +49,7 @@ class _Job:
         self.task = task
         self.plan = plan
         self.target = target
+        self.kernel_memory = KernelMemory()
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
@@ -72,17 +73,31 @@ class _Job:
             beside=fit_law(micro.beside, deviation=alone.deviation),
             before_update=fit_start(micro.beside),
             input_bytes=self.line_through(micro.input_bytes),
-            turnover_bytes=self.line_through([_turnover_bytes(micro_batch) for micro_batch in micro.alone]),
+            turnover=fit_turnover(micro.alone),
             reserved=factors,
             new_kernels=micro.new_kernels,
             most_kernels=most_kernels(),
+            kernels=self.kernels_held(micro),
         )
         return Traces(target=self.target, models={group: trace})
+
+    def kernels_held(self, micro: MicroSteps) -> tuple[KernelsHeld, ...]:
+        """What the kernels of another shape hold, where there are other shapes."""
+        if not micro.new_calls or self.variety is None or len(self.variety.widths) == 1:
+            return ()
+        return self.kernel_memory.held(micro.new_calls, self.tracer.num_elements(self.sizes[-1]))
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""
         slope = (values[-1] - values[0]) / (self.sizes[-1] - self.sizes[0])
         return values[0] - slope * self.sizes[0], slope
+
+    @cached_property
+    def variety(self) -> Variety | None:
+        """None also where the user's code was not made for single samples."""
+        with contextlib.suppress(Exception):
+            return variety_of(self.task)
+        return None
 
     @cached_property
     def tracer(self) -> Tracer:
@@ -98,10 +113,6 @@ class _Job:
     @cached_property
     def plain_updates(self) -> Updates:
         return self.tracer.updates(config_of(()), self.sizes[0])
-
-
-def _turnover_bytes(micro_batch: Pass) -> int:
-    return sum(event.size_bytes for event in micro_batch.events if event.allocates)
 
 
 def _state_bytes(updates: Updates) -> float:

@@ -49,6 +49,20 @@ def fit_start(passes: Sequence[Pass]) -> Line:
     return _line(_Series(passes[0]), _Series(passes[-1]), 0, 0)
 
 
+def fit_turnover(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
+    """Storages that a pass allocates, as (constant, bytes per sample, how many of them). Passes as in `fit_law`."""
+    low, high = passes[0], passes[-1]
+    large = [event.size_bytes for event in high.events if event.allocates]
+    if not are_aligned(low, high):
+        return tuple((0.0, size / high.batch_size, count) for size, count in Counter(large).items())
+    small = [event.size_bytes for event in low.events if event.allocates]
+    found = []
+    for (a, b), count in Counter(zip(small, large, strict=True)).items():
+        slope = (b - a) / (high.batch_size - low.batch_size)
+        found.append((a - slope * low.batch_size, slope, count))
+    return tuple(found)
+
+
 def excess_at_peak(update: Pass) -> tuple[float, ...]:
     """Bytes by purpose at the peak of a pass, beyond those held when it began."""
     series = _Series(update)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from autotune.config import Config
-from autotune.outcome import Kind, Outcome
+from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.parts import Array, Design, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Observation, PartsModel, Scales
@@ -31,9 +31,8 @@ SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding an
 # of the turnover: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
 # same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
-# of a kernel that a library compiled for one of many shapes; oneDNN's for AMX, measured at 0.6 to 1.4 MiB each
-KERNEL_BYTES, KERNEL_STD_BYTES = 1.0 * MIB, 0.5 * MIB
-KERNELS_STD = 0.15  # of all of them, from one process to the next: other batches have other shapes
+KERNELS, KERNELS_STD = 1.0, 0.15  # on what kernels of many shapes hold; some of it lies in holes that tensors left
+SHAPES_STD = 0.1  # of that, from one process to the next: other batches have other shapes
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
 GROUP_FACTORS = (
     (1.0, 0.6),
@@ -69,7 +68,7 @@ class PeakSource(Protocol):
     def variety(self) -> Variety | None:
         """Of the widths of samples, where it is known."""
 
-    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
+    def peak(self, config: Config, num_batches: float | None = None) -> TracedPeak | None:
         """The allocator's peak of a config, after so many micro batches or an epoch; None when it could not be traced."""
 
 
@@ -125,11 +124,17 @@ class MemoryModel:
         """The peak of a config; None where it was not traced and no probe has told anything yet."""
         return self.estimates([config])[0]
 
-    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
-        """The peak of each config."""
+    def estimates(
+        self, configs: Sequence[Config], num_batches: Sequence[float] | None = None
+    ) -> list[MemoryEstimate | None]:
+        """The peak of each config.
+
+        Args:
+            num_batches: micro batches that each has run until then, where batches have many shapes; None for an epoch's.
+        """
         found: list[MemoryEstimate | None] = [None] * len(configs)
         if self._traced is not None:
-            found = self._traced.estimates(configs)
+            found = self._traced.estimates(configs, num_batches)
         rest = [row for row, estimate in enumerate(found) if estimate is None]
         for row, estimate in zip(rest, self._untraced.estimates([configs[row] for row in rest]), strict=True):
             found[row] = estimate
@@ -154,8 +159,9 @@ class _Traced:
         for trace, config, least in failed:
             self._add_beyond(trace, config, least - outside_bytes)
 
-    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
-        traces = [self._peaks.peak(config) for config in configs]
+    def estimates(self, configs: Sequence[Config], num_batches: Sequence[float] | None) -> list[MemoryEstimate | None]:
+        after: Sequence[float | None] = num_batches or [None] * len(configs)
+        traces = [self._peaks.peak(config, number) for config, number in zip(configs, after, strict=True)]
         known = [(t, c) for t, c in zip(traces, configs, strict=True) if t is not None]
         if not known:
             return [None] * len(configs)
@@ -217,7 +223,7 @@ class _Traced:
 
     def _noise_of(self, trace: TracedPeak) -> float:
         """Variance of one process's peak around the line."""
-        kernels_bytes = KERNELS_STD * KERNEL_BYTES * trace.num_kernels
+        kernels_bytes = SHAPES_STD * KERNELS * trace.kernels_bytes
         held_share = math.hypot(PROBE_STD, trace.uncertainty)
         return float(PROBE_STD_BYTES**2 + (held_share * _held([trace])[0]) ** 2 + kernels_bytes**2)
 
@@ -233,8 +239,12 @@ class _Traced:
 
 def _peak_in(peaks: PeakSource, config: Config, outcome: Outcome) -> TracedPeak | None:
     """The peak after the micro batches that a probe ran; one that ran out of memory does not say how many those were."""
-    measured = outcome.measurement
-    return peaks.peak(config, measured.num_steps * config.accumulation_steps if measured else None)
+    return peaks.peak(config, num_micro_batches(config, outcome.measurement) if outcome.measurement else None)
+
+
+def num_micro_batches(config: Config, measured: Measurement) -> float:
+    """About how many micro batches a probe ran."""
+    return measured.train_s / measured.step_s * config.accumulation_steps
 
 
 def _sizes(traces: Sequence[TracedPeak]) -> Array:
@@ -246,7 +256,7 @@ def _turnovers(traces: Sequence[TracedPeak]) -> Array:
 
 
 def _kernels(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.num_kernels for trace in traces], dtype=float)
+    return np.array([trace.kernels_bytes for trace in traces], dtype=float)
 
 
 def expected_bytes(trace: TracedPeak) -> float:
@@ -257,7 +267,7 @@ def expected_bytes(trace: TracedPeak) -> float:
 def _held(traces: Sequence[TracedPeak]) -> Array:
     """What a process is expected to hold for its tensors and the kernels of their shapes."""
     tensors = (1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces)
-    return np.asarray(tensors + KERNEL_BYTES * _kernels(traces))
+    return np.asarray(tensors + KERNELS * _kernels(traces))
 
 
 def _line(traces: Sequence[TracedPeak]) -> Array:
@@ -268,7 +278,7 @@ def _line(traces: Sequence[TracedPeak]) -> Array:
 def _features(traces: Sequence[TracedPeak]) -> Array:
     """What the line's four figures multiply, times how little they are known: (traces, 4)."""
     fixed = np.full(len(traces), float(FIXED_STD_BYTES))
-    shares = SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces), KERNEL_STD_BYTES * _kernels(traces)
+    shares = SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces), KERNELS_STD * _kernels(traces)
     return np.column_stack([fixed, *shares])
 
 

@@ -18,12 +18,11 @@ from autotune.predict.storages import Kernels
 _aten = torch.ops.aten
 
 _CAPACITY = 1024  # kernels in oneDNN's cache, unless the environment says otherwise
-_HOLES = 2  # what was dropped from it leaves holes: seen to grow to nearly twice as many
 
 
 def most_kernels() -> int:
-    """How many kernels' memory a process ends up with (oneDNN's developer guide, Primitive Cache)."""
-    return _HOLES * int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _CAPACITY))
+    """How many kernels a process keeps, those used last (oneDNN's developer guide, Primitive Cache)."""
+    return int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _CAPACITY))
 
 
 def _product(args: tuple[Any, ...]) -> list[Hashable]:

@@ -31,6 +31,48 @@ _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
 @dataclass(frozen=True)
+class Dense:
+    """A tensor without its values.
+
+    Attributes:
+        shape: sizes of its dimensions.
+        order: of the dimensions in memory, the outermost first.
+        dtype: of its elements.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> Dense:
+        """What a tensor is."""
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        return Dense(tuple(tensor.shape), tuple(order), tensor.dtype)
+
+    def empty(self) -> torch.Tensor:
+        """A real one."""
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype).permute(inverse)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """An operator that kernels are compiled for.
+
+    Attributes:
+        operator: of torch.
+        args: with tensors as `Dense`.
+        kernels: what tells its kernels from others.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kernels: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
 class Hidden:
     """What operators allocate that fake tensors do not show.
 
@@ -60,7 +102,7 @@ class StorageTracker(TorchDispatchMode):
         scopes: key of a storage -> `scope` when it was allocated.
         scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
         in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
-        kernels: that were compiled for the shapes seen so far.
+        kernel_calls: operators so far that kernels are compiled for.
     """
 
     def __init__(self, hidden: Hidden) -> None:
@@ -69,7 +111,7 @@ class StorageTracker(TorchDispatchMode):
         self.scopes: dict[int, str | None] = {}
         self.scope: str | None = None
         self.in_backward = False
-        self.kernels: set[Hashable] = set()
+        self.kernel_calls: list[KernelCall] = []
         self._kernels_of = hidden.kernels
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
@@ -116,7 +158,9 @@ class StorageTracker(TorchDispatchMode):
         if workspace is not None and (size_bytes := workspace(args, result)) > 0:
             self._free(self._allocate(size_bytes), size_bytes)
         if func in self._kernels_of:
-            self.kernels.update(self._kernels_of[func](args))
+            kernels = tuple(self._kernels_of[func](args))
+            dense = tuple(Dense.like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+            self.kernel_calls.append(KernelCall(func, dense, kernels))
         return result
 
     def see(self, tensor: torch.Tensor) -> None:

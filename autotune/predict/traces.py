@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autotune.config import Choice, Config
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.passes import Purpose
 from autotune.predict.variety import Variety
 from autotune.techniques import REGISTRY, Phase
 
+Array = NDArray[np.float64]
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
-FORMAT = 3  # of the JSON; counts up when its meaning changes
+ROWS_PER_BLOCK = 32  # of a matrix product in bf16, which oneDNN takes together (AMX tiles of 16 rows and 64 bytes)
+
+LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
+
+FORMAT = 4  # of the JSON; counts up when its meaning changes
 
 
 def group_of(config: Config, phase: Phase) -> Group:
@@ -84,6 +92,26 @@ class Law:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelsHeld:
+    """What a library's kernels hold for one shape of a batch.
+
+    Attributes:
+        rows_per_element: rows of the matrices for each element of the batch.
+        filled_bytes: of the kernels where the rows fill whole blocks.
+        other_bytes: where they do not.
+    """
+
+    rows_per_element: float
+    filled_bytes: int
+    other_bytes: int
+
+    def bytes_of(self, num_elements: Array) -> Array:
+        """For batches of so many elements."""
+        rows = np.rint(num_elements * self.rows_per_element)
+        return np.where(rows % ROWS_PER_BLOCK == 0, float(self.filled_bytes), float(self.other_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
 
@@ -92,21 +120,28 @@ class ModelTrace:
         beside: a further one, beside the gradients of those before it.
         before_update: what is held when the optimizer begins.
         input_bytes: (constant, per sample) of an input batch.
-        turnover_bytes: (constant, per sample) of all that the first micro batch allocates.
+        turnover: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
-        new_kernels: that a library compiles, and keeps, for a micro batch of another shape.
-        most_kernels: that it keeps the memory of.
+        new_kernels: that a library compiles, and keeps, for a micro batch of another shape, counted.
+        most_kernels: that it keeps.
+        kernels: what those of another shape hold.
     """
 
     alone: Law
     beside: Law
     before_update: Line
     input_bytes: tuple[float, float]
-    turnover_bytes: tuple[float, float]
+    turnover: tuple[tuple[float, float, int], ...]
     reserved: tuple[tuple[int, float, float], ...] = ()
     new_kernels: int = 0
     most_kernels: int = 0
+    kernels: tuple[KernelsHeld, ...] = ()
+
+    def turnover_bytes(self, batch_size: int) -> int:
+        """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
+        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.turnover)
+        return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
 
     def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
         """Factor from living storages to reserved memory, and its relative standard deviation."""
@@ -161,7 +196,7 @@ class Traces:
     failures: Mapping[str, str] = field(default_factory=dict)
     variety: Variety | None = None
 
-    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
+    def peak(self, config: Config, num_batches: float | None = None) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
@@ -192,16 +227,18 @@ class Traces:
             peak_bytes=round(sum(parts) * factor),
             uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
-            turnover_bytes=0 if model.reserved else round(model.turnover_bytes[0] + model.turnover_bytes[1] * size),
-            num_kernels=self._num_kernels(model, size, num_batches),
+            turnover_bytes=0 if model.reserved else model.turnover_bytes(size),
+            kernels_bytes=self._kernels_bytes(model, size, num_batches),
         )
 
-    def _num_kernels(self, model: ModelTrace, batch_size: int, num_batches: int | None) -> float:
+    def _kernels_bytes(self, model: ModelTrace, batch_size: int, num_batches: float | None) -> float:
+        """Of all shapes but one, which any training compiles; of those that came last, where it keeps no more."""
         if not model.new_kernels or self.variety is None:
             return 0.0
-        return min(
-            model.new_kernels * (self.variety.num_shapes(batch_size, num_batches) - 1), float(model.most_kernels)
-        )
+        widths, chances = self.variety.shapes(batch_size, num_batches)
+        num_shapes = float(chances.sum())
+        mean_bytes = sum(float(chances @ held.bytes_of(widths * batch_size)) for held in model.kernels) / num_shapes
+        return mean_bytes * min(num_shapes - 1, model.most_kernels / model.new_kernels)
 
     def merged(self, other: Traces) -> Traces:
         """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
@@ -288,8 +325,9 @@ def _model(data: Mapping[str, Any]) -> ModelTrace:
         beside=_law(data["beside"]),
         before_update=_line(data["before_update"]),
         input_bytes=_pair(data["input_bytes"]),
-        turnover_bytes=_pair(data["turnover_bytes"]),
+        turnover=tuple((constant, slope, count) for constant, slope, count in data["turnover"]),
         reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
         new_kernels=data["new_kernels"],
         most_kernels=data["most_kernels"],
+        kernels=tuple(KernelsHeld(**held) for held in data["kernels"]),
     )

@@ -18,6 +18,8 @@ from autotune.batches import tensors
 if TYPE_CHECKING:
     from autotune.task import Task
 
+Array = NDArray[np.float64]
+
 MAX_SAMPLING_S = 1.0
 NUM_SAMPLED = 2048
 FEWEST_SAMPLES = 64  # say nothing of how unequal the others are
@@ -39,20 +41,24 @@ class Variety:
     counts: tuple[int, ...]
     num_samples: int
 
-    def num_shapes(self, batch_size: int, num_batches: int | None = None) -> float:
-        """Different shapes to be expected among micro batches, by default those of one epoch.
+    def shapes(self, batch_size: int, num_batches: float | None = None) -> tuple[Array, Array]:
+        """Widths of a batch, and the probability of each that some of the micro batches, by default an epoch's, have it.
 
         Each width comes up in `n` of them with probability `1 - (1 - p)^n`.
         """
         if num_batches is None:
             num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
-        return float((1 - (1 - self._chances(batch_size)) ** num_batches).sum())
+        return np.array(self.widths, dtype=float), 1 - (1 - self._chances(batch_size)) ** num_batches
+
+    def num_shapes(self, batch_size: int, num_batches: float | None = None) -> float:
+        """Different shapes to be expected among micro batches, by default those of one epoch."""
+        return float(self.shapes(batch_size, num_batches)[1].sum())
 
     def mean_width(self, batch_size: int) -> float:
         """Elements to be expected for each sample of a micro batch, with the padding up to its widest one."""
         return float(self._chances(batch_size) @ np.array(self.widths, dtype=float))
 
-    def _chances(self, batch_size: int) -> NDArray[np.float64]:
+    def _chances(self, batch_size: int) -> Array:
         """Probability that a micro batch is as wide as each of the widths: as its widest sample.
 
         Samples are drawn at random, so all of `b` are among a share `F` of the narrowest with probability `F^b`.
@@ -60,7 +66,7 @@ class Variety:
         return np.asarray(np.diff(self._at_most**batch_size, prepend=0.0))
 
     @cached_property
-    def _at_most(self) -> NDArray[np.float64]:
+    def _at_most(self) -> Array:
         """Share of the samples that are no wider than each of the widths."""
         return np.cumsum(self.counts) / sum(self.counts)
 

@@ -22,7 +22,7 @@ import numpy as np
 from autotune import table
 from autotune.config import Config
 from autotune.predict.cache import cached_traces
-from autotune.predict.memory import MemoryModel
+from autotune.predict.memory import MemoryModel, num_micro_batches
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
@@ -114,16 +114,24 @@ def before_any_probe(recorded: Table, traces: Traces) -> Iterator[float]:
 
 
 def after_two_probes(recorded: Table, traces: Traces) -> Iterator[float]:
-    """Relative error of the process's peak, of every config but the two probed: the baseline and one drawn at random."""
+    """Relative error of the process's peak, of every config but the two probed: the baseline and one drawn at random.
+
+    Of a config's repeats the one with the largest peak counts, and what is predicted are as many micro batches as it ran.
+    """
     space, configs = space_of(recorded.header), list(recorded.figures)
+    measured = {
+        c: [row.outcome.measurement for row in rows if row.outcome.measurement] for c, rows in recorded.repeats.items()
+    }
+    peaks = {config: max(found, key=lambda one: one.peak_bytes) for config, found in measured.items() if found}
     for seed in range(NUM_PAIRS):
         second = random.Random(seed).choice([config for config in configs if config != space.baseline])
         probed = {config: recorded.repeats[config][0].outcome for config in (space.baseline, second)}
         model = MemoryModel(traces, recorded.header.outside_bytes, space).fitted(list(probed.items()))
-        rest = [config for config in configs if config not in probed]
-        for config, estimate in zip(rest, model.estimates(rest), strict=True):
+        largest = {config: found for config, found in peaks.items() if config not in probed}
+        after = [num_micro_batches(config, found) for config, found in largest.items()]
+        for estimate, found in zip(model.estimates(list(largest), after), largest.values(), strict=True):
             assert estimate is not None
-            yield estimate.peak_bytes / recorded.figures[config].peak_bytes - 1
+            yield estimate.peak_bytes / found.peak_bytes - 1
 
 
 def row(name: str, errors: Sequence[float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune.predict.events import Event
-from autotune.predict.law import events_at, excess_at_peak, fit_law, fit_start
+from autotune.predict.law import events_at, excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.passes import Pass, Purpose
 
 
@@ -65,3 +65,12 @@ def test_events_at_another_batch_size_are_those_of_a_pass_of_it():
 def test_what_is_held_at_the_start_and_what_an_update_adds_to_it():
     assert fit_start([a_step(2), a_step(8)]).total_bytes(5) == 100
     assert excess_at_peak(a_step(1)) == (0, 0, 0, 510, 0)
+
+
+def test_the_turnover_is_every_storage_as_a_line_in_the_batch_size():
+    assert sorted(fit_turnover([a_step(2), a_step(8)])) == [(0, 10, 1), (0, 20, 1), (500, 0, 1)]
+    assert fit_turnover([made(2, 50, 50), made(4, 60, 60)]) == ((40, 5, 2),)
+
+
+def test_the_turnover_of_passes_that_do_other_things_is_in_proportion_to_the_larger_one():
+    assert fit_turnover([made(2, 50), made(8, 80, 80)]) == ((0, 10, 2),)

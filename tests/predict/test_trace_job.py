@@ -85,4 +85,4 @@ def test_the_widths_of_the_samples_are_found_beside(tmp_path):
     with ProcessProber(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
         traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
     assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
-    assert traces.peak(config(amp="bf16")).num_kernels > traces.peak(config()).num_kernels == 0
+    assert traces.peak(config(amp="bf16")).kernels_bytes > traces.peak(config()).kernels_bytes == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.predict.traces import Law, Line, ModelTrace, Traces, UpdateTrace
+from autotune.predict.traces import KernelsHeld, Law, Line, ModelTrace, Traces, UpdateTrace
 from autotune.predict.variety import Variety
 
 PARAMETERS, STATE = 1000.0, 2000.0
@@ -36,7 +36,7 @@ PLAIN = ModelTrace(
     beside=law(gradients(line(5000, 10)), gradients(line(0, 100))),
     before_update=Line(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
     input_bytes=(0, 8),
-    turnover_bytes=(100, 20),
+    turnover=((100.0, 0.0, 1), (0.0, 10.0, 2)),
 )
 DEFAULT = UpdateTrace(state_bytes=STATE, first=(0, 0, STATE, 0, 500), later=(0, 0, 0, 0, 700))
 LARGE = replace(DEFAULT, later=(0, 0, 0, 0, 50_000.0))
@@ -125,15 +125,26 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
 
 
 def test_shapes_that_are_new_bring_kernels_that_stay():
+    held = KernelsHeld(rows_per_element=1.0, filled_bytes=100, other_bytes=300)
     many = replace(
         TRACES,
-        models={(): replace(PLAIN, new_kernels=15, most_kernels=700)},
-        variety=Variety(widths=tuple(range(50)), counts=(1,) * 50, num_samples=50),
+        models={(): replace(PLAIN, new_kernels=15, most_kernels=700, kernels=(held,))},
+        variety=Variety(widths=tuple(range(1, 51)), counts=(1,) * 50, num_samples=50),
     )
-    assert many.peak(config(1)).num_kernels == pytest.approx(15 * (many.variety.num_shapes(1) - 1))
-    assert many.peak(config(1), num_batches=7).num_kernels == pytest.approx(15 * (many.variety.num_shapes(1, 7) - 1))
-    assert many.peak(config(1), num_batches=10_000).num_kernels == 700  # of 15 x 49
-    assert many.peak(config(50)).num_kernels < many.peak(config(1)).num_kernels
-    assert TRACES.peak(config(1)).num_kernels == 0
+    _, chances = many.variety.shapes(1)
+    mean_bytes = 300 - 200 * chances[31] / chances.sum()  # the rows of one width in fifty fill a block of 32
+    assert many.peak(config(1)).kernels_bytes == pytest.approx(mean_bytes * (many.variety.num_shapes(1) - 1))
+    assert many.peak(config(1), num_batches=7).kernels_bytes < many.peak(config(1)).kernels_bytes
+    assert many.peak(config(1), num_batches=10_000).kernels_bytes == pytest.approx(296 * 700 / 15)  # of 15 x 49
+    filled = 100 * (many.variety.num_shapes(32) - 1)  # whatever the width is
+    assert many.peak(config(32)).kernels_bytes == pytest.approx(filled)
+    assert TRACES.peak(config(1)).kernels_bytes == 0
     assert Traces.from_dict(json.loads(json.dumps(many.to_dict()))) == many
     assert TRACES.merged(many).variety == many.merged(TRACES).variety == many.variety
+
+
+def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
+    model = replace(PLAIN, turnover=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
+    traces = replace(TRACES, models={(): model})
+    assert traces.peak(config(8)).turnover_bytes == 3 * 8 * 2**20 + 1000
+    assert traces.peak(config(32)).turnover_bytes == 1000

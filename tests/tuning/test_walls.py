@@ -6,6 +6,7 @@ import pytest
 
 from autotune import techniques
 from autotune.tuning.walls import MemoryWalls
+from autotune.units import MIB
 
 from .closed_form import ClosedFormProber
 from .rough_world import NoisyPeaks
@@ -13,7 +14,7 @@ from .rough_world import NoisyPeaks
 
 class ManyKernels(NoisyPeaks):
     def peak(self, config, num_batches=None):
-        return replace(super().peak(config), num_kernels=1000 / config.batch_size)
+        return replace(super().peak(config), kernels_bytes=1000 * MIB / config.batch_size)
 
 
 def config(batch_size, **choices):
