@@ -287,9 +287,10 @@ def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[tupl
         new |= found
         if found:
             called.append(position)
-    if len(calls[-2]) != len(calls[-1]):  # another batch size takes another way through the model
+    before = calls[-2] if len(calls) > 1 else ()
+    if len(before) != len(calls[-1]):  # another batch size takes another way through the model
         return len(new), ()
-    return len(new), tuple((calls[-2][position], calls[-1][position]) for position in called)
+    return len(new), tuple((before[position], calls[-1][position]) for position in called)
 
 
 def _reason(error: BaseException) -> str:

@@ -70,15 +70,12 @@ class Advisor:
         self._seed = seed
         self._last: _Knowledge | None = None
 
-    def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> tuple[Config, Forecast] | None:
-        """The config to probe next with what is predicted of it; None when none has more than a small chance to win."""
+    def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> Config | None:
+        """The config to probe next; None when none has more than a small chance to win."""
         known = self._knowledge(probes)
-        if self.space.baseline not in known.seen and admissible(self.space.baseline):
-            return self.space.baseline, known.forecast(self.space.baseline)
-        best = self._search(known, admissible)
-        if best is None:
-            return None
-        return best, known.forecast(best)
+        if self.space.num_combinations <= MAX_ENUMERATED:
+            return known.choose([config for config in self._configs if admissible(config)])
+        return self._climb(known, admissible)
 
     def forecast(self, config: Config, probes: Probes) -> Forecast:
         """What the probes so far predict of a config."""
@@ -99,11 +96,6 @@ class Advisor:
             self._last = _Knowledge(self.space, objective, time, memory, list(probes))
         return self._last
 
-    def _search(self, known: _Knowledge, admissible: Callable[[Config], bool]) -> Config | None:
-        if self.space.num_combinations <= MAX_ENUMERATED:
-            return known.choose([config for config in self._configs if admissible(config)])
-        return self._climb(known, admissible)
-
     @cached_property
     def _configs(self) -> list[Config]:
         return list(self.space)
@@ -111,14 +103,14 @@ class Advisor:
     def _climb(self, known: _Knowledge, admissible: Callable[[Config], bool]) -> Config | None:
         """The best of what is met on the way up from several configs, one change at a time."""
         chance = random.Random(self._seed)
-        starts = [self.space.baseline] + ([known.best] if known.best else [])
+        starts = [self.space.baseline.as_dict()] + ([known.best.as_dict()] if known.best else [])
         while len(starts) < NUM_STARTS:
-            starts.append(self.space.complete({n: chance.choice(c) for n, c in self.space.choices.items()}))
+            starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
         met: set[Config] = set()
         for start in starts:
-            here, height = start, -math.inf
-            while True:
-                around = [c for c in self._one_change(here) if self.space.contains(c)]
+            # what is fixed need not be so in the baseline, and not every combination belongs to the space
+            here, height = self.space.nearest(start, lambda config: True), -math.inf
+            while around := [config for config in self._one_change(here) if self.space.contains(config)]:
                 met.update(around)
                 scores = known.prospects(around).score
                 top = int(np.argmax(scores))

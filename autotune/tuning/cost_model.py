@@ -76,7 +76,7 @@ class CostModelSampler(BaseSampler):
         )
         if found is None:
             raise NothingPromising
-        return self.space.params(found[0])
+        return self.space.params(found)
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -89,7 +89,9 @@ class Space:
         return replace(self, choices={**self.choices, name: kept})
 
     def with_smaller_baseline(self) -> Space | None:
-        """The space with the baseline's batch halved (or the next divisor of the global batch below); None at one."""
+        """The space with the baseline's batch halved (or the next divisor of the global batch below), and with that batch for
+        all other configs, too; None at one.
+        """
         half = self.baseline.batch_size // 2
         if half < 1:
             return None
@@ -97,7 +99,16 @@ class Space:
         if self.global_batch is not None:
             half = max(divisor for divisor in techniques.divisors(self.global_batch) if divisor <= half)
             changes = {"batch_size": half, ACCUMULATION: self.global_batch // half}
-        return replace(self, baseline=self.baseline.replace(**changes))
+        sizes = self.choices["batch_size"]
+        choices = {**self.choices, "batch_size": tuple(sorted({half, *sizes}))} if len(sizes) > 1 else self.choices
+        baseline = self.baseline.replace(**changes)
+        return replace(
+            self,
+            baseline=baseline,
+            choices=choices,
+            distributions={**self.distributions, **distributions_of({"batch_size": choices["batch_size"]})},
+            accumulations=self.accumulations | {baseline.accumulation_steps},
+        )
 
     def params(self, config: Config) -> dict[str, Any]:
         """The config as Optuna's trial parameters."""
@@ -179,6 +190,8 @@ def build_space(
             accumulations = frozenset(searched)
         if len(everything) > 1 and len(searched) > 1:
             supported[name] = everything
+    if inspection.global_batch is not None and "batch_size" in fixed:
+        _require_accumulation(int(fixed["batch_size"]), accumulations, inspection)
     space = Space(
         choices=choices,
         distributions=distributions_of(supported),
@@ -198,6 +211,18 @@ def _possible_batch(batch_size: int, inspection: Inspection) -> int:
             f"batch_size={batch_size} is more than the training set's {dataset_size} samples; fix a smaller one"
         )
     return batch_size
+
+
+def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
+    """A fixed batch takes as many micro steps as the global batch has of it."""
+    assert inspection.global_batch is not None
+    steps = inspection.global_batch // batch_size
+    if steps not in accumulations:
+        raise ConfigError(
+            f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "
+            f"{inspection.support[ACCUMULATION].reason or 'it is fixed to another'}; fix a larger batch_size, or add "
+            f"--include {ACCUMULATION}"
+        )
 
 
 def _supported(name: str, choice: Choice, supported: tuple[Choice, ...], reason: str, *, derived: bool) -> Choice:

@@ -34,7 +34,8 @@ def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> li
         if len(segments := space.choices["checkpoint_segments"]) > 1:
             smallest["checkpoint_segments"] = segments[-1]
         lean = {**switched, **smallest}
-        return [(space.complete(smallest), "least memory"), (space.complete(lean), "least memory, all switched")]
+        least = [(space.complete(smallest), "least memory"), (space.complete(lean), "least memory, all switched")]
+        return [(config, reason) for config, reason in least if space.contains(config)]
     if len(switched) > 1:
         configs.append((space.complete(switched), "all together"))
     if objective == "memory":

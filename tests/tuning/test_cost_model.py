@@ -11,7 +11,7 @@ from statistics import median
 import optuna
 import pytest
 
-from autotune.config import Config
+from autotune.config import Choice, Config
 from autotune.outcome import Kind, Outcome
 from autotune.predict.forecast import Forecast
 from autotune.predict.memory import MemoryModel, PeakSource
@@ -50,14 +50,15 @@ def search(
     goal: Objective | None = None,
     run: Callable[[Config], Outcome] | None = None,
 ) -> Probes:
-    """Every probe until nothing promises more, at most 40."""
-    advice, probes = advisor(space, peaks, goal), Probes()
+    """Every probe until nothing promises more, at most 40, the baseline's first."""
+    run = run or (lambda config: prober.run(config, SETTINGS))
+    advice, probes = advisor(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
     while len(probes) < 40:
         tried = {config for config, _ in probes}
         found = advice.next(probes, lambda config, tried=tried: config not in tried)  # type: ignore[misc]
         if found is None:
             break
-        probes.append((found[0], (run or (lambda config: prober.run(config, SETTINGS)))(found[0])))
+        probes.append((found, run(found)))
     return probes
 
 
@@ -148,9 +149,10 @@ def test_the_balanced_objective_weighs_both() -> None:
     assert max(merit(config) for config, _ in probes) >= 0.97 * best and len(probes) <= 20
 
 
-def test_a_space_too_large_to_list_is_climbed() -> None:
+@pytest.mark.parametrize("fix", [{}, {"amp": "bf16", "checkpoint_segments": 1}])
+def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     loading = {
-        "batch_size": Support(choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32)),
+        "batch_size": Support(choices=tuple(range(1, 61))),
         "num_workers": Support(choices=(0, 1, 2, 4, 8)),
         "prefetch_factor": Support(choices=(2, 4, 8)),
         "persistent_workers": Support(choices=(False, True)),
@@ -159,7 +161,7 @@ def test_a_space_too_large_to_list_is_climbed() -> None:
     }
     base = inspection()
     changes = {"global_batch": None, "baseline": base.baseline | {"accumulation_steps": 1}}
-    space = build_space(inspection(support=base.support | loading, **changes), fix={}, include=(), exclude=())[0]
+    space = build_space(inspection(support=base.support | loading, **changes), fix=fix, include=(), exclude=())[0]
     assert space.num_combinations > MAX_ENUMERATED
     prober = ClosedFormProber(noise=0.01)
     probes = search(prober, space, NoisyPeaks(prober))
@@ -169,13 +171,13 @@ def test_a_space_too_large_to_list_is_climbed() -> None:
 def test_a_forecast_says_what_was_expected_and_why() -> None:
     prober, space = ClosedFormProber(), plain_space()
     advice = advisor(space, NoisyPeaks(prober))
-    first = advice.next([], lambda config: True)
-    assert first is not None and first[1].reason == "what you run today"
-    assert first[1].samples_per_s is None and first[1].chance_to_win is None and first[1].peak_bytes is not None
+    first = advice.forecast(space.baseline, [])
+    assert first.reason == "what you run today"
+    assert first.samples_per_s is None and first.chance_to_win is None and first.peak_bytes is not None
     probes = [(space.baseline, prober.run(space.baseline, SETTINGS))]
     second = advice.next(probes, lambda config: config != space.baseline)
     assert second is not None
-    forecast = second[1]
+    forecast = advice.forecast(second, probes)
     assert forecast.samples_per_s and forecast.samples_per_s_low and forecast.samples_per_s_high
     assert forecast.samples_per_s_low < forecast.samples_per_s < forecast.samples_per_s_high
     assert forecast.chance_to_win is not None and 0.5 < forecast.chance_to_win < 1 and forecast.chance_to_fit > 0.8

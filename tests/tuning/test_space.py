@@ -138,3 +138,30 @@ def test_what_is_traced_is_the_baseline_and_every_combination_that_shapes_memory
         ("bf16", 0, implementation) for implementation in space.choices["optimizer_impl"]
     }
     assert {config.batch_size for config in configs} == {16, space.baseline.batch_size}
+
+
+def test_a_baseline_that_is_halved_takes_the_space_with_it():
+    steps = SUPPORT["accumulation_steps"].choices
+    support = support_with(
+        batch_size=Support(choices=(8, 12, 24, 96)), accumulation_steps=Support(choices=steps[:6], optional=steps[6:])
+    )
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    halved = space_of(support=support, baseline=baseline).with_smaller_baseline()
+    assert (halved.baseline.batch_size, halved.baseline.accumulation_steps) == (6, 16)
+    assert {config["amp"] for config in halved if config.batch_size == 6} == {"off", "bf16", "fp16"}
+    assert halved.distributions["batch_size"].low == 6
+
+
+def test_a_fixed_batch_stays_when_the_baseline_is_halved():
+    halved = space_of(fix={"batch_size": 8}).with_smaller_baseline()
+    assert {config.batch_size for config in halved if config != halved.baseline} == {8}
+
+
+def test_a_batch_that_would_accumulate_more_than_the_model_allows_cannot_be_fixed():
+    steps = SUPPORT["accumulation_steps"].choices
+    support = support_with(accumulation_steps=Support(choices=steps[:6], optional=steps[6:], reason="BatchNorm"))
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    with pytest.raises(ConfigError, match=r"accumulation_steps=24, .*BatchNorm"):
+        space_of(support=support, baseline=baseline, fix={"batch_size": 4})
+    included = space_of(support=support, baseline=baseline, fix={"batch_size": 4}, include=("accumulation_steps",))
+    assert {config.accumulation_steps for config in included} == {24}
