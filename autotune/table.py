@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -205,6 +206,11 @@ def start(path: Path, header: Header) -> None:
     path.write_text(f"{MAGIC}\n# {header.to_json()}\n{','.join(_columns(header))}\n")
 
 
+def mend(path: Path) -> None:
+    """Drop a last line that was cut short: what is appended next would go on in it."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
 def append(path: Path, header: Header, row: Row) -> None:
     """Add a row, at once, so that a sweep that dies loses nothing."""
     measured = row.outcome.measurement
@@ -317,4 +323,4 @@ def _short(value: float) -> str:
     return f"{value:.5g}"
 
 
-__all__ = ["Figure", "Header", "Row", "Table", "TableError", "append", "figures_of", "read", "start"]
+__all__ = ["Figure", "Header", "Row", "Table", "TableError", "append", "figures_of", "mend", "read", "start"]

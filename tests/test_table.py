@@ -134,6 +134,16 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     assert len(table.read(path).rows) == 1
 
 
+@pytest.mark.parametrize("lost", [1, 20])
+def test_what_is_appended_after_a_line_that_was_cut_short_stands_by_itself(tmp_path: Path, lost: int) -> None:
+    rows = [Row(config=config(), repeat=i, outcome=ok(config(), 90.0)) for i in range(3)]
+    path = written(tmp_path, *rows[:2])
+    path.write_text(path.read_text()[:-lost])
+    table.mend(path)
+    table.append(path, HEADER, rows[2])
+    assert [row.repeat for row in table.read(path).rows] == [0, 2]
+
+
 def test_differences_name_what_changed_and_forgive_the_date() -> None:
     other = replace(HEADER, torch="2.14.0", date="2027-01-01T00:00:00+00:00")
     assert HEADER.differences(other) == ["torch was '2.13.0' and is '2.14.0'"]

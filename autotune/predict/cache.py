@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -38,14 +39,15 @@ def cached_traces(
 ) -> Traces:
     """Traces of `configs`, as far as they can be had: those kept in `folder`, and the others traced now and added to them.
 
-    What is kept is used only if tracing plain training gives the same once more: sizes may come from the environment or
-    from files, which the task's hash does not cover. Failures are not kept.
+    What is kept is used only if tracing plain training gives the same once more: sizes and the optimizer may come from the
+    environment or from files, which the task's hash does not cover. Failures are not kept.
 
     Args:
         facts: the task's, from its inspection.
         folder: is made when needed. What it holds is replaced when it is broken or of another form; a folder that
             cannot be written costs nothing but the time to trace again.
     """
+    deadline = time.monotonic() + timeout_s
     configs = list(configs)
     sizes = sorted({config.batch_size for config in configs})
     path = folder / f"{_key(facts, target, sizes)}.json"
@@ -55,12 +57,20 @@ def cached_traces(
         plain_configs = [techniques.complete({"batch_size": size}) for size in sizes]
         known = Traces(target=target, variety=kept.variety)
         plain = prober.trace(plain_configs, target, timeout_s, known=known)
-        is_same = plain.models and plain.models.items() <= kept.models.items()
-        traces = kept.merged(plain) if is_same else replace(plain, variety=None)
-    traces = prober.trace(configs, target, timeout_s, known=traces)
+        if plain.failures:
+            return plain  # what is kept may be right, and is left for a time when this can be told
+        traces = kept.merged(plain) if _agrees(plain, kept) else replace(plain, variety=None)
+    traces = prober.trace(configs, target, max(0.0, deadline - time.monotonic()), known=traces)
     if kept is None or traces != replace(kept, failures=traces.failures):
         _write(path, traces)
     return traces
+
+
+def _agrees(plain: Traces, kept: Traces) -> bool:
+    """Whether plain training is as it was; what kernels hold is measured, and never twice the same."""
+    models = {group: replace(trace, kernels=()) for group, trace in plain.models.items()}
+    before = {group: replace(trace, kernels=()) for group, trace in kept.models.items()}
+    return models.items() <= before.items() and plain.updates.items() <= kept.updates.items()
 
 
 def _key(facts: Mapping[str, Any], target: str, batch_sizes: list[int]) -> str:

@@ -198,6 +198,7 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
             f"the table {path} cannot be carried on with, since its measurements would not compare: "
             f"{'; '.join(differences)}. Choose another file, or move this one away"
         )
+    table.mend(path)
     return begun
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotune import techniques
 from autotune.predict.cache import cached_traces
 from autotune.predict.plan import plan_traces
-from autotune.predict.traces import Traces
+from autotune.predict.traces import KernelsHeld, Traces
 from tests.predict.test_traces import DEFAULT, PLAIN, law, line
 
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
@@ -20,17 +20,19 @@ CONFIGS = [
 class Prober:
     """Says what it was asked to trace, and knows all but fp16."""
 
-    def __init__(self, plain=PLAIN):
-        self.plain = plain
+    def __init__(self, plain=PLAIN, update=DEFAULT, *, fails=False):
+        self.plain, self.update, self.fails = plain, update, fails
         self.asked = []
 
     def trace(self, configs, target, timeout_s, *, known=None):
         known = known or Traces(target=target)
         left = plan_traces(configs).without(known)
         self.asked.append(left.labels())
+        if self.fails:
+            return known.merged(Traces(target=target, failures=dict.fromkeys(left.labels(), "no time")))
         models = {group: replace(self.plain) for group in left.models if group != (("amp", "fp16"),)}
         failures = {"model: amp=fp16": "why"} if (("amp", "fp16"),) in left.models else {}
-        updates = dict.fromkeys(left.updates, DEFAULT)
+        updates = dict.fromkeys(left.updates, self.update)
         return known.merged(Traces(target=target, models=models, updates=updates, failures=failures))
 
 
@@ -50,6 +52,30 @@ def test_sizes_that_changed_without_the_source_are_noticed(tmp_path):
     ask(tmp_path, Prober())
     larger = replace(PLAIN, alone=law(line(9000, 10)))
     assert set(ask(tmp_path, Prober(larger)).models.values()) == {larger}
+
+
+def test_an_optimizer_that_changed_without_the_source_is_noticed(tmp_path):
+    configs = [*CONFIGS, CONFIGS[0].replace(optimizer_impl="fused")]
+    ask(tmp_path, Prober(), configs)
+    smaller = replace(DEFAULT, state_bytes=0.0)
+    assert set(ask(tmp_path, Prober(update=smaller), configs).updates.values()) == {smaller}
+
+
+def test_what_is_kept_outlives_a_check_that_found_no_time(tmp_path):
+    first = ask(tmp_path, Prober())
+    late = Prober(fails=True)
+    assert ask(tmp_path, late).models == {}
+    assert len(late.asked) == 1
+    assert ask(tmp_path, Prober()) == first
+
+
+def test_what_kernels_hold_is_no_sign_of_another_task(tmp_path):
+    held = [KernelsHeld(rows_per_element=1.0, filled_bytes=size, other_bytes=size) for size in (100, 101)]
+    before, after = (replace(PLAIN, kernels=(one,)) for one in held)
+    ask(tmp_path, Prober(before))
+    found = ask(tmp_path, Prober(after))
+    assert found.models[()] == after
+    assert found.models[(("amp", "bf16"),)] == before
 
 
 def test_another_task_target_or_space_has_traces_of_its_own(tmp_path):
