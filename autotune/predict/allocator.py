@@ -7,10 +7,9 @@ It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch with its default setti
   20 MiB or, from 10 MiB on, of the request rounded up to 2 MiB;
 - a free block is taken by best fit: the smallest that is large enough, of those the one at the lowest address;
 - a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
-- a freed block is joined with the free blocks beside it in its segment, and segments are kept;
-- when a new segment does not fit into the limit, all segments without a living block are given back first, which
-  `torch.cuda.memory_stats` counts in `num_alloc_retries`.
+- a freed block is joined with the free blocks beside it in its segment, and segments are kept.
 
+Where a limit is near, it gives segments without a living block back first: a program then gets by with less, at a cost in time.
 Segments are taken to lie one behind the other in the order in which they were made.
 """
 
@@ -38,42 +37,30 @@ class AllocatorPeak:
     Attributes:
         allocated_bytes: peak of the blocks in use, `max_memory_allocated`.
         reserved_bytes: peak of the segments, `max_memory_reserved`.
-        num_alloc_retries: how often cached segments had to be given back to stay within the limit.
-        fits: False if an allocation failed even so; the peaks are those until then.
     """
 
     allocated_bytes: int
     reserved_bytes: int
-    num_alloc_retries: int = 0
-    fits: bool = True
 
 
-def allocator_peak(events: Iterable[Event], *, limit_bytes: int | None = None) -> AllocatorPeak:
+def allocator_peak(events: Iterable[Event]) -> AllocatorPeak:
     """Replay `events` through the caching allocator.
 
     Args:
         events: allocations and freeings in program order. Storages without bytes take no memory.
-        limit_bytes: what the allocator may reserve at most; None is without limit.
     """
-    allocator = _CachingAllocator(limit_bytes)
+    allocator = _CachingAllocator()
     living: dict[int, _Block] = {}
-    fits = True
     for key, size_bytes, allocates in events:
         if not allocates:
             block = living.pop(key, None)
             if block is not None:
                 allocator.free(block)
         elif size_bytes > 0:
-            block = allocator.allocate(size_bytes)
-            if block is None:
-                fits = False
-                break
-            living[key] = block
+            living[key] = allocator.allocate(size_bytes)
     return AllocatorPeak(
         allocated_bytes=allocator.peak_allocated_bytes,
-        reserved_bytes=allocator.peak_reserved_bytes,
-        num_alloc_retries=allocator.num_alloc_retries,
-        fits=fits,
+        reserved_bytes=allocator.reserved_bytes,
     )
 
 
@@ -117,29 +104,19 @@ class _Pool:
         self.take(block)
         return block
 
-    def take_whole_segments(self) -> list[_Block]:
-        whole = [block for block in self._blocks.values() if block.before is None and block.after is None]
-        for block in whole:
-            self.take(block)
-        return whole
-
 
 class _CachingAllocator:
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.peak_allocated_bytes = self.peak_reserved_bytes = self.num_alloc_retries = 0
-        self._limit_bytes = limit_bytes
-        self._allocated_bytes = self._reserved_bytes = 0
-        self._next_address = 0
+    def __init__(self) -> None:
+        self.peak_allocated_bytes = self._allocated_bytes = 0
+        self.reserved_bytes = 0  # segments lie behind each other, and are kept
         self._small = _Pool(smallest_rest_bytes=_MIN_BLOCK_BYTES)
         self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
 
-    def allocate(self, request_bytes: int) -> _Block | None:
-        """A block for the request, or None where the limit leaves no room for it."""
+    def allocate(self, request_bytes: int) -> _Block:
+        """A block for the request."""
         size_bytes = _round_up(request_bytes, _MIN_BLOCK_BYTES)
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
         block = pool.take_best_fit(size_bytes) or self._new_segment(_segment_bytes(size_bytes), pool)
-        if block is None:
-            return None
         if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
             _split(block, size_bytes)
         self._allocated_bytes += block.size_bytes
@@ -161,21 +138,10 @@ class _CachingAllocator:
             _link(block, after.after)
         block.pool.put(block)
 
-    def _new_segment(self, size_bytes: int, pool: _Pool) -> _Block | None:
-        if not self._has_room(size_bytes):
-            self.num_alloc_retries += 1
-            for cached in (*self._small.take_whole_segments(), *self._large.take_whole_segments()):
-                self._reserved_bytes -= cached.size_bytes
-            if not self._has_room(size_bytes):
-                return None
-        block = _Block(self._next_address, size_bytes, pool)
-        self._next_address += size_bytes
-        self._reserved_bytes += size_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self._reserved_bytes)
+    def _new_segment(self, size_bytes: int, pool: _Pool) -> _Block:
+        block = _Block(self.reserved_bytes, size_bytes, pool)
+        self.reserved_bytes += size_bytes
         return block
-
-    def _has_room(self, size_bytes: int) -> bool:
-        return self._limit_bytes is None or self._reserved_bytes + size_bytes <= self._limit_bytes
 
 
 def _split(block: _Block, size_bytes: int) -> None:

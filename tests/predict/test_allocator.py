@@ -26,8 +26,8 @@ class Program:
     def free(self, *keys: int) -> None:
         self.events += [Event(key, self._sizes[key], False) for key in keys]
 
-    def peak(self, limit_bytes: int | None = None) -> AllocatorPeak:
-        return allocator_peak(self.events, limit_bytes=limit_bytes)
+    def peak(self) -> AllocatorPeak:
+        return allocator_peak(self.events)
 
     @property
     def reserved_mib(self) -> float:
@@ -147,37 +147,3 @@ def test_the_peaks_of_blocks_and_of_segments_are_kept(program: Program) -> None:
 
 def test_freeing_what_was_allocated_before_the_trace_changes_nothing() -> None:
     assert allocator_peak([Event(1, 100, False)]) == AllocatorPeak(allocated_bytes=0, reserved_bytes=0)
-
-
-class TestLimit:
-    def test_free_segments_are_given_back_before_an_allocation_fails(self, program: Program) -> None:
-        program.free(program.allocate(40 * MIB))
-        program.allocate(60 * MIB)
-        assert program.peak(limit_bytes=60 * MIB) == AllocatorPeak(
-            allocated_bytes=60 * MIB, reserved_bytes=60 * MIB, num_alloc_retries=1
-        )
-
-    def test_a_segment_with_a_living_block_is_kept(self, program: Program) -> None:
-        kept, freed = program.allocate(6 * MIB), program.allocate(6 * MIB)
-        program.free(freed)
-        program.allocate(60 * MIB)
-        program.free(kept)
-        assert not program.peak(limit_bytes=79 * MIB).fits
-        assert program.peak(limit_bytes=80 * MIB).fits
-
-    def test_small_segments_are_given_back_too(self, program: Program) -> None:
-        program.free(program.allocate(512))
-        program.allocate(60 * MIB)
-        assert program.peak(limit_bytes=60 * MIB).fits
-
-    def test_what_does_not_fit_ends_the_trace_with_the_peaks_until_then(self, program: Program) -> None:
-        program.allocate(40 * MIB)
-        program.allocate(40 * MIB)
-        program.allocate(2 * MIB)
-        assert program.peak(limit_bytes=70 * MIB) == AllocatorPeak(
-            allocated_bytes=40 * MIB, reserved_bytes=40 * MIB, num_alloc_retries=1, fits=False
-        )
-
-    def test_a_limit_that_is_not_reached_changes_nothing(self, program: Program) -> None:
-        program.free(program.allocate(40 * MIB), program.allocate(7 * MIB))
-        assert program.peak(limit_bytes=100 * MIB) == program.peak()
