@@ -81,16 +81,19 @@ class Session:
         """The first half of `step`: add the gradient of the mean loss over `batch` to the parameters' gradients.
 
         Micro batches are weighted by the number of terms in their mean loss, so that the sum is the gradient of the
-        whole batch and not the mean of means.
+        whole batch and not the mean of means. One without any term (no label in it counts) is left out, as the whole
+        batch would leave it out. Where none has a term, loss and gradient are what the task's loss makes of nothing, as
+        in plain training: for torch's cross entropy NaN and zero.
         """
         micro_batches = batch if isinstance(batch, StepBatch) else split(batch, self.config.batch_size)
-        weights = [self.task.weight(micro) for micro in micro_batches]
-        total_weight = sum(weights)
+        shares = _shares([self.task.weight(micro) for micro in micro_batches])
         total = torch.zeros((), device=self.device)
-        for micro, weight in zip(micro_batches, weights, strict=True):
+        for micro, share in zip(micro_batches, shares, strict=True):
+            if share == 0:  # the mean over nothing is NaN, and zero times that as well
+                continue
             loss = self.loss(micro)
-            if len(weights) > 1:
-                loss = loss * (weight / total_weight)
+            if share != 1:
+                loss = loss * share
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = total + loss.detach()  # in the wider of the two types
         return total
@@ -117,6 +120,12 @@ class Session:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """What each micro batch counts in the mean over all; the same where none has a term."""
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
 
 
 class StepLoader:
@@ -169,7 +178,7 @@ def prepare(
     Args:
         task: a task, or the path of a `model.py`.
         config: a config dict; techniques it does not name are off, and the batch size is the task's baseline's.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the process's current one, as it is in a probe.
 
     Raises:
         TaskError: the model file or what one of its functions returns does not fit.
@@ -189,6 +198,7 @@ def prepare(
             "choose a batch_size that divides it and leave accumulation_steps out"
         )
     build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
+    build.device.enter()
     _apply(build, techniques.Phase.PROCESS)
     build.model = task.model().to(build.device.torch_device)
     _apply(build, techniques.Phase.MODEL)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from autotune import prepare
 from autotune.batches import StepBatch
+from autotune.devices.cpu import CpuDevice
 from autotune.errors import ConfigError, DeviceError
 from autotune.task import Task
 
@@ -94,6 +95,43 @@ def test_micro_batches_with_unequal_numbers_of_tokens_are_weighted():
     assert_equal_in_double(task, {"batch_size": 8}, config, task.batch(8))
 
 
+def partly_labelled(batch_size):
+    x, y = pairs(batch_size)
+    return x.double(), y.masked_fill(torch.arange(batch_size) // 3 == 1, -100)  # the second three have no label
+
+
+def test_micro_batches_without_a_label_are_left_out():
+    task = in_double()
+    config = {"batch_size": 3, "accumulation_steps": 4}
+    assert_equal_in_double(task, {"batch_size": 12}, config, partly_labelled(12))
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize("no_label", ["first", "last"])
+def test_training_goes_on_past_micro_batches_without_a_label(amp, no_label):
+    session = prepare(task_of(), {"batch_size": 4, "accumulation_steps": 2, "amp": amp}, device="cpu")
+    x, y = pairs(8)
+    y[:4] = -100 if no_label == "first" else y[:4]
+    y[4:] = -100 if no_label == "last" else y[4:]
+    before = [p.detach().clone() for p in session.model.parameters()]
+    for _ in range(20):
+        assert session.step((x, y)).isfinite()
+    assert all(p.isfinite().all() for p in session.model.parameters())
+    assert all(not torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize("micro", [4, 8])
+def test_a_step_without_any_label_is_that_of_plain_training(amp, micro):
+    config = {"batch_size": micro, "accumulation_steps": 8 // micro, "amp": amp}
+    session = prepare(task_of(), config, device="cpu")
+    x, y = pairs(8)
+    before = [p.detach().clone() for p in session.model.parameters()]
+    assert session.step((x, torch.full_like(y, -100))).isnan()  # torch's mean over nothing; its gradient is zero
+    assert all(torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
+    assert session.step((x, y)).isfinite()
+
+
 def test_a_step_changes_the_parameters_clears_the_gradients_and_returns_the_mean_loss():
     session = prepare(task_of(), {"batch_size": 4}, device="cpu")
     batch = session.task.batch(4)
@@ -175,6 +213,21 @@ def test_the_global_batch_never_moves_silently():
 def test_a_config_that_makes_no_sense_is_an_error_that_helps(config, named):
     with pytest.raises(ConfigError, match=named):
         prepare(task_of(), config, device="cpu")
+
+
+def test_the_device_is_entered_before_anything_is_built():
+    seen = []
+
+    class Entered(CpuDevice):
+        def enter(self):
+            seen.append("entered")
+
+    def build_model():
+        seen.append("built")
+        return mlp()
+
+    prepare(task_of(build_model=build_model), {"batch_size": 2}, device=Entered())
+    assert seen == ["entered", "built"]
 
 
 def test_an_unknown_device_is_an_error():

@@ -80,6 +80,9 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """The device as torch's own object."""
 
+    def enter(self) -> None:
+        """Make it the one that this process trains on, before a model is built: user code may say just `cuda`."""
+
     def limit_memory(self, limit_bytes: int) -> None:
         """From now on fail allocations that would take this process beyond `limit_bytes`."""
 
@@ -94,6 +97,13 @@ class Device(Protocol):
 
     def current_bytes(self) -> int:
         """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
+
+    def held_bytes(self, attempted_bytes: int) -> int:
+        """What this process held, at the least, when an allocation of `attempted_bytes` failed just now; comparable with the limit.
+
+        Ask while the error's frames are alive. Together with what was asked for it is the least that was needed; the
+        peak is not: what was held before may have been given back.
+        """
 
     def memory_detail(self) -> dict[str, float]:
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""

@@ -93,6 +93,9 @@ class CpuDevice:
 
         return torch.device("cpu")
 
+    def enter(self) -> None:
+        """Nothing: there is one CPU."""
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Fail allocations that would take this process's private memory, what it holds now included, beyond the limit.
 
@@ -134,6 +137,15 @@ class CpuDevice:
     def current_bytes(self) -> int:
         """Private memory of this process and its workers now."""
         return procfs.process_memory().data_bytes + self._look_at_workers()
+
+    def held_bytes(self, attempted_bytes: int) -> int:
+        """Private memory of this process and its workers now, or what the limit says was held.
+
+        The operator that failed has already freed what it held for itself; that the allocation went beyond the limit
+        tells how much there was with it.
+        """
+        by_limit_bytes = 0 if self._limit_bytes is None else self._limit_bytes - attempted_bytes
+        return max(self.current_bytes(), by_limit_bytes)
 
     def memory_detail(self) -> dict[str, float]:
         """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`

@@ -88,6 +88,13 @@ class CudaDevice:
 
         return torch.device("cuda", self._index)
 
+    def enter(self) -> None:
+        """Make this GPU the process's current one, with a context and what every training run loads."""
+        import torch
+
+        self._enter()
+        torch.cuda.set_device(self._index)  # a session on another GPU may have come between
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
 
@@ -137,6 +144,16 @@ class CudaDevice:
 
         self._enter()
         return torch.cuda.memory_allocated(self._index) + self._outside_bytes()
+
+    def held_bytes(self, attempted_bytes: int) -> int:
+        """What the allocator has reserved now, plus what lies outside it.
+
+        Before it raises, the allocator gives back the blocks that it caches, which the peak still counts.
+        """
+        import torch
+
+        self._enter()
+        return torch.cuda.memory_reserved(self._index) + self._outside_bytes()
 
     def memory_detail(self) -> dict[str, float]:
         """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; counts `num_alloc_retries`, `num_ooms`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.config import Choice
 from autotune.devices.base import DeviceInfo
-from autotune.techniques.base import Support
+from autotune.techniques.base import Setting, Support, Technique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,18 @@ def inspect_task(
         "global_batch": task.global_batch,
         "baseline": baseline,
         "baseline_given": task.baseline is not None,
-        "support": {name: asdict(technique.support(setting)) for name, technique in techniques.REGISTRY.items()},
+        "support": {name: asdict(_support(technique, setting)) for name, technique in techniques.REGISTRY.items()},
         "outside_bytes": outside_bytes,
     }
+
+
+def _support(technique: Technique, setting: Setting) -> Support:
+    """What of a technique applies. One whose trial fails on a task that trains is off: it alone is not to be had."""
+    try:
+        return technique.support(setting)
+    except Exception as error:
+        if setting.device.is_out_of_memory(error):
+            raise
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        return Support(choices=(technique.off,), reason=f"trying it raised {what}"[:300])

@@ -34,6 +34,14 @@ class NonFiniteError(Exception):
     """The loss or a gradient is NaN or infinite."""
 
 
+@dataclass(frozen=True)
+class WarmStep:
+    """A step while warming up: one micro batch, where a whole one may take several, and the update."""
+
+    micro_s: float
+    update_s: float
+
+
 @dataclass
 class Run:
     """One probe's run in progress; what it has done so far survives its failure."""
@@ -44,7 +52,7 @@ class Run:
     report: Callable[[str, float], None]  # stage and seconds inside training steps, for a process that may be killed
     num_steps: int = 0
     train_s: float = 0.0
-    warmup_step_s: list[float] = field(default_factory=list)
+    warm_steps: list[WarmStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -69,7 +77,6 @@ class Run:
         phases = {} if cut_short else self._phases()
         detail = self.device.memory_detail()
         speed, low, high = blocks.throughput
-        typical = median(self.warmup_step_s[1:])
         telemetry = self.device.telemetry()
         # a large GPU is at its power cap whenever it works hard: that is its speed, not a disturbance
         throttled = tuple(f"clock throttled: {r}" for r in telemetry.throttle_reasons if r != "power cap")
@@ -86,7 +93,7 @@ class Run:
             warmup_s=warmup_s,
             timed_s=before_phases - warmup_s,
             explained_s=self.train_s - before_phases,
-            compile_s=max(0.0, self.warmup_step_s[0] - typical),
+            compile_s=self._compile_s(),
             phases_s=phases,
             final_loss=float(self._loss),
             growth_bytes_per_step=growth,
@@ -104,17 +111,21 @@ class Run:
         """At least three optimizer steps, then until they settle, then what is missing of one accumulation cycle.
 
         The first step takes the largest batch, twice where the config accumulates: the peak of any accumulation is a
-        micro batch's activations beside the gradients of those before it. The other steps take one micro batch.
+        micro batch's activations beside the gradients of those before it. The other steps take one micro batch. Where
+        batches differ, the largest comes once more, beside the optimizer's state: it says nothing of a typical step's time.
         """
         accumulation_steps = self.session.config.accumulation_steps
         first = largest_step_batch(self.session, min(2, accumulation_steps))
         self._warm_step(first)
         while True:
             self._warm_step(self._take(1))
-            enough = len(self.warmup_step_s) >= MIN_WARMUP_STEPS and self._scaler_settled()
-            if enough and (is_warm(self.warmup_step_s[1:]) or self.train_s > self.settings.max_warmup_s):
+            enough = len(self.warm_steps) >= MIN_WARMUP_STEPS and self._scaler_settled()
+            if enough and (is_warm(self._whole_steps_s()) or self.train_s > self.settings.max_warmup_s):
                 break
-        missing = accumulation_steps - len(first) - (len(self.warmup_step_s) - 1)
+        if self.session.task.dataset() is not None:
+            self._clock(partial(self._accumulate_part, first))
+            self._clock(self._update)
+        missing = accumulation_steps - len(first) - (len(self.warm_steps) - 1)
         cycle_started_s = self.train_s
         if missing > 0:
             while missing > 0 and self.train_s - cycle_started_s < MAX_CYCLE_S:
@@ -123,18 +134,38 @@ class Run:
             self._clock(self._update)
 
     def _warm_step(self, batch: StepBatch) -> None:
-        self.warmup_step_s.append(self._clock(lambda: self._accumulate(batch)))
-        if len(self.warmup_step_s) == MIN_WARMUP_STEPS and self.session.scaler is None:
+        accumulated_s = self._clock(partial(self._accumulate_part, batch))
+        if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
-        self.warmup_step_s[-1] += self._clock(self._update)
+        update_s = self._clock(self._update)
+        self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s))
         self._require_finite_loss()
         self.report("warmup", self.train_s)
 
+    def _typical(self) -> WarmStep:
+        """The first one, which takes the largest batch and finds everything cold, says nothing."""
+        later = self.warm_steps[1:]
+        return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
+
+    def _whole_steps_s(self) -> list[float]:
+        """Seconds of whole optimizer steps, by each step while warming up but the first."""
+        return [self._whole_s(step) for step in self.warm_steps[1:]]
+
+    def _whole_s(self, step: WarmStep) -> float:
+        return self.session.config.accumulation_steps * step.micro_s + step.update_s
+
+    def _compile_s(self) -> float:
+        """Time of the first step, of one or two micro batches, beyond a typical one of as many."""
+        first, typical = self.warm_steps[0], self._typical()
+        num_micro = min(2, self.session.config.accumulation_steps)
+        return max(0.0, num_micro * (first.micro_s - typical.micro_s) + first.update_s - typical.update_s)
+
     def _scaler_settled(self) -> bool:
-        """A GradScaler that still skips steps has not let the optimizer allocate its state: the peak would be too low."""
-        if self.session.scaler is None:
-            return True
-        if self._skipped_steps() < self.num_steps - 1 and self.session.optimizer.state:
+        """A GradScaler that still skips steps has not let the optimizer allocate its state: the peak would be too low.
+
+        A step that was not skipped has allocated what state there is (plain SGD has none), and another one has run beside it.
+        """
+        if self.session.scaler is None or self._skipped_steps() < self.num_steps - 1:
             return True
         if self.num_steps >= MAX_SCALER_STEPS:
             raise NonFiniteError(f"GradScaler skipped {self._skipped_steps()} of the first {self.num_steps} steps")
@@ -148,13 +179,13 @@ class Run:
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
     def _is_hopeless(self) -> bool:
-        speed = self.session.config.batch_size / median(self.warmup_step_s[1:])
+        speed = self.session.config.samples_per_step / median(self._whole_steps_s())
         return not self.settings.num_steps and speed < self.settings.slowest_samples_per_s
 
     def _warm_up_as_blocks(self) -> Blocks:
         blocks = self._no_blocks(max_timed_s=0.0)
-        for step_s in self.warmup_step_s[1:]:
-            blocks.add(self.session.config.batch_size / step_s, 0.0)
+        for step_s in self._whole_steps_s():
+            blocks.add(self.session.config.samples_per_step / step_s, 0.0)
         return blocks
 
     def _no_blocks(self, max_timed_s: float) -> Blocks:
@@ -164,10 +195,10 @@ class Run:
     def _time(self) -> tuple[Blocks, float]:
         """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
         config = self.session.config
-        micro_s = median(self.warmup_step_s[1:])
-        step_s = micro_s * config.accumulation_steps
+        typical = self._typical()
+        step_s = self._whole_s(typical)
         exact = self.settings.num_steps
-        num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / micro_s))
+        num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
         sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
         blocks = self._no_blocks(max_timed_s=self.settings.max_timed_s)
@@ -213,7 +244,7 @@ class Run:
         return StepBatch(next(self._micro_batches) for _ in range(count))
 
     def _accumulate_next(self, count: int) -> None:
-        self._accumulate(self._take(count))
+        self._accumulate_part(self._take(count))
 
     def _take_into(self, batch: list[Any]) -> None:
         batch.extend(self._take(1))
@@ -224,6 +255,20 @@ class Run:
     def _accumulate(self, batch: StepBatch) -> None:
         self._loss = self.session.accumulate(batch)
         self._finite &= torch.isfinite(self._loss)
+
+    def _accumulate_part(self, batch: StepBatch) -> None:
+        """As `_accumulate`, for micro batches in the place of a whole step.
+
+        If none of them has a label that counts, their loss is the mean over nothing, NaN. A whole step has others, and
+        leaves such micro batches out: so they take time and memory here, but neither loss nor gradient.
+        """
+        if self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch)):
+            self._accumulate(batch)
+            return
+        self.session.accumulate(batch)
+        for parameter in self.session.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def _update(self) -> None:
         self.session.update()

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def enter(request: dict[str, Any]) -> None:
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config` and `settings`."""
     from autotune.devices import open_device
+    from autotune.devices.oom import attempted_bytes
     from autotune.probe.measure import NonFiniteError, Run
     from autotune.session import prepare
 
@@ -118,8 +120,11 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         oom = device.is_out_of_memory(error)
         kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
         train_s = run.train_s if run else 0.0
-        stage = "setup" if run is None else "warmup" if run.num_steps < 1 or not run.warmup_step_s else "timing"
-        outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=_quietly(device.peak_bytes))
+        stage = "setup" if run is None else "warmup" if run.num_steps < 1 else "timing"
+        attempted = attempted_bytes(error) if oom else 0
+        # read now: `_failure` clears the error's frames, and with them what the training held
+        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
+        outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=held)
     return {"outcome": outcome.to_dict()}
 
 

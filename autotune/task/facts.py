@@ -10,7 +10,7 @@ from autotune.errors import ConfigError, TaskError
 from autotune.task import samples
 from autotune.task.describe import describe
 from autotune.task.source import source_hash
-from autotune.task.usercode import user_code
+from autotune.task.usercode import is_allocation_failure, user_code
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +91,10 @@ def gather_facts(task: Task) -> TaskFacts:
 
 
 def check_task(task: Task, device: torch.device) -> None:
-    """Build everything once and run a forward and a backward pass of two samples on `device`.
+    """Build everything once and take one training step of two samples on `device`, with a model that nothing else uses.
 
-    A failed allocation goes through unchanged, for the caller to classify.
+    A failed allocation goes through unchanged, for the caller to classify; one in the optimizer's step alone is no
+    finding here, since other configs may have room for it.
 
     Raises:
         TaskError: something is not as a task needs it, or the user's code raised (with its frames).
@@ -106,7 +107,7 @@ def check_task(task: Task, device: torch.device) -> None:
     ):
         model = model.to(device)
     with user_code("your configure_optimizers"):
-        task.optimizer(model)
+        optimizer = task.optimizer(model)
     with user_code("your train_dataset"):
         task.dataset()
     if task.checkpoint_blocks is not None:
@@ -120,7 +121,8 @@ def check_task(task: Task, device: torch.device) -> None:
             f"the loss of a batch of two samples averages over {weight:g} terms; expected more than 0: "
             + ("correct loss_weight(batch)" if task.loss_weight else "make_batch gives no label that counts")
         )
-    _check_step(task, model, batch, device)
+    _check_gradients(task, model, batch, device)
+    _check_update(task, model, optimizer)
 
 
 def _batch(task: Task) -> Any:
@@ -134,7 +136,7 @@ def _batch(task: Task) -> Any:
     return batch
 
 
-def _check_step(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
+def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
     import torch
 
     from autotune.batches import map_tensors
@@ -156,6 +158,25 @@ def _check_step(task: Task, model: torch.nn.Module, batch: Any, device: torch.de
             f"no parameter of {type(model).__name__} has a gradient after the backward pass; expected a loss that "
             "depends on the model given to training_step: use its argument `model`, not another one"
         )
+
+
+def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    import torch
+
+    advice = (
+        "return an optimizer from configure_optimizers(model) whose step() takes this model's gradients and needs no "
+        "closure, such as torch.optim.SGD"
+    )
+    try:
+        if task.max_grad_norm is not None:
+            leave_out = "leave max_grad_norm (MAX_GRAD_NORM in a model file) out and run again"
+            with user_code(f"clipping the gradients to {task.max_grad_norm}", leave_out):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_grad_norm)
+        with user_code(f"a step of {type(optimizer).__name__}", advice):
+            optimizer.step()
+    except Exception as error:
+        if not is_allocation_failure(error):  # that is for the probes to find, config by config
+            raise
 
 
 def _check_blocks(model: torch.nn.Module, blocks: Any) -> None:

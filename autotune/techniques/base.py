@@ -54,6 +54,14 @@ class Setting:
     global_batch: int | None
     dataset_size: int | None
 
+    def fresh_batch(self) -> Any:
+        """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
+        import torch
+
+        from autotune.batches import map_tensors
+
+        return map_tensors(torch.clone, self.batch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
@@ -123,7 +131,11 @@ class Technique(ABC):
 
     @abstractmethod
     def support(self, setting: Setting) -> Support:
-        """Say what of this technique applies to the task on the device."""
+        """Say what of this technique applies to the task on the device.
+
+        It may try things on the setting's model, with gradients, as training does. What it raises, except for want of
+        memory, is taken as the reason why it does not apply.
+        """
 
     @abstractmethod
     def apply(self, build: Build, choice: Choice) -> None:

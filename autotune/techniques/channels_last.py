@@ -35,9 +35,7 @@ class ChannelsLast(Technique):
         layouts = [(parameter, parameter.data) for parameter in setting.model.parameters()]
         try:
             setting.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            with torch.no_grad():
-                output = setting.task.loss(setting.model, map_tensors(_to_channels_last, setting.batch))
-            del output
+            setting.task.loss(setting.model, map_tensors(_to_channels_last, setting.fresh_batch()))
         except RuntimeError as error:
             if "view size is not compatible" not in str(error):
                 raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
@@ -127,7 +127,7 @@ class _Recomputed:
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             buffers = _Buffers(modules, self.constant)
-            return buffers.recorded(), buffers.replayed()
+            return buffers.recorded(), _EachTime(buffers.replayed)
 
         # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
         # random state it keeps.
@@ -236,6 +236,23 @@ class _Buffers:
                 module._buffers[name] = buffer
 
 
+class _EachTime(AbstractContextManager[None]):
+    """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
+
+    There are several where the loss takes derivatives itself, before the backward pass.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.close()
+
+
 def _may_be_statistics(buffer: torch.Tensor) -> bool:
     """Batch normalisation writes its running statistics without counting up their version."""
     return buffer.dim() == 1 and buffer.is_floating_point()
@@ -262,14 +279,11 @@ def _switch_off_caches(model: torch.nn.Module) -> None:
 
 def _is_run(chain: Chain, setting: Setting) -> bool:
     """Whether a forward pass calls what would be checkpointed."""
-    import torch
-
     calls: list[None] = []
     called = [block for block in chain.blocks if not is_layer(block)] + ([chain.sequential] if chain.sequential else [])
     hooks = [module.register_forward_pre_hook(lambda *_: calls.append(None)) for module in called]
     try:
-        with torch.no_grad():
-            setting.task.loss(setting.model, setting.batch)
+        setting.task.loss(setting.model, setting.fresh_batch())
     finally:
         for hook in hooks:
             hook.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,8 +43,14 @@ class NumWorkers(Technique):
         return Support(choices=(0, *workers))
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Give the loader its workers."""
+        """Give the loader its workers, forked unless the user's code has chosen otherwise.
+
+        Other ways to start a process import the dataset's module by its name, and a model file has none: from
+        Python 3.14 on they are the default.
+        """
         build.loader_options["num_workers"] = choice
+        if multiprocessing.get_start_method(allow_none=True) in (None, multiprocessing.get_all_start_methods()[0]):
+            build.loader_options["multiprocessing_context"] = "fork"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Loading is hidden, unless the workers take the processors that train."""

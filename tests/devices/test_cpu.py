@@ -119,6 +119,31 @@ def test_the_peak_counts_freed_memory_touched_or_not_as_the_limit_does(untouched
     assert after_bytes - before_bytes < 20 * MIB
 
 
+def run_out_after_a_peak():
+    device = open_device("cpu")
+    before_bytes = device.current_bytes()
+    device.limit_memory(before_bytes + 400 * MIB)
+    block = torch.ones(300 * MIB, dtype=torch.uint8)
+    del block
+    kept = torch.ones(50 * MIB, dtype=torch.uint8)
+    held = []
+    for asked_bytes in (500 * MIB, 360 * MIB):
+        try:
+            kept = (kept, torch.empty(asked_bytes, dtype=torch.uint8))
+        except RuntimeError as error:
+            held.append(device.held_bytes(attempted_bytes(error)) - before_bytes)
+    del kept  # as unwinding does with what the failing operator held for itself
+    return *held, device.held_bytes(360 * MIB) - before_bytes, device.peak_bytes() - before_bytes
+
+
+def test_what_was_held_when_memory_ran_out_is_neither_an_earlier_peak_nor_less_than_the_limit_says():
+    large, small, after_unwinding, peak = in_process(run_out_after_a_peak)
+    assert large == pytest.approx(50 * MIB, abs=10 * MIB)
+    assert small == pytest.approx(50 * MIB, abs=10 * MIB)
+    assert after_unwinding == 40 * MIB
+    assert peak >= 300 * MIB
+
+
 def peak_after_a_file_was_mapped(path):
     device = open_device("cpu")
     before_bytes = device.peak_bytes()

@@ -8,9 +8,11 @@ import time
 import pytest
 import torch
 
+from autotune import prepare
 from autotune.devices import nvml, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import DeviceError
+from autotune.task import Task
 from tests.devices.processes import CONTEXT, in_process
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +118,47 @@ def test_the_limit_bounds_all_that_the_process_has_on_the_card(limit_bytes):
     found = in_process(fill, limit_bytes)
     assert limit_bytes - 200 * MIB < found["peak_bytes"] <= limit_bytes + 64 * MIB
     assert found["detail"]["outside_bytes"] > 50 * MIB  # a context is never smaller
+
+
+def run_out_with_a_cache():
+    device = open_device("cuda")
+    device.limit_memory(6 * GIB)
+    block = torch.empty(4 * GIB, dtype=torch.uint8, device=device.torch_device)
+    kept = torch.empty(GIB, dtype=torch.uint8, device=device.torch_device)
+    del block  # stays in the cache, which the allocator empties before it gives up
+    try:
+        torch.empty(8 * GIB, dtype=torch.uint8, device=device.torch_device)
+    except torch.OutOfMemoryError as error:
+        attempted = attempted_bytes(error)
+        return kept.numel(), attempted, device.held_bytes(attempted), device.peak_bytes()
+    return None
+
+
+def test_after_a_failed_allocation_only_what_was_held_with_it_counts():
+    kept, attempted, held_bytes, peak_bytes = in_process(run_out_with_a_cache)
+    assert attempted == 8 * GIB
+    assert peak_bytes > 5 * GIB
+    assert kept < held_bytes < kept + 2 * GIB
+
+
+def prepare_on(name):
+    seen = []
+
+    def build_model():
+        seen.append(torch.cuda.current_device())
+        return torch.nn.Linear(4, 2)
+
+    task = Task(build_model=build_model, make_batch=lambda n: (torch.randn(n, 4), torch.zeros(n).long()))
+    session = prepare(task, {"batch_size": 2}, device=name)
+    session.step(next(iter(session.loader)))
+    return seen, torch.cuda.current_device(), str(session.device)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_session_runs_with_its_gpu_as_the_current_one_like_a_probe(index):
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs a second GPU")
+    assert in_process(prepare_on, f"cuda:{index}") == ([index], index, f"cuda:{index}")
 
 
 def refuse_small_limit():

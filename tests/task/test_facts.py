@@ -60,8 +60,58 @@ def test_tied_parameters_count_once():
     assert gather_facts(Task(build_model=build_model, make_batch=torch.zeros)).num_parameters == 16
 
 
-def test_a_valid_task_passes_and_no_optimizer_step_is_taken(load):
+def test_a_valid_task_passes(load):
     check_task(load("def checkpoint_blocks(model): return [model]\nBASELINE = {'amp': 'bf16'}"), CPU)
+
+
+def test_the_step_that_is_tried_leaves_no_trace_in_models_built_later():
+    built = []
+
+    def build_model():
+        torch.manual_seed(0)
+        built.append(nn.Linear(4, 3))
+        return built[-1]
+
+    task = Task(build_model=build_model, make_batch=lambda n: (torch.randn(n, 4), torch.zeros(n).long()))
+    before = task.model().weight.detach().clone()
+    random_state = torch.get_rng_state()
+    check_task(task, CPU)
+    assert not torch.equal(built[-1].weight, before)  # the step was taken
+    torch.set_rng_state(random_state)
+    assert torch.equal(task.model().weight, before)
+
+
+SPARSE = """
+    def build_model(): return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+    def make_batch(n): return torch.zeros(n).long(), torch.zeros(n).long()
+"""
+
+
+def test_an_optimizer_that_does_not_take_the_models_gradients_is_refused_before_any_probe(load):
+    refused(
+        load(SPARSE), "a step of AdamW raised RuntimeError", "sparse gradients", "configure_optimizers(model)", "SGD"
+    )
+    check_task(load(SPARSE + "    def configure_optimizers(model): return torch.optim.SGD(model.parameters())"), CPU)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(load):
+    text = "def configure_optimizers(model): return torch.optim.LBFGS(model.parameters())"
+    refused(load(text), "a step of LBFGS raised TypeError", "closure", "configure_optimizers(model)")
+
+
+def test_clipping_that_does_not_take_the_models_gradients_is_refused(load):
+    own = "    def configure_optimizers(model): return torch.optim.SGD(model.parameters())\n    MAX_GRAD_NORM = 1.0"
+    refused(load(SPARSE + own), "clipping the gradients to 1.0 raised", "MAX_GRAD_NORM")
+
+
+@pytest.mark.parametrize("amount", ["torch.empty(2**60, dtype=torch.uint8)", "raise MemoryError"])
+def test_memory_that_the_optimizer_alone_lacks_is_for_the_probes_to_find(load, amount):
+    text = f"""
+        class Hungry(torch.optim.SGD):
+            def step(self, closure=None): {amount}
+        def configure_optimizers(model): return Hungry(model.parameters())
+    """
+    check_task(load(text), CPU)
 
 
 @pytest.mark.parametrize(

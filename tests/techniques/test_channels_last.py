@@ -57,6 +57,20 @@ def test_code_that_views_in_the_old_layout_is_found_before_any_probe(make_settin
     assert setting.model.convolution.weight.is_contiguous()
 
 
+def test_a_gradient_penalty_is_tried_with_gradients_and_leaves_the_batch_alone(make_setting):
+    def training_step(model, batch):
+        images = batch[0].requires_grad_(True)
+        scores = model(images)
+        (slope,) = torch.autograd.grad(scores.sum(), images, create_graph=True)
+        return nn.functional.cross_entropy(scores, batch[1]) + slope.square().mean()
+
+    task = Task(build_model=Convolutional, make_batch=task_of(Convolutional).make_batch, training_step=training_step)
+    setting = make_setting(task)
+    assert ChannelsLast().support(setting).choices == (False, True)
+    assert not setting.batch[0].requires_grad
+    assert setting.model.convolution.weight.is_contiguous()
+
+
 def test_parameters_and_batches_are_converted():
     seen = []
 

@@ -77,6 +77,22 @@ def assert_same(task, segments, **config):
     return session
 
 
+def with_gradient_penalty(model, batch):
+    """A loss that takes derivatives itself, so that blocks are recomputed before the backward pass and in it."""
+    x = batch[0].requires_grad_(True)
+    scores = model(x)
+    (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
+    return functional.cross_entropy(scores, batch[1]) + slope.square().mean()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_loss_that_takes_derivatives_itself_is_the_same(make_task, make_setting, model, norm):
+    task = make_task(lambda: model(lambda: Block(norm)), training_step=with_gradient_penalty)
+    assert len(CheckpointSegments().support(make_setting(task)).choices) > 1
+    assert_same(task, 3)
+
+
 def saved_bytes(session, batch):
     """Bytes that the forward pass keeps for the backward pass, parameters left out."""
     parameters = {p.data_ptr() for p in session.model.parameters()}

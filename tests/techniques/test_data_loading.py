@@ -1,4 +1,6 @@
+import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +72,54 @@ def test_workers_load_every_sample_once(make_task):
     session = prepare(task, config, device="cpu")
     seen = sorted(int(sample[0]) for group in session.loader for micro in group for sample in micro[0])
     assert seen == list(range(10))
+
+
+@pytest.fixture
+def start_method(monkeypatch):
+    """Sets how Python starts processes, with another default than this Python's; put back at the end."""
+    before = multiprocessing.get_start_method(allow_none=True)
+
+    def choose(name, *, default):
+        monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: [default, "spawn", "fork"])
+        multiprocessing.set_start_method(name, force=True)
+
+    yield choose
+    multiprocessing.set_start_method(before, force=True)
+
+
+MODEL_FILE = """
+import torch
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, index): return torch.full((8,), float(index)), index % 4
+
+def build_model(): return torch.nn.Linear(8, 4)
+def train_dataset(): return Samples()
+"""
+
+
+def test_workers_know_what_a_model_file_defines_whatever_pythons_default(tmp_path, start_method):
+    start_method("forkserver", default="forkserver")  # as from Python 3.14 on
+    (tmp_path / "model.py").write_text(MODEL_FILE)
+    session = prepare(tmp_path / "model.py", {"batch_size": 3, "num_workers": 1}, device="cpu")
+    assert sum(len(micro[1]) for group in session.loader for micro in group) == 6
+
+
+@pytest.mark.parametrize(
+    ("chosen", "default", "options"),
+    [
+        (None, "fork", {"num_workers": 2, "multiprocessing_context": "fork"}),
+        (None, "forkserver", {"num_workers": 2, "multiprocessing_context": "fork"}),
+        ("spawn", "fork", {"num_workers": 2}),
+        ("spawn", "forkserver", {"num_workers": 2}),
+    ],
+)
+def test_workers_are_forked_unless_the_user_has_chosen_otherwise(start_method, chosen, default, options):
+    start_method(chosen, default=default)
+    build = SimpleNamespace(loader_options={})
+    REGISTRY["num_workers"].apply(build, 2)
+    assert build.loader_options == options
 
 
 @pytest.mark.parametrize(("name", "choice"), [("num_workers", -1), ("num_workers", True), ("prefetch_factor", 0)])

@@ -1,0 +1,77 @@
+"""What applies to a task: a technique that cannot be tried on it is off, with the reason, and the rest is searched."""
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.probe.inspection import inspect_task
+from autotune.task import Task
+from autotune.techniques.channels_last import ChannelsLast
+
+torch.set_num_threads(1)
+
+
+class MixedConvolutions(nn.Module):
+    """Convolves images, and owns a five-dimensional parameter, for which there is no channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.bank = nn.Parameter(torch.ones(1, 1, 1, 1, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images):
+        return self.head(self.convolution(images).mean((2, 3)) * self.bank.flatten())
+
+
+def on_images():
+    return Task(build_model=MixedConvolutions, make_batch=lambda n: (torch.randn(n, 3, 8, 8), torch.randint(3, (n,))))
+
+
+def inspected(task):
+    return inspect_task(task, device="cpu", memory_limit_bytes=None)["support"]
+
+
+def derivative_fits(model, batch):
+    """A loss on the derivative by the input, as in physics-informed networks and energy models."""
+    x = batch.requires_grad_(True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return nn.functional.mse_loss(slope, x.detach().cos())
+
+
+def test_a_training_step_that_takes_derivatives_itself_is_searched():
+    task = Task(
+        build_model=lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
+        make_batch=lambda n: torch.randn(n, 1),
+        training_step=derivative_fits,
+    )
+    support = inspected(task)
+    assert len(support["checkpoint_segments"]["choices"]) > 1, support["checkpoint_segments"]
+    assert len(support["batch_size"]["choices"]) > 1
+
+
+def test_a_model_that_a_technique_cannot_be_tried_on_is_searched_without_it():
+    support = inspected(on_images())
+    assert support["channels_last"]["choices"] == (False,)
+    assert "RuntimeError" in support["channels_last"]["reason"] and "rank 4" in support["channels_last"]["reason"]
+    assert len(support["optimizer_impl"]["choices"]) > 1
+
+
+@pytest.mark.parametrize("error", [ValueError("not\nthis one"), KeyError("images")])
+def test_whatever_a_trial_raises_is_its_reason_in_one_line(monkeypatch, error):
+    def support(self, setting):
+        raise error
+
+    monkeypatch.setattr(ChannelsLast, "support", support)
+    found = inspected(on_images())["channels_last"]
+    assert found["choices"] == (False,)
+    assert type(error).__name__ in found["reason"] and "\n" not in found["reason"]
+
+
+def test_a_trial_that_runs_out_of_memory_is_out_of_memory(monkeypatch):
+    def support(self, setting):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(ChannelsLast, "support", support)
+    with pytest.raises(torch.OutOfMemoryError):
+        inspected(on_images())

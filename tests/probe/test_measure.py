@@ -1,0 +1,153 @@
+"""A probe's run in this process: what it makes of warm-up steps, scalers, and micro batches without a label."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.devices import open_device
+from autotune.probe import measure
+from autotune.probe.measure import NonFiniteError, Run
+from autotune.probe.settings import ProbeSettings
+from autotune.session import prepare
+from autotune.task import Task
+
+torch.set_num_threads(1)
+
+
+def pairs(batch_size):
+    return torch.randn(batch_size, 6), torch.randint(0, 3, (batch_size,))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def task_of(**changes):
+    return Task(**{"build_model": lambda: nn.Linear(6, 3), "make_batch": pairs, "configure_optimizers": sgd, **changes})
+
+
+def run_of(task, config, **settings):
+    device = open_device("cpu")
+    settings = ProbeSettings(**{"device": "cpu", "memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
+    return Run(prepare(task, config, device=device), device, settings, lambda stage, train_s: None)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fp16_with_an_optimizer_without_state_is_measured(momentum):
+    def configure(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    run = run_of(task_of(configure_optimizers=configure), {"batch_size": 4, "amp": "fp16"})
+    assert run.measure(0.0).samples_per_s > 0
+    assert run.num_steps > 3
+
+
+def test_fp16_that_only_skips_steps_is_not_finite():
+    def training_step(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]).float() * float("inf"), batch[1])
+
+    with pytest.raises(NonFiniteError):
+        run_of(task_of(training_step=training_step), {"batch_size": 4, "amp": "fp16"}).measure(0.0)
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """A task whose micro batches take 0.1 s and whose updates take 1 s, by the clock of the measurement alone."""
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class SlowUpdate(torch.optim.SGD):
+        def step(self, closure=None):
+            now[0] += 1.0
+            return super().step(closure)
+
+    def training_step(model, batch):
+        now[0] += 0.1
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return task_of(
+        training_step=training_step, configure_optimizers=lambda model: SlowUpdate(model.parameters(), lr=0.1)
+    )
+
+
+CONFIG = {"batch_size": 2, "accumulation_steps": 8}
+TRUE_SPEED = 16 / (8 * 0.1 + 1.0)
+
+
+def test_a_run_cut_short_tells_the_speed_of_whole_optimizer_steps(clocked):
+    measured = run_of(clocked, CONFIG, slowest_samples_per_s=1e12).measure(0.0)
+    assert measured.cut_short
+    assert measured.samples_per_s == pytest.approx(TRUE_SPEED)
+    assert measured.step_s == pytest.approx(1.8)
+    assert measured.compile_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_run_is_cut_short_by_the_speed_of_whole_optimizer_steps(clocked):
+    measured = run_of(clocked, CONFIG, slowest_samples_per_s=0.5 * TRUE_SPEED).measure(0.0)
+    assert not measured.cut_short
+    assert measured.samples_per_s == pytest.approx(TRUE_SPEED)
+
+
+class HalfLabelled(torch.utils.data.Dataset):
+    """Every other sample has no label that counts."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.randn(6), -100 if index % 2 else index % 3
+
+
+@pytest.mark.parametrize("masked_mean", [False, True])
+@pytest.mark.parametrize("slices_above_s", [measure.SLICE_ABOVE_S, 0.0])
+def test_micro_batches_without_a_label_do_not_make_an_accumulating_config_nonfinite(
+    monkeypatch, masked_mean, slices_above_s
+):
+    def training_step(model, batch):
+        counts = batch[1] != -100
+        each = nn.functional.cross_entropy(model(batch[0]), batch[1].clamp(min=0), reduction="none")
+        return (each * counts).sum() / counts.sum()  # with no label 0 / 0, and NaN in every gradient
+
+    monkeypatch.setattr(measure, "SLICE_ABOVE_S", slices_above_s)
+    monkeypatch.setattr(measure, "MIN_BLOCK_S", 1e-6)
+    own = {
+        "training_step": training_step,
+        "loss_weight": lambda batch: float((batch[1] != -100).sum()),
+    }
+    task = task_of(make_batch=None, train_dataset=HalfLabelled, **(own if masked_mean else {}))
+    task.use_widest([1, 3, 5, 0])
+    run = run_of(task, {"batch_size": 1, "accumulation_steps": 16})
+    measured = run.measure(0.0)
+    assert measured.samples_per_s > 0
+    assert 0 < measured.final_loss < 100
+
+
+def test_a_whole_step_without_a_label_is_not_finite():
+    task = task_of(make_batch=lambda n: (torch.randn(n, 6), torch.full((n,), -100)))
+    with pytest.raises(NonFiniteError):
+        run_of(task, {"batch_size": 4}).measure(0.0)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_the_widest_batch_is_trained_beside_the_optimizers_state(accumulation_steps):
+    samples = [torch.ones(40 if number == 7 else 2, 6) for number in range(16)]
+    task = task_of(
+        make_batch=None,
+        train_dataset=lambda: samples,
+        collate_fn=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        training_step=lambda model, batch: model(batch).mean(),
+        configure_optimizers=lambda model: torch.optim.AdamW(model.parameters()),
+    )
+    run = run_of(task, {"batch_size": 1, "accumulation_steps": accumulation_steps}, slowest_samples_per_s=1e12)
+    accumulate, seen = run.session.accumulate, []
+
+    def recorded(batch):
+        seen.append((bool(run.session.optimizer.state), [micro.shape[1] for micro in batch]))
+        return accumulate(batch)
+
+    run.session.accumulate = recorded
+    run.measure(0.0)
+    widest = [40] * min(2, accumulation_steps)
+    assert [has_state for has_state, widths in seen if widths == widest][:2] == [False, True]
