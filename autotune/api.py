@@ -16,6 +16,7 @@ from autotune.outcome import Outcome
 from autotune.predict.answer import Prediction, answer
 from autotune.predict.cache import FOLDER, cached_traces
 from autotune.predict.cards import card_of
+from autotune.predict.targets import target_of
 from autotune.probe.process import ProcessProber
 from autotune.probe.settings import ProbeSettings
 from autotune.task import Task
@@ -195,7 +196,7 @@ def predict(
         traces = cached_traces(
             prober,
             [asked] if asked is not None else space.tracing(),
-            info.kind,
+            target_of(info),
             facts=inspection.facts,
             folder=logs / FOLDER,
             timeout_s=timeout_s,

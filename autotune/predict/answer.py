@@ -11,6 +11,7 @@ from autotune import techniques
 from autotune.config import Choice, Config
 from autotune.errors import TaskError
 from autotune.predict.memory import MemoryEstimate, MemoryModel
+from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.units import format_seconds
@@ -185,7 +186,7 @@ def answer(
     return Prediction(
         task=inspection.facts["name"],
         device=inspection.device.model,
-        on_gpu=traces.target == "cuda",
+        on_gpu=traces.target != CPU,
         memory_limit_bytes=memory_limit_bytes,
         headroom=headroom,
         global_batch=inspection.global_batch,

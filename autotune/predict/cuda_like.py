@@ -42,7 +42,6 @@ _FUSED = frozenset({"log_softmax.int", "softmax.int"})  # short types are conver
 _ONLY_ON_CUDA = frozenset({"cudnn_convolution", "cudnn_convolution_transpose"})
 _KEPT_ON_CPU = frozenset({"mkldnn_rnn_layer"})  # on CUDA its part is cuDNN's, which runs in the lower type as well
 
-_FLASH_CAPABILITY = (8, 0)
 _FLASH_HEAD_DIM = 256
 _FLASH_HEAD_DIM_MULTIPLE = 8
 _EFFICIENT_ALIGNMENT_BYTES = 16
@@ -50,18 +49,18 @@ _MASK_MULTIPLE = 16
 
 
 @contextmanager
-def cuda_like(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
     """Replace kernels of CPU tensors by what CUDA would do, in the whole process, and undo it at the end.
 
     Nothing but fake tensors can be run meanwhile: the kernels that are put in exist on CUDA alone.
 
     Args:
-        capability: the card's compute capability; flash attention needs 8.0.
+        flash_attention: whether the card has it.
     """
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # which is what is wanted
         _replace_autocast(library)
-        attention = _Attention(flash=capability >= _FLASH_CAPABILITY)
+        attention = _Attention(flash=flash_attention)
         for key in ("AutogradCPU", "CPU"):  # both operators are made of others, which have gradients of their own
             library.impl("scaled_dot_product_attention", attention, key)
             library.impl("dropout", _dropout, key)

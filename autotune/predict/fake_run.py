@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,10 +13,9 @@ from torch._subclasses import FakeTensorMode
 
 from autotune.predict.cuda_like import cuda_like
 from autotune.predict.storages import StorageTracker
+from autotune.predict.targets import CPU, CUDA, Target
 from autotune.predict.workspaces import hidden_allocations
 from autotune.techniques.matmul_precision import kept_matmul_precision
-
-Target = Literal["cpu", "cuda"]
 
 
 class OneFakeMode(FakeTensorMode):
@@ -34,8 +33,8 @@ def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(kept_matmul_precision())
-        if target == "cuda":
-            stack.enter_context(cuda_like())
+        if target != CPU:
+            stack.enter_context(cuda_like(flash_attention=target == CUDA))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
         stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step))
         stack.enter_context(mode)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from autotune.predict.fake_run import Target
 from autotune.predict.kernel_memory import KernelMemory
 from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.onednn_kernels import most_kernels
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
+from autotune.predict.targets import CPU, Target
 from autotune.predict.traces import Group, KernelsHeld, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.predict.variety import Variety, variety_of
@@ -65,7 +65,7 @@ class _Job:
         """Trace the micro batches of one group."""
         micro = self.tracer.micro_steps(config_of(group), self.sizes)
         factors: tuple[tuple[int, float, float], ...] = ()
-        if self.target == "cuda":
+        if self.target != CPU:
             factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))
         alone = fit_law(micro.alone)
         trace = ModelTrace(

@@ -24,10 +24,11 @@ from autotune.batches import StepBatch, map_tensors, tensors
 from autotune.config import Config
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import AutotuneError
-from autotune.predict.fake_run import OneFakeMode, Target, fake_run, to_fake
+from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.law import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import KernelCall, StorageTracker
+from autotune.predict.targets import CPU, Target
 from autotune.session import Session, prepare
 from autotune.task import Task
 
@@ -144,7 +145,7 @@ class _Run:
         self.session = session
         self.tracker = tracker
         self.mode = mode
-        self.on_gpu = target == "cuda"
+        self.on_gpu = target != CPU
         constants = (*session.model.parameters(), *session.model.buffers())
         self.known = dict.fromkeys(tracker.keys_of(constants), Purpose.PARAMETERS)
         self.kept: set[int] = set()  # storages that outlived the forward pass that allocated them

@@ -11,6 +11,7 @@ from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
 from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
 from autotune.predict.onednn_kernels import ONEDNN_KERNELS
 from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
+from autotune.predict.targets import CPU, Target
 
 _aten = torch.ops.aten
 
@@ -47,9 +48,9 @@ _RESULTS: Mapping[Any, ResultRule] = {
 }
 
 
-def hidden_allocations(target: str) -> Hidden:
-    """The rules for `cpu` or `cuda`."""
-    if target == "cuda":
+def hidden_allocations(target: Target) -> Hidden:
+    """The rules for a kind of device."""
+    if target != CPU:
         return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS, {})
     return Hidden(
         lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),

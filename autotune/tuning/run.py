@@ -16,6 +16,7 @@ from autotune.devices import open_device
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.outcome import Kind, Outcome
 from autotune.predict.cache import cached_traces
+from autotune.predict.targets import target_of
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
@@ -148,7 +149,7 @@ def _trace_memory(
     traces = cached_traces(
         prober,
         space.tracing(),
-        inspection.device.kind,
+        target_of(inspection.device),
         facts=inspection.facts,
         folder=store.place.traces,
         timeout_s=max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s),

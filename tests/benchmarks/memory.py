@@ -23,6 +23,7 @@ from autotune import table
 from autotune.config import Config
 from autotune.predict.cache import cached_traces
 from autotune.predict.memory import MemoryModel, num_micro_batches
+from autotune.predict.targets import CPU, CUDA
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
@@ -45,7 +46,7 @@ def study_file(path: Path) -> Path:
 def traces_of(recorded: Table, folder: Path | None = None) -> tuple[Traces, float]:
     """The traces of a table's configs, and the seconds that tracing them took; kept in `folder`, if given."""
     source = TaskSource.of(study_file(recorded.path))
-    target = "cpu" if recorded.header.device == "cpu" else "cuda"
+    target = CPU if recorded.header.device == "cpu" else CUDA
     with tempfile.TemporaryDirectory() as logs, ProcessProber(source, logs=Path(logs)) as prober:
         inspection = prober.inspect("cpu", None, TRACE_TIMEOUT_S)  # of the dataset: which samples are the widest
         assert isinstance(inspection, Inspection), inspection

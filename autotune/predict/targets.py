@@ -1,0 +1,21 @@
+"""The kinds of device that memory is foretold for, as far as their kernels allocate differently."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autotune.devices.base import DeviceInfo
+
+CPU: Literal["cpu"] = "cpu"
+CUDA: Literal["cuda"] = "cuda"
+OLD_CUDA: Literal["cuda before 8.0"] = "cuda before 8.0"  # without flash attention
+Target = Literal["cpu", "cuda", "cuda before 8.0"]
+
+FLASH_CAPABILITY = (8, 0)
+
+
+def target_of(device: DeviceInfo) -> Target:
+    """What a device is to be foretold as. A GPU of unknown compute capability is taken for a new one."""
+    if device.kind == "cpu":
+        return CPU
+    return OLD_CUDA if (0, 0) < device.capability < FLASH_CAPABILITY else CUDA
