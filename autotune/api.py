@@ -254,7 +254,8 @@ def _require_global_batch(config: Config, global_batch: int | None) -> None:
     if global_batch is not None and config.samples_per_step != global_batch:
         raise ConfigError(
             f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is {config.samples_per_step} "
-            f"samples per optimizer step, but the global batch is {global_batch}; leave accumulation_steps out of the config"
+            f"samples per optimizer step, but the global batch is {global_batch}; leave accumulation_steps out of the config, "
+            f"or ask for a global batch of {config.samples_per_step} (--global-batch {config.samples_per_step})"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,11 @@ class StepLoader:
 
 
 def prepare(
-    task: Task | str | Path, config: Mapping[str, Choice] | Config, *, device: str | Device = "auto"
+    task: Task | str | Path,
+    config: Mapping[str, Choice] | Config,
+    *,
+    device: str | Device = "auto",
+    global_batch: int | None = None,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
 
@@ -179,6 +183,7 @@ def prepare(
         task: a task, or the path of a `model.py`.
         config: a config dict; techniques it does not name are off, and the batch size is the task's baseline's.
         device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the process's current one, as it is in a probe.
+        global_batch: samples per optimizer step, in place of the task's own.
 
     Raises:
         TaskError: the model file or what one of its functions returns does not fit.
@@ -187,6 +192,8 @@ def prepare(
         UnsupportedError: a technique cannot be applied to this model on this device.
     """
     task = task if isinstance(task, Task) else load_task(task)
+    if global_batch is not None:
+        task = replace(task, global_batch=global_batch)
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is no config; expected a dict such as the config of a search's result")
     choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
@@ -195,7 +202,8 @@ def prepare(
         raise ConfigError(
             f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "
             f"{config.samples_per_step} samples per optimizer step, but the task's global batch is {task.global_batch}; "
-            "choose a batch_size that divides it and leave accumulation_steps out"
+            "choose a batch_size that divides it and leave accumulation_steps out, or give "
+            f"global_batch={config.samples_per_step}"
         )
     build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
     build.device.enter()

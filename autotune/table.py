@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from autotune.config import Choice, Config
 from autotune.errors import AutotuneError
 from autotune.outcome import Kind, Measurement, Outcome
+from autotune.rounds import round_effects
 
 MAGIC = "# autotune table, format 1"
 Z95 = 1.96
-POLISHES = 5  # of the fit of rounds and configs, which settles at once where every round holds every config
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -136,9 +136,7 @@ class Table:
 def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
     """What repeated probes say of each config. A config that failed once counts as failed.
 
-    What a round as a whole was faster or slower by (other samples, the machine's mood) is taken out first: with
-    log throughput = config + round, fitted by medians in turn (Tukey's median polish, Exploratory Data
-    Analysis, 1977, chapter 10).
+    What a round as a whole was faster or slower by (other samples, the machine's mood) is taken out first.
     """
     by_config = _by_config(rows)
     logs = {
@@ -146,7 +144,7 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
         for config, mine in by_config.items()
         if all(row.outcome.ok for row in mine)
     }
-    effects = _round_effects(logs)
+    effects = round_effects(logs)
     residuals = {
         config: [value - effects[number] for number, value in values.items()] for config, values in logs.items()
     }
@@ -187,18 +185,6 @@ def _noise(values: Iterable[Sequence[float]]) -> float:
     if not freedom:
         return math.inf
     return math.sqrt(sum((value - fmean(mine)) ** 2 for mine in repeated for value in mine) / freedom)
-
-
-def _round_effects(logs: Mapping[Config, Mapping[int, float]]) -> dict[int, float]:
-    """By how much each round's log throughputs are above the rest's; they add up to zero."""
-    numbers = sorted({number for values in logs.values() for number in values})
-    effects = dict.fromkeys(numbers, 0.0)
-    for _ in range(POLISHES):
-        levels = {c: median(value - effects[n] for n, value in values.items()) for c, values in logs.items()}
-        effects = {n: median(values[n] - levels[c] for c, values in logs.items() if n in values) for n in numbers}
-        level = fmean(effects.values()) if effects else 0.0
-        effects = {number: effect - level for number, effect in effects.items()}
-    return effects
 
 
 def start(path: Path, header: Header) -> None:

@@ -263,3 +263,13 @@ def test_all_techniques_at_once_train_like_plain_fp32():
         losses.append([float(session.step(copy.deepcopy(batch))) for _ in range(5)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_another_global_batch_than_the_tasks_own_can_be_prepared():
+    config = {"batch_size": 4, "accumulation_steps": 6}
+    with pytest.raises(ConfigError, match=r"is 24 samples .* global batch is 12;.* global_batch=24"):
+        prepare(task_of(global_batch=12), config, device="cpu")
+    session = prepare(task_of(global_batch=12), config, device="cpu", global_batch=24)
+    assert sum(len(x) for x, _ in next(iter(session.loader))) == 24
+    assert session.config.samples_per_step == session.task.global_batch == 24
+    assert prepare(task_of(global_batch=12), {"batch_size": 4}, device="cpu", global_batch=24).config == session.config

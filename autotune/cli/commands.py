@@ -57,15 +57,16 @@ def search(options: argparse.Namespace) -> int:
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
-    document = {"error": "interrupted before anything was measured"} if result is None else result.to_dict()
+    nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
+    document = nothing if result is None else result.to_dict()
+    if options.out:  # before it is printed: where this fails, the document that says so is the only one
+        _write(Path(options.out), export.document(document) + "\n")
     if options.json:
         print(export.document(document))
     elif result is not None:
         from autotune.report.text import render_result
 
         render_result(result, _console(), model=options.model)
-    if options.out:
-        _write(Path(options.out), export.document(document) + "\n")
     return code
 
 

@@ -1,41 +1,86 @@
-"""Run a command and turn what it raises into an exit code."""
+"""Run a command, and turn whatever it raises into an exit code, a message and, with `--json`, a document."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from autotune.cli.parser import build_parser
+from autotune.cli.parser import UsageError, build_parser
 from autotune.errors import AutotuneError
 
 ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
+_NEXT_STEPS = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space within your quota",
+    errno.EACCES: "change its permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code; usage errors exit with 2 from within argparse."""
-    options = build_parser().parse_args(arguments)
-    from autotune.cli import commands
-
+    """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        return commands.COMMANDS[options.command](options)
-    except KeyboardInterrupt:
-        print("autotune: interrupted", file=sys.stderr)
-        if getattr(options, "json", False):
-            print(json.dumps({"error": "interrupted", "exit_code": INTERRUPTED}))
-        return INTERRUPTED
+        options = build_parser().parse_args(given)
+    except UsageError as error:
+        return _fail(error, as_json="--json" in given)
+    code = ANSWERED
+    try:
+        from autotune.cli import commands
+
+        code = commands.COMMANDS[options.command](options)
+        sys.stdout.flush()  # a full disk would show only when Python ends, and change the exit code
+        return code
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ANSWERED
-    except AutotuneError as error:
-        if options.debug:
-            raise
-        code = commands.exit_code(error)
-        if error.frames:
+        _discard_stdout()
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        return _fail(error, as_json=getattr(options, "json", False), debug=options.debug)
+
+
+def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
+    """Say what went wrong, on stderr and, with `as_json`, as the document on stdout. Returns the exit code."""
+    code, message = _verdict(error)
+    with contextlib.suppress(OSError):  # nobody may be reading it
+        if debug or not isinstance(error, AutotuneError | OSError | KeyboardInterrupt):
+            traceback.print_exception(error)
+        if isinstance(error, AutotuneError) and error.frames:
             frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
             print(f"In your code (most recent call last):\n{frames}", file=sys.stderr)
-        print(f"autotune: {error}", file=sys.stderr)
-        if getattr(options, "json", False):
-            print(json.dumps({"error": str(error), "exit_code": code}))
-        return code
+        print(f"autotune: {message}", file=sys.stderr)
+    try:
+        if as_json:
+            print(json.dumps({"error": message, "exit_code": code}))
+        sys.stdout.flush()
+    except OSError:  # it was stdout that failed
+        _discard_stdout()
+    return code
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message of an exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, UsageError):
+        return USAGE, str(error)
+    if isinstance(error, AutotuneError):
+        from autotune.cli.commands import exit_code
+
+        return exit_code(error), str(error)
+    if isinstance(error, OSError):
+        what = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+        next_step = _NEXT_STEPS.get(error.errno or 0, "put that right (--debug shows where it arose)")
+        return USAGE, f"{what}; {next_step}, and run the same command again: a study goes on where it stopped"
+    what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
+    return USAGE, f"{what}; this is a fault of autotune itself: please report it with the traceback above"
+
+
+def _discard_stdout() -> None:
+    """Send stdout nowhere: Python writes what is left of it when it ends, and would exit with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune import __version__
+from autotune.errors import AutotuneError
 from autotune.units import parse_bytes, parse_fraction, parse_seconds
 
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 
 
+class UsageError(AutotuneError):
+    """The command line is not one of ours."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse's own ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command; `command` in the result names the one that was given."""
-    parser = argparse.ArgumentParser(
+    """The parser of every command; `command` in the result names the one that was given. It raises UsageError."""
+    parser = _Parser(
         prog="autotune",
         description="Find the fastest way to train a PyTorch model on this machine, by really training it.",
         epilog=EXIT_CODES,

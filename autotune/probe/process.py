@@ -162,6 +162,14 @@ class ProcessProber:
         return traces.merged(Traces(target=target, failures=dict.fromkeys(plan.without(traces).labels(), why)))
 
     def _start(self) -> None:
+        self._import_log = self._logs / "import.log"
+        try:
+            log = self._import_log.open("wb")
+        except OSError as error:
+            raise StudyError(
+                f"the log {self._import_log} cannot be written: {error.strerror}; expected a file that may be "
+                "written, on a disk with room: put that right and run again"
+            ) from error
         ours, theirs = socket.socketpair()
         environment = dict(os.environ)
         blas_threads = 0
@@ -174,8 +182,7 @@ class ProcessProber:
             "fork": self._fork,
             "parent": os.getpid(),
         }
-        self._import_log = self._logs / "import.log"
-        with self._import_log.open("wb") as log:
+        with log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.probe.supervisor", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
@@ -239,7 +246,7 @@ class ProcessProber:
             self._start()
         log = self._logs / f"{self._num_jobs:04d}-{job}.log"
         self._num_jobs += 1
-        log.unlink(missing_ok=True)
+        log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
         request = {
             "job": job,
             "arguments": arguments,

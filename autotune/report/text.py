@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -11,12 +10,14 @@ from rich.text import Text
 
 from autotune.config import Choice
 from autotune.report.figures import counts, interval, measured_rate, plural, times
-from autotune.report.words import as_json, as_python, describe, describe_choice
-from autotune.tuning.result import Check, Measured, Result
+from autotune.report.run_it import python_lines, verify_command
+from autotune.report.words import as_python, describe, describe_choice
+from autotune.tuning.result import Check, Dropped, Measured, Result
 from autotune.units import format_bytes, format_seconds
 
 MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make a wider dict
 FRONT_NOTE = "what nothing beats in both"
+ROLE_STYLES = {"answer": "bold green", "baseline": "cyan", "dropped": "yellow"}
 
 
 def render_result(result: Result, console: Console, *, model: str = "model.py") -> None:
@@ -24,7 +25,8 @@ def render_result(result: Result, console: Console, *, model: str = "model.py") 
 
     Args:
         console: where to; its width is kept to, except in the command line that is there to be copied.
-        model: the model file, as the user named it, for the lines that show how to run the answer.
+        model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
+            built in Python.
     """
     console.print()
     limit = (
@@ -98,7 +100,8 @@ def _verdict_and_figures(result: Result, console: Console) -> None:
         paragraph(
             console,
             Text(
-                "Not confirmed: the search ended before a play-off, so each figure is of one process.", style="yellow"
+                "Not confirmed: the search ended before a round of the play-off did, so each figure is of one process.",
+                style="yellow",
             ),
         )
     heading(console, "Recommended config", "whatever is not named is off")
@@ -110,7 +113,7 @@ def _verdict_and_figures(result: Result, console: Console) -> None:
 def _verdict(result: Result) -> tuple[str, str]:
     if result.baseline is None or result.speedup is None:
         return (
-            "This config runs; the baseline does not run within the memory limit, so there is no speed-up to state.",
+            "This config runs; the baseline did not, so there is no speed-up to state. The warnings say why.",
             "green",
         )
     if result.config == result.baseline.config:
@@ -130,15 +133,18 @@ def _verdict(result: Result) -> tuple[str, str]:
 
 
 def _comparison(result: Result, console: Console) -> None:
-    """The answer beside the baseline and the other finalists."""
+    """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
     others = [
         m
         for m in result.finalists
         if m.config != result.config and not (result.baseline and m.config == result.baseline.config)
     ]
+    failed = [other for other in others if isinstance(other, Dropped)]
+    ran = [other for other in others if not isinstance(other, Dropped)]
     rows = [
         ("answer", _answer(result)),
-        *((f"{place}.", other) for place, other in enumerate(_by_speed(others), start=2)),
+        *((f"{place}.", other) for place, other in enumerate(_by_speed(ran), start=2)),
+        *(("dropped", other) for other in failed),
     ]
     if result.baseline and result.baseline.config != result.config:
         rows.append(("baseline", result.baseline))
@@ -150,12 +156,12 @@ def _comparison(result: Result, console: Console) -> None:
     for role, measured in rows:
         made.add_row(
             "",
-            Text(role, style="bold green" if role == "answer" else "cyan" if role == "baseline" else "dim"),
-            measured_rate(measured),
-            format_seconds(measured.step_s),
-            format_bytes(measured.peak_bytes),
+            Text(role, style=ROLE_STYLES.get(role, "dim")),
+            *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
             str(measured.num_processes),
-            Text(describe(measured.config)),
+            Text.assemble(
+                describe(measured.config), (f"  {measured.dropped}" if isinstance(measured, Dropped) else "", "yellow")
+            ),
         )
     console.print(made)
     usable = result.memory_limit_bytes * (1 - result.headroom)
@@ -164,6 +170,10 @@ def _comparison(result: Result, console: Console) -> None:
         console,
         Text(f"The answer's peak is {share:.0%} of the limit; up to {format_bytes(usable)} was allowed.", style="dim"),
     )
+
+
+def _figures(measured: Measured) -> tuple[str, str, str]:
+    return measured_rate(measured), format_seconds(measured.step_s), format_bytes(measured.peak_bytes)
 
 
 def _answer(result: Result) -> Measured:
@@ -250,11 +260,11 @@ def _ratio(ratio: float | None, *, more_is_better: bool) -> Text:
 
 def _cost(result: Result, console: Console) -> None:
     heading(console, "The search")
-    outside = 1 - result.train_s / result.wall_s if result.wall_s else 0.0
     paragraph(
         console,
-        f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in {format_seconds(result.wall_s)}, "
-        f"{max(outside, 0.0):.0%} of it outside training steps. Kept in {result.storage.removeprefix('sqlite:///')}.",
+        f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
+        f"of them in training steps; this search took {format_seconds(result.wall_s)}. "
+        f"Kept in {result.storage.removeprefix('sqlite:///')}.",
     )
 
 
@@ -271,10 +281,7 @@ def _warnings(result: Result, console: Console) -> None:
 def _usage(result: Result, console: Console, model: str) -> None:
     """How to run the answer. The command is one line however narrow the console is, so that it can be copied."""
     heading(console, "Run it")
-    paragraph(
-        console,
-        f'session = autotune.prepare("{model}", config)\nfor batch in session.loader:\n    loss = session.step(batch)',
-    )
-    console.print()
-    command = shlex.join(["autotune", "verify", model, "--config", as_json(result.config), "--steps", "100"])
-    console.print(Text(f"  {command}"), soft_wrap=True)
+    paragraph(console, python_lines(model, result.asked, width=console.width - 2))
+    if command := verify_command(result.config, model, result.asked):
+        console.print()
+        console.print(Text(f"  {command}"), soft_wrap=True)

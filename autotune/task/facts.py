@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from autotune.task.task import Task
 
+NUM_FIRST = 16  # samples of which the widest stands for the training set: of unequal ones it shows where they are cut
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts:
@@ -30,6 +32,8 @@ class TaskFacts:
         has_batchnorm: the micro batch is part of what is learned.
         batchnorm_modules: names of the batch normalisation modules.
         baseline: what the user runs today, as a partial config dict; None when not given.
+        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`: two samples of
+            `make_batch`, else twice the widest of the training set's first ones; empty where it is another each time.
         widest: positions of up to 512 sampled members of the training set, the widest first.
         warnings: what the user should know about how the task was read.
     """
@@ -44,6 +48,7 @@ class TaskFacts:
     batchnorm_modules: tuple[str, ...]
     global_batch: int | None
     baseline: dict[str, Choice] | None
+    batch: tuple[str, ...]
     widest: tuple[int, ...]
     warnings: tuple[str, ...] = ()
 
@@ -85,9 +90,33 @@ def gather_facts(task: Task) -> TaskFacts:
         batchnorm_modules=batchnorm,
         global_batch=task.global_batch,
         baseline=None if task.baseline is None else dict(task.baseline),
+        batch=_shapes(task, dataset),
         widest=widest,
         warnings=tuple(warnings),
     )
+
+
+def _small_batch(task: Task, dataset: Any) -> Any:
+    """The same one each time: which samples are the widest of all depends on how many could be looked at in time."""
+    if task.make_batch is not None:
+        with user_code("your make_batch(2)"):
+            return task.batch(2)
+    from torch.utils.data import default_collate
+
+    count = min(NUM_FIRST, len(task.widest()))
+    with user_code("making a batch of two samples of your train_dataset"):
+        first = samples.widest_samples(dataset, range(count), count)
+        return (task.collate_fn or default_collate)([max(first, key=samples.width)] * 2)
+
+
+def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
+    from autotune.batches import tensors
+
+    found, again = (
+        tuple(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors(_small_batch(task, dataset)))
+        for _ in range(2)
+    )
+    return found if found == again else ()
 
 
 def check_task(task: Task, device: torch.device) -> None:

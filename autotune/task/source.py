@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from autotune.errors import TaskError
@@ -18,6 +19,7 @@ from autotune.task.usercode import is_user_file, user_code
 _PLAIN = frozenset(
     {"global_batch", "baseline", "max_grad_norm", "name"}
 )  # may differ from the model file's and travel beside it
+_STARTUP = ("sitecustomize", "usercustomize")  # in every process of an environment, e.g. of an editor's console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,17 @@ class TaskSource:
         here = os.path.join(os.getcwd(), "")
         return self.path.removeprefix(here)
 
+    @property
+    def spec(self) -> str:
+        """What names the task to a command and to `prepare`: `model.py` or `model.py:task`.
+
+        Empty for a task that was built in Python, or changed there beyond what a config and `--global-batch` say.
+        """
+        changed = {name for name, value in self.overrides.items() if name != "global_batch" or value is None}
+        if not self.path or not changed <= {"baseline", "name"}:
+            return ""
+        return f"{self.label}:{self.attribute}" if self.attribute else self.label
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; `from_dict` reverses it."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -147,29 +160,50 @@ def origin_of(task: Task, source: TaskSource, warnings: tuple[str, ...] = ()) ->
 def source_hash(task: Task | TaskSource) -> str:
     """A sha256 that changes with the task's code: 64 hexadecimal digits.
 
-    For a model file it covers the file and the modules of its folder tree that this process has imported, so that it is
-    stable between runs where it is taken at the same point. For a Task built in Python it covers the pickled bytes,
-    which another Python process may write differently.
+    It covers the model file (for a Task built in Python the pickled bytes, which another Python process may write
+    differently) and the user's own modules that this process has imported, wherever they lie; so it is stable between
+    processes that load the task alone, where it is taken at the same point. The standard library, installed packages
+    and this one are left to their versions.
     """
     source = TaskSource.of(task) if isinstance(task, Task) else task
-    digest = hashlib.sha256(f"{source.attribute}\0".encode())
-    if not source.path:
-        digest.update(source.pickled)
-        return digest.hexdigest()
-    folder = Path(source.path).resolve().parent
-    files = {Path(source.path).resolve(), *_imported_files(folder)}
-    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files if file.is_file()):
+    digest = hashlib.sha256(f"{source.attribute}\0".encode() + source.pickled)
+    for name, file in sorted(_files(source).items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _imported_files(folder: Path) -> Iterator[Path]:
-    """Source files below `folder` (resolved) of the modules imported so far, the user's own."""
-    inside = os.path.join(folder, "")
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.startswith(inside) and file.endswith(".py") and is_user_file(file):
-            yield Path(file)
+def _files(source: TaskSource) -> dict[str, Path]:
+    """The files of a task's code: those below the model file's folder by their path from there, others by module name."""
+    model = Path(source.path).resolve() if source.path else None
+    files = {} if model is None else {model.name: model}
+    for name, file in _imported_files():
+        if model is not None and file.is_relative_to(model.parent):
+            files[file.relative_to(model.parent).as_posix()] = file
+        else:
+            files[name] = file
+    return files
+
+
+def _imported_files() -> Iterator[tuple[str, Path]]:
+    """Name and file of the modules imported so far that are the user's own, without what is no part of the task."""
+    from autotune.task.loading import loaded_modules
+
+    others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}
+    for name, module in list(sys.modules.items()):
+        package = sys.modules.get(name.partition(".")[0], module)
+        # installed packages write modules, too, into caches: torch.compile its kernels
+        if name not in others and _is_users(module) and (_file(package) is None or _is_users(package)):
+            yield name, Path(str(_file(module))).resolve()
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = _file(module)
+    return file is not None and is_user_file(file) and os.path.isfile(file)
+
+
+def _file(module: ModuleType) -> str | None:
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) else None
 
 
 def _pickle(task: Task) -> bytes:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any
 
-from autotune import techniques
 from autotune.config import Choice, Config
 from autotune.errors import AutotuneError
-from autotune.outcome import Kind, Outcome
+from autotune.outcome import Outcome
 from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProbeFault, ProcessProber
+from autotune.probe.process import ProcessProber
 from autotune.tuning import explain
 from autotune.tuning.events import Listener, Note
+from autotune.tuning.exactness import Exactness, to_compare
 from autotune.tuning.loop import Loop
-from autotune.tuning.playoff import Standing
+from autotune.tuning.playoff import Standing, failure
 from autotune.tuning.result import Check, Measured, Result
 from autotune.units import format_bytes
 
-CHECK_BATCH_SIZE = 4
-BATCHNORM_CHECK_SIZE = 64
-MIN_CHECK_S = 10.0
 FEW_ROUNDS = 2  # of the play-off
-MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 BATCH_RULES = (
     "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
@@ -56,7 +51,7 @@ class Recommender:
         interrupted: Callable[[], bool],
     ) -> None:
         self.loop = loop
-        self.prober = prober
+        self.exactness = Exactness(loop, prober, inspection)
         self.inspection = inspection
         self.listener = listener
         self.warnings = warnings
@@ -78,7 +73,7 @@ class Recommender:
         except KeyboardInterrupt:  # the second one: the running probe is killed
             killed = True
             result = self._result(None)
-        if result is not None:
+        if result is not None and (result.confirmed or not self._confirmed_before()):
             loop.store.set_attribute("result", result.to_dict())
             loop.store.set_attribute("warnings", list(result.warnings))
         if killed or self.interrupted():
@@ -87,13 +82,10 @@ class Recommender:
         return result
 
     def _run(self) -> Standing | None:
-        """Loop, checks and play-off; None when the user interrupted before the play-off."""
+        """Loop, checks and play-off; None when no round of it was completed: by the user's wish, or for want of time."""
         loop = self.loop
-        for key, reason in loop.store.attributes().get("exactness", {}).items():
-            name, _, text = key.partition("=")
-            choice = next((c for c in loop.space.choices[name] if str(c) == text), None)
-            if reason and choice is not None:
-                self._leave_out(name, choice, reason)
+        for name, choice, reason in self.exactness.known_failures():
+            self._leave_out(name, choice, reason)
         loop.measure_baseline(given=self.inspection.baseline_given)
         loop.explore()
         loop.undo_changes()
@@ -103,13 +95,13 @@ class Recommender:
             return None
         if loop.best is None:
             raise NothingFeasible(explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes))
-        standing = loop.run_play_off()
-        if self.interrupted() or standing.answer is not None:
+        standing = loop.run_play_off(self._may_come_in)
+        if standing is not None and standing.answer is not None:
             return standing
-        if any(entrant.dropped for entrant in standing.entrants):
-            raise NothingFeasible(
-                "none of the best configs ran through a second time; leave more room with --headroom 15%"
-            )
+        if self.interrupted():
+            return None
+        if standing is not None or loop.best is None:
+            raise NothingFeasible(explain.none_again(loop.failed_again, loop.space.baseline, loop.objective))
         self.warn(
             "no round of the play-off fitted into the time, so the answer is not confirmed; give a larger --budget"
         )
@@ -121,47 +113,44 @@ class Recommender:
 
     def _drop_inexact(self) -> bool:
         """Take every exact technique of the finalists out of the space that is not exact on this model; whether there was one."""
-        known: dict[str, str] = self.loop.store.attributes().get("exactness", {})
         dropped = False
         for config in self.loop.finalists():
-            for name, choice in config.differences(self.loop.space.baseline).items():
-                technique = techniques.REGISTRY[name]
-                checked = technique.exact and technique.phase is not techniques.Phase.LOADER and choice != technique.off
-                if not checked or name == "accumulation_steps" or self.interrupted():
-                    continue
-                key = f"{name}={choice}"
-                if key not in known and self.loop.elapsed_s > self.loop.budget_s:
-                    continue
-                if key not in known:
-                    known[key] = self._check_failure(techniques.complete({name: choice}))
-                if known[key] and choice in self.loop.space.choices[name]:
-                    self._leave_out(name, choice, known[key])
+            for name, choice in to_compare(config, self.loop.space.baseline):
+                if self.interrupted():
+                    return dropped
+                found = self.exactness.of(name, choice)
+                if found.exact is None:
+                    self.warn(
+                        f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
+                        f"{found.reason}; {found.remedy}"
+                    )
+                elif not found.exact and choice in self.loop.space.choices[name]:
+                    self._leave_out(name, choice, found.reason)
                     dropped = True
-        self.loop.store.set_attribute("exactness", known)
         return dropped
 
+    def _may_come_in(self, config: Config) -> bool:
+        """Whether a config may come in for a finalist that failed: each of its exact techniques is exact on this model.
+
+        A finalist is taken, with a warning, where that cannot be told; what only comes in for one is not.
+        """
+        for name, choice in to_compare(config, self.loop.space.baseline):
+            found = self.exactness.of(name, choice)
+            if found.exact is False and choice in self.loop.space.choices[name]:
+                self._leave_out(name, choice, found.reason)
+            if not found.exact or self.interrupted():
+                return False
+        return True
+
+    def _confirmed_before(self) -> bool:
+        """Whether the study holds an answer that a play-off confirmed: one that none has confirmed does not replace it."""
+        return bool(self.loop.store.attributes().get("result", {}).get("confirmed"))
+
     def warn(self, text: str) -> None:
-        """Tell the user, now and with the answer."""
-        self.warnings.append(text)
-        self.listener.on(Note(text=text, warning=True))
-
-    def _check_failure(self, config: Config) -> str:
-        """Why a config is not exact on this model; empty when it is, or when memory or time do not suffice to compare."""
-        check = self._check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * self.loop.budget_s))
-        if isinstance(check, Outcome):
-            inconclusive = check.kind in (Kind.OOM, Kind.TIMEOUT)
-            return "" if inconclusive else f"it did not run ({check.kind}: {check.cause})"
-        return "" if check.passed else check.reason
-
-    def _check(self, config: Config, timeout_s: float) -> Check | Outcome:
-        """Run the checks in a process of their own, within the time that is left."""
-        settings = self.loop.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, self.loop.left_s)))
-        small = not self.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
-        size = CHECK_BATCH_SIZE if small else min(BATCHNORM_CHECK_SIZE, self.loop.space.baseline.samples_per_step)
-        try:
-            return self.prober.check(config, settings, size)
-        except ProbeFault as fault:
-            return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
+        """Tell the user, now and with the answer; what was said is not said again."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self.listener.on(Note(text=text, warning=True))
 
     def _result(self, standing: Standing | None) -> Result | None:
         loop = self.loop
@@ -178,9 +167,12 @@ class Recommender:
         if speedup is not None and answer != loop.space.baseline:
             verdict = "faster" if speedup[1] > 1 else "slower" if speedup[2] < 1 else "same"
         checks = self._checks(answer) if standing is not None else ()
-        self._collect_warnings(
-            answer, baseline, confirmed.outcomes.values() if confirmed else [loop.best[1]] if loop.best else []
-        )
+        if baseline is None:
+            self.warn(f"there is no speed-up to state, since the baseline did not run: {self._baseline_failure()}")
+        if confirmed is None and self._confirmed_before():
+            self.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
+        outcomes = confirmed.outcomes.values() if confirmed else [loop.best[1]] if loop.best else []
+        self._collect_warnings(answer, outcomes)
         if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
             self.warn(
                 f"only {standing.num_rounds} round(s) of the play-off fitted into the budget; "
@@ -188,10 +180,11 @@ class Recommender:
             )
         of_answer = [outcome for config, outcome in loop.known() if config == answer and outcome.measurement]
         found = of_answer[-1].measurement if of_answer else None
-        entrants = [e for e in (standing.entrants if standing else ()) if any(o.ok for o in e.outcomes.values())]
-        finalists = tuple(entrant.measured() for entrant in entrants)
-        known = explain.figures(probed, (*finalists, baseline) if baseline is not None else finalists)
+        played = [entrant for entrant in (standing.entrants if standing else ()) if entrant.outcomes]
+        ran = [entrant.measured() for entrant in played if not entrant.failed]
+        ran += [standing.baseline.measured()] if standing is not None and standing.baseline is not None else []
         all_probes = loop.store.probed()
+        known = explain.figures(all_probes, ran)
         return Result(
             config=answer.as_dict(),
             samples_per_s=measured.samples_per_s,
@@ -205,18 +198,19 @@ class Recommender:
             verdict=verdict,
             objective=loop.objective.name,
             confirmed=confirmed is not None,
-            finalists=finalists,
+            finalists=tuple(entrant.finalist() for entrant in played),
             front=explain.front(known),
-            effects=explain.effects(answer, loop.space.baseline, known),
+            effects=explain.effects(answer, loop.space.baseline, explain.figures(probed, ())),
             checks=checks,
             limit=explain.limiting(answer, found, probed, loop.objective) if found else "",
             outcomes=dict(Counter(str(probe.outcome.kind) for probe in all_probes)),
             probes=len(all_probes),
             wall_s=loop.elapsed_s,
-            train_s=loop.train_s,
+            train_s=sum(_train_s(probe.outcome) for probe in all_probes),
             storage=loop.store.place.storage,
             study=loop.store.place.study,
             device=self.inspection.device.name,
+            asked=loop.store.attributes().get("asked", {}),
             warnings=tuple(dict.fromkeys(self.warnings)),
         )
 
@@ -230,6 +224,7 @@ class Recommender:
         if (
             standing is not None
             or found is None
+            or self.loop.space.baseline in self.loop.failed_again
             or self.loop.baseline is None
             or not self.loop.objective.feasible(self.loop.baseline)
         ):
@@ -240,18 +235,17 @@ class Recommender:
         return measured, (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)
 
     def _baseline_failure(self) -> str:
-        outcome = self.loop.baseline
-        if outcome is None:
-            return "it was not measured"
-        if outcome.ok:
-            return "it needs more than the memory limit less headroom"
-        return f"{outcome.kind}, {outcome.cause}"
+        """Why there are no figures of the baseline."""
+        again = self.loop.failed_again.get(self.loop.space.baseline)
+        if again is not None:
+            return f"in the play-off, {failure(again)}"
+        return failure(self.loop.baseline) if self.loop.baseline is not None else "it was not measured"
 
     def _checks(self, answer: Config) -> tuple[Check, ...]:
         """Checks G, B and N of the answer on the user's own model, at a small batch."""
         if self.interrupted():
             return ()
-        check = self._check(answer, self.loop.settings.timeout_s)
+        check = self.exactness.check(answer, self.loop.settings.timeout_s)
         if isinstance(check, Outcome):
             self.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
             return ()
@@ -259,9 +253,8 @@ class Recommender:
             self.warn(f"the answer's gradients differ from plain fp32: {check.reason}")
         return (check,)
 
-    def _collect_warnings(self, answer: Config, baseline: Measured | None, outcomes: Any) -> None:
-        if baseline is None:
-            self.warn(f"there is no speed-up to state, since the baseline does not run: {self._baseline_failure()}")
+    def _collect_warnings(self, answer: Config, outcomes: Iterable[Outcome]) -> None:
+        outcomes = list(outcomes)
         if not self.inspection.baseline_given:
             self.warn(
                 f"the model file states no BASELINE, so plain fp32 with batch {self.loop.space.baseline.batch_size} was taken "
@@ -282,3 +275,7 @@ class Recommender:
             )
         if any(o.measurement and o.measurement.disturbances for o in outcomes):
             self.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
+
+
+def _train_s(outcome: Outcome) -> float:
+    return outcome.measurement.train_s if outcome.measurement else outcome.train_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from optuna.distributions import BaseDistribution
@@ -34,6 +34,8 @@ class CostModelSampler(BaseSampler):
         admissible: whether a config may be probed now (not measured before, not ruled out).
         peaks: traced peaks, or None where the model cannot be traced.
         outside_bytes: what a probe's process holds before it builds the model.
+        forgiven: numbers of trials that are left out: what failed in them is worth another try, and would else be held
+            against all that is like it.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class CostModelSampler(BaseSampler):
         peaks: PeakSource | None,
         outside_bytes: int,
         seed: int,
+        forgiven: Collection[int] = (),
     ) -> None:
         self.space = space
+        self._forgiven = forgiven
         self._admissible = admissible
         time_model = TimeModel(space, variety=peaks.variety if peaks is not None else None)
         self._advisor = Advisor(space, objective, time_model, MemoryModel(peaks, outside_bytes, space), seed)
@@ -93,11 +97,11 @@ class CostModelSampler(BaseSampler):
         return self._advisor.ranked(self._probes(study))
 
     def _probes(self, study: Study) -> list[tuple[Config, Outcome]]:
-        """Every finished probe but the play-off's, whose machine may have become slower or faster since."""
+        """Every finished probe but the forgiven and the play-off's, whose machine may have become slower or faster since."""
         for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
             if trial.number not in self._outcomes and trial.user_attrs.get("stage") != "play-off":
                 self._outcomes[trial.number] = _config(trial), Outcome.from_dict(trial.user_attrs["outcome"])
-        return [self._outcomes[number] for number in sorted(self._outcomes)]
+        return [self._outcomes[number] for number in sorted(self._outcomes) if number not in self._forgiven]
 
 
 def _config(trial: FrozenTrial) -> Config:

@@ -9,22 +9,35 @@ from statistics import fmean
 from autotune.config import Config
 from autotune.outcome import Kind, Measurement, Outcome
 from autotune.tuning.front import pareto_front
+from autotune.tuning.history import since_last_search
 from autotune.tuning.objective import Objective
+from autotune.tuning.playoff import failure
 from autotune.tuning.result import Effect, Measured
 from autotune.tuning.study import Probed
 from autotune.units import format_bytes
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
+OWN_STUDY = "with a study of its own (--study NAME)"  # none is resumed with another limit or headroom
+MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
 
 
 def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
-    """What is known of every feasible config: the play-off's figures where it took part, else its one probe's."""
-    found = {
-        probe.config: measured_once(probe.config, probe.outcome.measurement)
-        for probe in probed
-        if probe.feasible and probe.outcome.measurement
-    }
+    """What is known of every config that was feasible each time: the play-off's figures where it took part, else its one probe's.
+
+    Args:
+        probed: every probe of the study, those of play-offs included.
+        confirmed: who ran through in the play-off.
+    """
+    probes_of: dict[Config, list[Probed]] = {}
+    for probe in probed:
+        probes_of.setdefault(probe.config, []).append(probe)
+    found = {}
+    for config, probes in probes_of.items():
+        counted = since_last_search(probes)
+        measurement = counted[0].outcome.measurement
+        if measurement and all(probe.feasible for probe in counted):
+            found[config] = measured_once(config, measurement)
     return found | {Config(tuple(measured.config.items())): measured for measured in confirmed}
 
 
@@ -93,14 +106,14 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objec
         and probe.config.batch_size < answer.batch_size
         and _differ(probe.config, answer) == ["batch_size"]
     ]
-    larger_failed = any(
-        not probe.feasible
+    larger_does_not_fit = any(
+        (probe.outcome.kind is Kind.OOM or objective.beyond_memory(probe.outcome))
         and probe.config.batch_size > answer.batch_size
         and _differ(probe.config, answer) == ["batch_size"]
         for probe in probed
     )
     growing = any(found.samples_per_s > GROWING * measurement.samples_per_s for measurement in slower)
-    if larger_failed and growing:
+    if larger_does_not_fit and growing:
         return f"Memory: throughput still rises with the batch, and a larger one does not fit {format_bytes(objective.usable_bytes)}."
     utilization = found.telemetry.get("gpu_utilization")
     if utilization is not None and utilization < 70:
@@ -129,16 +142,40 @@ def no_fit(probed: Sequence[Probed], limit_bytes: int) -> str:
     if over:
         return (
             f"the smallest config that ran needs {format_bytes(min(over))} of a limit of {format_bytes(limit_bytes)} less headroom; "
-            "raise --memory-limit, lower --headroom, or make the model or the sample smaller"
+            f"raise --memory-limit or lower --headroom, {OWN_STUDY}, or make the model or the sample smaller"
         )
     if kinds <= {Kind.OOM}:
         return (
-            f"{describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
+            f"{describe_shortage(failed, limit_bytes)}; raise --memory-limit, {OWN_STUDY}, "
+            "or make the model or the sample smaller"
         )
     listed = "; ".join(
         sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
     )
     return f"no config ran through ({listed}); `autotune probe` runs one and shows its log"
+
+
+def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Objective) -> str:
+    """Why the play-off left no answer, and what to try.
+
+    Args:
+        failed: what ran in the search and did not in the play-off.
+    """
+    causes = "; ".join(f"{_named(config, baseline)}: {failure(outcome)}" for config, outcome in failed.items())
+    kinds = {Kind.OOM if objective.beyond_memory(outcome) else outcome.kind for outcome in failed.values()}
+    remedies = []
+    if Kind.OOM in kinds:
+        remedies.append(f"leave more room with --headroom {min(objective.headroom + MORE_ROOM, 0.5):.0%}, {OWN_STUDY}")
+    if Kind.TIMEOUT in kinds:
+        remedies.append("give probes longer with --probe-timeout")
+    if kinds - {Kind.OOM, Kind.TIMEOUT}:
+        remedies.append("`autotune probe` runs one config and shows its log")
+    return f"none of the best configs ran through again in the play-off ({causes}); {', or '.join(remedies)}"
+
+
+def _named(config: Config, baseline: Config) -> str:
+    changes = config.differences(baseline)
+    return ", ".join(f"{name}={c}" for name, c in changes.items() if name != "accumulation_steps") or "the baseline"
 
 
 def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:

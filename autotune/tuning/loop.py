@@ -15,8 +15,10 @@ from autotune.predict.memory import PeakSource
 from autotune.probe.prober import Prober
 from autotune.probe.process import ProbeFault
 from autotune.probe.settings import ProbeSettings
+from autotune.tuning import finalists
 from autotune.tuning.cost_model import CostModelSampler
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
+from autotune.tuning.history import what_stands
 from autotune.tuning.objective import Objective
 from autotune.tuning.options import COST_MODEL
 from autotune.tuning.playoff import Standing, play_off
@@ -29,19 +31,11 @@ from autotune.tuning.walls import MemoryWalls
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
-NUM_FINALISTS = 3
 LIKELY = 0.5
-SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
-SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
-NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
 PLAY_OFF_INTERVAL = 0.01
 PLAY_OFF_MIN_TIMED_S = 0.5
-WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
-FEWEST_ROUNDS = 2  # without a second round there is no interval between processes,
-FEWEST_ROUNDS_OVERRUN = 1.2  # which is worth this much of the budget
-MAX_PLAY_OFF_SHARE = 0.4  # of the budget
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 
 
@@ -77,7 +71,6 @@ class Loop:
     outside_bytes: int
     starting: Callable[..., list[tuple[Config, str]]] = starting_configs
     wall_s: list[float] = field(default_factory=list)
-    train_s: float = 0.0
     best: tuple[Config, Outcome] | None = None
     baseline: Outcome | None = None
     _faults: int = 0
@@ -86,17 +79,32 @@ class Loop:
     def __post_init__(self) -> None:
         self._deadline_s = self.budget_s + self.settings.timeout_s  # a search takes its budget and one time-out at most
         self._known: dict[Config, Outcome] = {}
-        self._cost_model = self._new_cost_model()
+        self._forgiven: set[int] = set()  # numbers of trials that failed in an earlier search and are worth another try
+        self.failed_again: dict[Config, Outcome] = {}  # what ran in the search, and did not in the play-off
         self._walls = MemoryWalls(self.peaks)
-        for probe in self.store.probed():
-            gave_up_early = probe.outcome.kind is Kind.TIMEOUT and probe.outcome.wall_s < 0.9 * self.settings.timeout_s
-            if probe.config == self.space.baseline and gave_up_early:
-                continue  # this run has more patience
-            if probe.stage != "play-off":
-                self.wall_s.append(probe.outcome.wall_s)
-                self._learn(probe.config, probe.outcome)
-        if self.baseline is not None:
-            self._expect_like(self.baseline)
+        self._resume(self.probed())
+        self._cost_model = self._new_cost_model()
+
+    def _resume(self, probes: list[Probed]) -> None:
+        """Learn what the study knows, but for what is worth another try.
+
+        What other workers of a shared study found before this one started cannot be told from the study's past: at the
+        worst, each worker tries once more what failed in another.
+        """
+        baselines = [self.space.baseline, *(probe.config for probe in probes if probe.stage == "baseline")]
+        found: dict[Config, list[Probed]] = {config: [] for config in baselines}  # the others are held against these
+        for probe in probes:
+            found.setdefault(probe.config, []).append(probe)
+        for config, past in found.items():
+            outcomes = [probe.outcome for probe in past]
+            stands = what_stands(outcomes, self.settings.timeout_s, baseline=config in baselines) if past else None
+            if stands is None:
+                self._forgiven |= {probe.number for probe in past}
+                continue
+            self.wall_s += [outcome.wall_s for outcome in outcomes]
+            self._learn(config, stands)
+            if config in baselines:
+                self._expect_like(stands)
 
     @property
     def left_s(self) -> float:
@@ -111,7 +119,7 @@ class Loop:
     def measure_baseline(self, *, given: bool) -> None:
         """Probe the baseline; one that the user did not state is halved until it fits."""
         while True:
-            self._probe_once(self.space.baseline, "baseline", "what you run today" if given else "plain fp32")
+            self._probe_baseline("what you run today" if given else "plain fp32")
             outcome = self._known.get(self.space.baseline)
             too_large = outcome is not None and (outcome.kind is Kind.OOM or self.objective.beyond_memory(outcome))
             smaller = self.space.with_smaller_baseline()
@@ -123,6 +131,14 @@ class Loop:
         if self.baseline is not None and self.baseline.ok:
             self.objective = self.objective.with_baseline(self.baseline)
             self._expect_like(self.baseline)
+            self._choose_best()  # a study may know others from before
+
+    def _probe_baseline(self, reason: str) -> None:
+        """Probe it, once more after each fault of the machinery: without it nothing bounds the time of the others."""
+        faults = None
+        while self._faults != faults:
+            faults = self._faults
+            self._probe_once(self.space.baseline, "baseline", reason)
 
     def explore(self) -> None:
         """Probe what promises most, until nothing does or the play-off's time has come.
@@ -170,76 +186,58 @@ class Loop:
             return True
         return self.store.forecast(self._cost_model, config).chance_to_fit > LIKELY
 
-    def run_play_off(self) -> Standing:
-        """Confirm the best few and the baseline in fresh processes."""
+    def run_play_off(self, admit: Callable[[Config], bool] = lambda config: True) -> Standing | None:
+        """Confirm the best few and the baseline in fresh processes; None when not one round was completed.
+
+        Args:
+            admit: asked of a config that is about to come in for one that failed.
+        """
         settings = self.settings.replace(
             interval=PLAY_OFF_INTERVAL,
             slowest_samples_per_s=0.0,
             max_timed_s=max(PLAY_OFF_MIN_TIMED_S, self.settings.max_timed_s / 2),
         )
-        finalists = self.finalists()
-        if finalists:
-            self.listener.on(Note(text=f"play-off: {len(finalists)} configs and the baseline, in fresh processes"))
+        playing = self.finalists()
+        if playing:
+            self.listener.on(Note(text=f"play-off: {len(playing)} configs and the baseline, in fresh processes"))
 
         def run(config: Config, number: int) -> Outcome | None:
             outcome = None
-            while outcome is None and not self.interrupted() and self.elapsed_s < self._deadline_s:
+            while outcome is None and not self.interrupted() and self.left_s > 0:
                 trial = self.store.begin(config, self.space)  # once more after a fault of the machinery
-                outcome = self._run_trial(
-                    trial, config, "play-off", f"round {number + 1}", settings=settings, round=number
-                )
+                reason = f"round {number + 1}"
+                outcome = self._run_trial(trial, config, "play-off", reason, settings=settings, round=number)
             return outcome
 
-        def has_time(round_s: float, number: int) -> bool:
-            overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
-            return number < 1 or self.elapsed_s + round_s < overrun * self.budget_s
-
+        waiting = finalists.substitutes(self._ranked(), self.objective, (*playing, self.space.baseline))
         baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline)
         return play_off(
-            finalists,
+            playing,
             self.space.baseline if baseline_runs else None,
             run=run,
             objective=self.objective,
-            has_time=has_time,
+            has_time=lambda round_s, number: finalists.may_play(number, self.elapsed_s + round_s, self.budget_s),
             seed=self.seed,
-            substitutes=self._substitutes(finalists),
+            substitutes=filter(admit, waiting),  # asked one by one, when its turn comes
         )
 
     def finalists(self) -> list[Config]:
         """The best few, best first by what all probes together say: as many as the time that is left can confirm."""
-        ranked = self.store.ranked(self._cost_model)
-        if not ranked:
+        near = finalists.near_the_best(self._ranked(), self.objective)
+        others = [config for config in near if config != self.space.baseline]
+        if not others:
             return []
-        merits = {config: self.objective.merit(self._known[config]) for config in ranked}
-        # those that surely fit come first, and are measured against each other
-        sure = [config for config in ranked if not self._may_exceed_the_limit(config)]
-        near: list[Config] = []
-        for group in (sure, [config for config in ranked if config not in sure]):
-            best = max((merits[config] for config in group), default=0.0)
-            near += [c for c in group if merits[c] >= NEAR_BEST * best and c != self.space.baseline]
-        affordable = [  # the baseline plays, too
-            int((self.budget_s - self.elapsed_s) / (rounds * median(self.wall_s))) - 1
-            for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS)
-        ]
-        # two at the least where there is any time: one alone may be a lucky one, or not fit a second time
-        return near[: max(1, min(2, affordable[1]), min(NUM_FINALISTS, affordable[0]))]
+        return others[: finalists.affordable(self.budget_s - self.elapsed_s, median(self.wall_s))]
 
-    def _substitutes(self, finalists: list[Config]) -> list[Config]:
-        """Who comes in for a finalist that fails: the best that surely fit, however far behind."""
-        others = (c for c in self.store.ranked(self._cost_model) if c not in (*finalists, self.space.baseline))
-        return [config for config in others if not self._may_exceed_the_limit(config, SAFE)]
-
-    def _may_exceed_the_limit(self, config: Config, share: float = SURE_TO_FIT) -> bool:
-        """Whether another process of a config that fits may not."""
-        measured = self._known[config].measurement
-        return measured is not None and measured.peak_bytes > share * self.objective.usable_bytes
+    def _ranked(self) -> dict[Config, Outcome]:
+        """What is feasible, best first by what all probes together say."""
+        ranked = self.store.ranked(self._cost_model)
+        return {config: self._known[config] for config in ranked if config in self._known}
 
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""
         self._search_in(self.space.without(name, {choice}))
-        self.best = None
-        for config, outcome in self._known.items():
-            self._consider(config, outcome)
+        self._choose_best()
 
     def known(self) -> list[tuple[Config, Outcome]]:
         """Every config that was probed, with its outcome."""
@@ -266,6 +264,7 @@ class Loop:
             peaks=self.peaks,
             outside_bytes=self.outside_bytes,
             seed=self.seed,
+            forgiven=self._forgiven,
         )
 
     def _probe_proposed(self) -> bool:
@@ -321,11 +320,18 @@ class Loop:
         except BaseException:
             self.store.fail(trial, "interrupted")
             raise
+        if stage == "play-off" and outcome.kind is Kind.TIMEOUT and self.left_s <= 0:
+            # killed for want of time, not of patience: that tells nothing of the config
+            self.store.fail(trial, "cut short by the end of the search")
+            return None
         objective = self.objective.in_play_off() if stage == "play-off" else self.objective
         self.store.finish(trial, outcome, objective, worst=self._worst(), disturbed=disturbed)
         if stage != "play-off":
             self._num_probes += 1
             self._learn(config, outcome)
+        elif not objective.feasible(outcome):
+            self.failed_again[config] = outcome
+            self._choose_best()
         self.listener.on(
             ProbeEnded(
                 number=number,
@@ -345,7 +351,6 @@ class Loop:
         left_s = max(1.0, self._deadline_s - self.elapsed_s)
         outcome = self.prober.run(config, settings.replace(timeout_s=min(settings.timeout_s, left_s)))
         self.wall_s.append(outcome.wall_s)
-        self.train_s += outcome.measurement.train_s if outcome.measurement else outcome.train_s
         return outcome
 
     def _learn(self, config: Config, outcome: Outcome) -> None:
@@ -358,7 +363,14 @@ class Loop:
             self._walls.add(config)
         self._consider(config, outcome)
 
+    def _choose_best(self) -> None:
+        self.best = None
+        for config, outcome in self._known.items():
+            self._consider(config, outcome)
+
     def _consider(self, config: Config, outcome: Outcome) -> None:
+        if config in self.failed_again:
+            return
         if self.objective.feasible(outcome) and self.space.contains(config):
             score = self.objective.score(outcome)
             if self.best is None or score > self.objective.score(self.best[1]):
@@ -376,12 +388,7 @@ class Loop:
         if self.interrupted() or (self.num_trials is not None and self._num_probes >= self.num_trials):
             return False
         expected_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
-        return self.elapsed_s + expected_s < self.budget_s - self._play_off_s()
-
-    def _play_off_s(self) -> float:
-        """Time to leave for the play-off: its fewest rounds, which time twice as long, up to a share of the budget."""
-        typical_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
-        return min(WANTED_ROUNDS * (NUM_FINALISTS + 1) * typical_s, MAX_PLAY_OFF_SHARE * self.budget_s)
+        return self.elapsed_s + expected_s < self.budget_s - finalists.time_to_leave(expected_s, self.budget_s)
 
     def _expect_like(self, baseline: Outcome) -> None:
         """Take the baseline for the measure of how long a probe may take and how slow it may be."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
 from autotune.config import Config
 from autotune.outcome import Outcome
+from autotune.rounds import round_effects
 from autotune.tuning.objective import MEMORY_SPEED_TOLERANCE, Objective
-from autotune.tuning.result import Measured
+from autotune.tuning.result import Dropped, Measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12
@@ -31,6 +32,7 @@ class Entrant:
     config: Config
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     dropped: str = ""  # why it is out
+    failed: bool = False  # out because it did not run through within the memory, not because others are better
 
     @property
     def peak_bytes(self) -> int:
@@ -53,6 +55,22 @@ class Entrant:
             num_processes=len(found),
         )
 
+    def finalist(self) -> Measured:
+        """Its figures, with the reason where it failed."""
+        if not self.failed:
+            return self.measured()
+        if any(outcome.measurement for outcome in self.outcomes.values()):
+            return Dropped(**vars(self.measured()), dropped=self.dropped)
+        return Dropped(
+            config=self.config.as_dict(),
+            samples_per_s=0.0,
+            samples_per_s_ci=(0.0, 0.0),
+            peak_bytes=0,
+            step_s=0.0,
+            num_processes=0,
+            dropped=self.dropped,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
@@ -60,6 +78,7 @@ class Standing:
 
     Attributes:
         answer: the entrant to recommend; None when no entrant ran through.
+        baseline: None when it did not run, in the search or here.
         gain: merit of the answer over the baseline's, with its 95 % interval; None without a baseline that runs.
         speedup: the same for the throughput, which is the merit where the objective is `throughput`.
     """
@@ -106,40 +125,49 @@ def play_off(
     has_time: Callable[[float, int], bool],
     seed: int,
     substitutes: Iterable[Config] = (),
-) -> Standing:
+) -> Standing | None:
     """Run rounds until the answer and its gain are known or the time is up.
+
+    None when that was before the end of the first round: who had not run by then would look as if it could not.
 
     Args:
         candidates: the best few, best first.
         baseline: the user's baseline; None when it does not run.
-        run: runs a config in a fresh process for a round; None when the user interrupts.
+        run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
         has_time: whether a round of that many seconds still fits, given the number of rounds already done.
-        substitutes: best first; one comes in for each candidate that fails.
+        substitutes: best first; one comes in for each candidate that fails, or for a baseline that had none beside it.
     """
     order, waiting = random.Random(seed), iter(substitutes)
     base = Entrant(baseline) if baseline is not None else None
     entrants = [Entrant(config) for config in candidates if config != baseline]
     round_s, number = 0.0, 0
     while number < MAX_ROUNDS and has_time(round_s, number):
-        everyone = entrants + ([base] if base else [])
-        playing = [entrant for entrant in everyone if not entrant.dropped]
+        playing = [entrant for entrant in _everyone(entrants, base) if not entrant.dropped]
         order.shuffle(playing)
         round_s = 0.0
         for entrant in playing:
             outcome = run(entrant.config, number)
             if outcome is None:
-                return _standing(entrants, base, objective, number)
+                return _standing(entrants, base, objective, number) if number else None
             round_s += outcome.wall_s
             entrant.outcomes[number] = outcome
             if not outcome.ok or objective.beyond_memory(outcome):
-                entrant.dropped = outcome.cause or "beyond the memory limit less headroom"
-                if entrant is not base and (substitute := next(waiting, None)) is not None:
+                entrant.dropped, entrant.failed = failure(outcome), True
+                alone = not entrants  # a baseline that nothing comes near, and that yet fails, leaves no answer
+                if (entrant is not base or alone) and (substitute := next(waiting, None)) is not None:
                     entrants.append(Entrant(substitute))
         number += 1
         played = [entrant for entrant in entrants if entrant.outcomes]
         if number >= MIN_ROUNDS and _settle(played, base, objective) and played == entrants:
             break
-    return _standing(entrants, base, objective, number)
+    return _standing(entrants, base, objective, number) if number else None
+
+
+def failure(outcome: Outcome) -> str:
+    """Why an outcome that is not within the memory, or is none, may not be recommended."""
+    if outcome.ok:
+        return "it needs more than the memory limit less headroom"
+    return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
 
 
 def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective) -> bool:
@@ -152,7 +180,7 @@ def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective)
     remaining = [entrant for entrant in entrants if not entrant.dropped]
     if not remaining:
         return True
-    leader = _leader(remaining, objective)
+    leader = _leader(remaining, _levels(_everyone(entrants, base), objective))
     for entrant in remaining:
         against_leader = paired_ratio(entrant, leader, objective.merit, LOST)
         if entrant is not leader and against_leader is not None and against_leader[2] < 1:
@@ -164,19 +192,34 @@ def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective)
     return alone and gain is not None and (gain[2] - gain[1]) / 2 / gain[0] <= DECIDED
 
 
-def _leader(entrants: Sequence[Entrant], objective: Objective) -> Entrant:
-    def mean_merit(entrant: Entrant) -> float:
-        return fmean(math.log(objective.merit(outcome)) for outcome in entrant.outcomes.values() if outcome.ok)
+def _everyone(entrants: Sequence[Entrant], base: Entrant | None) -> list[Entrant]:
+    return [*entrants, *([base] if base is not None else [])]
 
-    return max(entrants, key=mean_merit)
+
+def _levels(everyone: Sequence[Entrant], objective: Objective) -> dict[Config, float]:
+    """Log merit of who ran, less what each round as a whole was better or worse by: not all ran in the same rounds."""
+    logs = {
+        entrant.config: {n: math.log(objective.merit(outcome)) for n, outcome in entrant.outcomes.items() if outcome.ok}
+        for entrant in everyone
+    }
+    effects = round_effects(logs)
+    return {
+        config: fmean(value - effects[n] for n, value in values.items()) for config, values in logs.items() if values
+    }
+
+
+def _leader(entrants: Sequence[Entrant], levels: Mapping[Config, float]) -> Entrant:
+    return max(entrants, key=lambda entrant: levels[entrant.config])
 
 
 def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objective, rounds: int) -> Standing:
     """Choose: on a tie less memory, then fewer techniques; the baseline unless the answer beats it beyond the noise."""
     _settle([entrant for entrant in entrants if entrant.outcomes], base, objective)
     remaining = [entrant for entrant in entrants if not entrant.dropped and entrant.outcomes]
+    everyone = _everyone(entrants, base)
     base = base if base is not None and base.outcomes and not base.dropped else None
-    answer = _choose(remaining, base, objective) if remaining else None
+    levels = _levels(everyone, objective)
+    answer = _choose(remaining, base, objective, levels) if remaining else None
     gain = speedup = None
     if base is not None:
         if answer is not None:
@@ -184,25 +227,36 @@ def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objectiv
         if gain is None or gain[1] <= 1:
             answer, gain, speedup = base, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     return Standing(
-        answer=answer, baseline=base, gain=gain, speedup=speedup, entrants=tuple(entrants), num_rounds=rounds
+        answer=answer,
+        baseline=base,
+        gain=gain,
+        speedup=speedup,
+        entrants=tuple(entrants),
+        num_rounds=rounds,
     )
 
 
-def _choose(entrants: Sequence[Entrant], base: Entrant | None, objective: Objective) -> Entrant:
-    """The leader, or the cheapest of those as good; one that does not itself beat the baseline is not as good."""
-    leader = _leader(entrants, objective)
+def _choose(
+    entrants: Sequence[Entrant], base: Entrant | None, objective: Objective, levels: Mapping[Config, float]
+) -> Entrant:
+    """The best, or the cheapest of those as good. A proven gain over the baseline is not given up for one that is not."""
+
+    def proven(entrant: Entrant) -> bool:
+        against_base = None if base is None else paired_ratio(entrant, base, objective.merit)
+        return base is None or (against_base is not None and against_base[1] > 1)
+
+    sure = [entrant for entrant in entrants if proven(entrant)]
+    best = _leader(sure or entrants, levels)
 
     def as_good(entrant: Entrant) -> bool:
-        against_leader = paired_ratio(entrant, leader, objective.merit)
-        against_base = None if base is None else paired_ratio(entrant, base, objective.merit)
-        close = against_leader is not None and against_leader[0] > 1 - CLOSE
-        return close and (base is None or (against_base is not None and against_base[1] > 1))
+        against_best = paired_ratio(entrant, best, objective.merit)
+        return against_best is not None and against_best[0] > 1 - CLOSE
 
     def cost(entrant: Entrant) -> tuple[int, int]:
         peak_step = round(math.log(entrant.peak_bytes) / math.log(1 + CLOSE))
         return peak_step, len(entrant.config.differences(base.config)) if base else 0
 
-    return min([leader, *(entrant for entrant in entrants if entrant is not leader and as_good(entrant))], key=cost)
+    return min([best, *filter(as_good, sure)], key=cost)
 
 
 def samples_per_s(outcome: Outcome) -> float:

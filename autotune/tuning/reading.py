@@ -23,6 +23,7 @@ from autotune.errors import StudyError
 from autotune.outcome import Outcome
 from autotune.predict.forecast import Forecast
 from autotune.tuning.front import pareto_front
+from autotune.tuning.history import since_last_search
 from autotune.tuning.playoff import Entrant
 from autotune.tuning.result import Measured, Result
 
@@ -113,7 +114,7 @@ class Study:
         return front_frame(self)
 
     def measured_configs(self) -> tuple[Measured, ...]:
-        """Every config that was feasible each time it ran, once each.
+        """Every config that was feasible each time it ran, once each; a failure that passed when it was tried again is forgotten.
 
         Where a config took part in the play-off, its processes there alone count, as they do for the answer.
         """
@@ -121,7 +122,8 @@ class Study:
         for probe in self.probes:
             runs.setdefault(Config(tuple(probe.config.items())), []).append(probe)
         found = []
-        for config, probes in runs.items():
+        for config, every in runs.items():
+            probes = since_last_search(every)
             if all(probe.feasible and probe.outcome.measurement for probe in probes):
                 confirmed = [probe for probe in probes if probe.stage == "play-off"] or probes
                 found.append(Entrant(config, {probe.number: probe.outcome for probe in confirmed}).measured())

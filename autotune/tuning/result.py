@@ -21,6 +21,13 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dropped(Measured):
+    """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
+
+    dropped: str  # why
+
+
+@dataclass(frozen=True, kw_only=True)
 class Effect:
     """What one technique of the answer did, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
 
@@ -60,8 +67,11 @@ class Result:
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
         limit: what limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
-        outcomes: number of probes of each kind.
-        train_s: seconds inside training steps, over all probes.
+        probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
+            and their seconds inside training steps.
+        wall_s: of this search alone, from its start to the answer.
+        asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
+            `verify` to be given, too.
     """
 
     config: dict[str, Choice]
@@ -88,6 +98,7 @@ class Result:
     storage: str = ""
     study: str = ""
     device: str = ""
+    asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,11 +109,15 @@ class Result:
     def from_dict(data: dict[str, Any]) -> Result:
         """Rebuild a result from `to_dict`'s data (or its JSON)."""
         data = dict(data)
-        for name, cls in (("finalists", Measured), ("front", Measured), ("effects", Effect), ("checks", Check)):
+        for name, cls in (("finalists", _finalist), ("front", Measured), ("effects", Effect), ("checks", Check)):
             data[name] = tuple(cls(**_tuples(item)) for item in data.get(name, ()))
         if data.get("baseline"):
             data["baseline"] = Measured(**_tuples(data["baseline"]))
         return Result(**_tuples(data))
+
+
+def _finalist(**data: Any) -> Measured:
+    return (Dropped if "dropped" in data else Measured)(**data)
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

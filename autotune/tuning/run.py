@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from autotune.tuning.objective import Objective
 from autotune.tuning.options import OBJECTIVES, SAMPLERS, SearchOptions
 from autotune.tuning.result import Result
 from autotune.tuning.space import Space, build_space
-from autotune.tuning.study import Place, Store, locked, place_of, stored_limit_bytes
+from autotune.tuning.study import Place, Store, locked, place_of, storage_errors, stored_attributes
 from autotune.units import format_bytes
 
 MIN_TRACE_S = 5.0
@@ -56,7 +56,9 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
         stack.enter_context(watch)
         place = place_of(options.storage, options.study, source.name)
         stack.enter_context(locked(place))
-        limit = _memory_limit(options, place, info.free_bytes)
+        stack.enter_context(storage_errors(place))
+        stored = stored_attributes(place)
+        limit = _memory_limit(options, place, stored, info.free_bytes)
         timeout_s = options.probe_timeout_s or max(MIN_TIMEOUT_S, 0.4 * options.budget_s)
         settings = ProbeSettings(
             device=info.name,
@@ -87,7 +89,8 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             _fingerprint(inspection, options, limit),
             {
                 "task": inspection.facts["name"],
-                "model": source.label,
+                "model": source.spec,
+                "asked": _asked(options, source, stored),
                 "objective": options.objective,
                 "memory_limit_bytes": limit,
                 "headroom": options.headroom,
@@ -193,23 +196,34 @@ def _validate(options: SearchOptions) -> None:
         raise ConfigError(f"{options.num_trials} trials are not possible; expected at least 1")
 
 
-def _memory_limit(options: SearchOptions, place: Place, free_bytes: int) -> int:
+def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
     """The user's limit, else the study's when it is resumed, else what the device has free."""
     if options.memory_limit_bytes is not None:
         return options.memory_limit_bytes
-    stored = stored_limit_bytes(place)
-    if stored is None:
+    earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
+    if earlier is None:
         return free_bytes
-    if stored > 1.1 * free_bytes:
+    if earlier > 1.1 * free_bytes:
         raise StudyError(
-            f"the study {place.study} was made within {format_bytes(stored)}, but only {format_bytes(free_bytes)} are free now; "
+            f"the study {place.study} was made within {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
             "free memory, or start another study with --study NAME"
         )
-    return stored
+    return earlier
+
+
+def _asked(options: SearchOptions, source: TaskSource, stored: Mapping[str, Any]) -> dict[str, str | int]:
+    """What whoever runs the answer has to ask for as well: nothing of what is a default."""
+    earlier = stored.get("asked", {}).get("memory_limit")  # goes on to hold when the study is resumed without one
+    asked = {
+        "device": None if options.device == "auto" else options.device,
+        "global_batch": source.overrides.get("global_batch"),
+        "memory_limit": options.memory_limit_bytes or earlier,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> dict[str, Any]:
-    device = inspection.device
+    device, facts = inspection.device, inspection.facts
     choices = {
         name: sorted(map(str, {*support.choices, *support.optional}))
         for name, support in inspection.support.items()
@@ -218,8 +232,9 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> 
     return {
         "autotune": __version__,
         "choices": choices,
-        "task": inspection.facts["source_hash"],
-        "num_parameters": inspection.facts["num_parameters"],  # a model file may read its size from elsewhere
+        "task": facts["source_hash"],
+        # a model file may read its sizes from elsewhere
+        **{name: facts[name] for name in ("num_parameters", "num_trainable", "parameter_bytes", "batch")},
         "device": f"{device.name} {device.model}",
         "num_threads": device.num_threads,
         "total_bytes": device.total_bytes,

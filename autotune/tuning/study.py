@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +13,9 @@ from typing import Any
 
 import filelock
 import optuna
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.trial import Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import Config
 from autotune.errors import StudyError
@@ -53,6 +56,14 @@ class Place:
         return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
 
     @property
+    def lock(self) -> Path:
+        """File that a search locks. On a database server it is this machine's searches that it keeps apart."""
+        if self.file is not None:
+            return self.file.with_name(self.file.name + ".lock")
+        name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"autotune-{name}.lock"
+
+    @property
     def traces(self) -> Path:
         """Folder for traced memory, shared by the studies beside each other."""
         return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
@@ -72,30 +83,46 @@ def place_of(storage: str | None, study: str | None, task: str) -> Place:
 
 @contextlib.contextmanager
 def locked(place: Place) -> Iterator[None]:
-    """Hold the study's lock: one search writes to an SQLite study at a time.
+    """Hold the study's lock: one search writes to a study at a time.
 
     Raises:
         StudyError: another search holds it, or the folder cannot be written.
     """
-    if place.file is None:
+    if ":memory:" in place.storage:  # nobody else's
         yield
         return
-    path = place.file.with_name(place.file.name + ".lock")
-    lock = filelock.FileLock(path)
+    lock = filelock.FileLock(place.lock)
+    where = place.file or f"{place.study} in {place.storage}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        place.lock.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise StudyError(
-            f"the study {place.file} is in use by another search (lock {path.name}); wait for it to end, "
+            f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, "
             "or give this one its own with --study NAME"
         ) from None
     except OSError as error:
-        raise StudyError(f"the storage {place.file} cannot be opened: {error}; choose another with --storage") from None
+        raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
     try:
         yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def storage_errors(place: Place) -> Iterator[None]:
+    """Tell what the storage fails of while a study is in use: a lock, a full disk, a server that has gone.
+
+    Raises:
+        StudyError: in place of the storage's own exception.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise StudyError(
+            f"the study {place.study} in {place.storage} cannot be read or written any more: {_cause(error)}; see "
+            "that its disk has room and nothing else holds it, and run the same command again: it goes on where it stopped"
+        ) from error
 
 
 class Store:
@@ -118,10 +145,9 @@ class Store:
                 storage=place.storage, study_name=place.study, direction="maximize", load_if_exists=True
             )
         except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise StudyError(
-                f"the storage {place.storage} cannot be opened: {first_line}; "
-                "expected a database file or a URL such as sqlite:///studies/gpt.db"
+                f"the storage {place.storage} cannot be opened: {_cause(error)}; "
+                "expected a database file that nothing else holds, or a URL such as sqlite:///studies/gpt.db"
             ) from None
         known = self._study.user_attrs.get("fingerprint")
         if known is None and self._study.trials:
@@ -218,20 +244,27 @@ class Store:
         ]
 
 
-def stored_limit_bytes(place: Place) -> int | None:
-    """The memory limit of an existing study, or None; a search that is resumed without a limit keeps it."""
+def stored_attributes(place: Place) -> dict[str, Any]:
+    """What an existing study says of itself; empty where there is none, or none that can be read."""
     if place.file is not None and not place.file.exists():
-        return None
+        return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with contextlib.suppress(Exception):  # no such study, no database: `Store` says what is wrong
-        attributes = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs
-        return int(attributes["fingerprint"]["memory_limit_bytes"])
-    return None
+        return dict(optuna.load_study(study_name=place.study, storage=place.storage).user_attrs)
+    return {}
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what the database itself said; Optuna's own words around it speak of invalid data."""
+    while isinstance(error, StorageInternalError) and error.__cause__ is not None:
+        error = error.__cause__
+    said = str(getattr(error, "orig", None) or error)
+    return said.splitlines()[0] if said else type(error).__name__
 
 
 def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = [
-        f"{key} was {known.get(key)!r} and is {wanted.get(key)!r}"
+        f"{key} was {_shown(known, key)} and is {_shown(wanted, key)}"
         for key in sorted({*known, *wanted})
         if known.get(key) != wanted.get(key)
     ]
@@ -240,3 +273,7 @@ def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) 
             f"the study {place.study} in {place.storage} cannot be resumed, since its measurements would not compare: "
             f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
         )
+
+
+def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
+    return repr(fingerprint[key]) if key in fingerprint else "not recorded"  # by another version

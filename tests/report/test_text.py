@@ -15,7 +15,7 @@ from autotune.report.study_text import render_study
 from autotune.report.text import render_result
 from autotune.techniques import complete
 from autotune.tuning.reading import Study
-from autotune.tuning.result import Result
+from autotune.tuning.result import Dropped, Result
 from tests.report.sample_study import ANSWER, BASELINE
 
 
@@ -65,6 +65,19 @@ def test_the_command_that_verifies_is_one_line_that_a_shell_understands(result: 
     assert words[2] == "models/my gpt.py" and complete(ast.literal_eval(words[4])) == ANSWER
 
 
+def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: Result) -> None:
+    text = text_of(replace(result, asked={"device": "cpu", "global_batch": 512, "memory_limit": 2**30}), 120)
+    assert 'autotune.prepare("models/my gpt.py", config, device="cpu", global_batch=512)' in text
+    assert "--steps 100 --device cpu --global-batch 512 --memory-limit 1GiB" in text
+    assert 'autotune.prepare("models/my gpt.py", config)' in text_of(result, 120)
+
+
+def test_a_task_built_in_python_has_no_command(study: Study) -> None:
+    console, stream = _console()
+    render_study(study, console, model="")
+    assert "autotune.prepare(task, config)" in stream.getvalue() and "autotune verify" not in stream.getvalue()
+
+
 def test_throughput_memory_and_step_stand_beside_the_baseline(result: Result) -> None:
     lines = {
         line.split()[0]: line
@@ -88,7 +101,7 @@ def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
         "3.1e-03",
         "passed as reduced precision",
         "52 probes (43 ok, 5 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
-        "16% of it outside training steps",
+        "1m39s of them in training steps; this search took 1m58s",
         "! pin_memory has no effect",
         "batch 2 x24, bf16, 4 checkpoint segments",
         "autotune.prepare",
@@ -117,12 +130,26 @@ def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
 
 def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
     text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
-    assert "the baseline does not run within the memory limit, so there is no speed-up to state" in text
+    assert "the baseline did not, so there is no speed-up to state. The warnings say why." in text
 
 
 def test_an_unconfirmed_answer_says_so(result: Result) -> None:
     text = _flat(text_of(replace(result, confirmed=False, finalists=(), checks=())))
     assert "Not confirmed" in text and "Play-off" not in text
+
+
+def test_what_failed_in_the_play_off_is_in_its_table_with_the_reason(result: Result) -> None:
+    ran_once = Dropped(**vars(result.finalists[1]), dropped="oom: needs 1920 MiB of 1500 MiB")
+    never = replace(
+        ran_once, config=complete({"batch_size": 48}).as_dict(), num_processes=0, dropped="crashed: SIGSEGV"
+    )
+    text = text_of(replace(result, finalists=(result.finalists[0], never, ran_once)), 120)
+    table = text[text.index("Play-off") : text.index("The answer's peak")]
+    rows = [" ".join(line.split()) for line in table.splitlines()]
+    assert "dropped - - - 0 batch 48 crashed: SIGSEGV" in rows
+    (row,) = [row for row in rows if row.endswith("batch 16 x3, bf16, fused oom: needs 1920 MiB of 1500 MiB")]
+    assert row.startswith("dropped ") and "±" in row
+    assert " 2. " not in table and rows[-2].startswith("baseline")
 
 
 def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -43,12 +44,41 @@ def test_facts_are_plain_data(load):
     assert facts.has_batchnorm and facts.batchnorm_modules == ("1",)
     assert (facts.dataset_size, sorted(facts.widest)) == (7, list(range(7)))
     assert (facts.global_batch, facts.baseline) == (6, {"batch_size": 2})
+    assert facts.batch == ("float32 (2, 4)", "int64 (2,)")
     assert len(facts.warnings) == 1 and "train_step" in facts.warnings[0]
 
 
 def test_facts_of_a_task_without_a_dataset(load):
     facts = gather_facts(load())
     assert facts.dataset_size is None and facts.widest == () and not facts.has_batchnorm and facts.warnings == ()
+
+
+def test_the_small_batch_of_a_dataset_is_the_widest_of_its_first_samples():
+    lengths = [3, 9, 5] + [2] * 20 + [400]
+
+    def dataset():
+        return [(torch.zeros(length), torch.tensor(0)) for length in lengths]
+
+    def stream():
+        return type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(dataset())})()
+
+    for train_dataset in (dataset, stream):
+        task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=train_dataset)
+        assert gather_facts(task).batch == ("float32 (2, 9)", "int64 (2,)")
+
+
+def test_a_batch_that_is_another_each_time_is_no_mark_of_the_task():
+    class Cropped(torch.utils.data.Dataset):
+        lengths = itertools.count(5)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, position):
+            return torch.zeros(next(self.lengths))
+
+    task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=Cropped)
+    assert gather_facts(task).batch == ()
 
 
 def test_tied_parameters_count_once():

@@ -1,9 +1,11 @@
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -40,6 +42,24 @@ def test_a_path_is_kept_absolute_and_not_run(write, monkeypatch):
     assert (source.path, source.attribute, source.label) == (str(path), "mine", "model.py")
 
 
+def test_what_names_a_task_to_a_command_names_its_attribute(load, write, monkeypatch):
+    path = write("import autotune\nmine = autotune.Task(build_model=build_model, make_batch=make_batch)\n")
+    monkeypatch.chdir(path.parent)
+    assert TaskSource.of("model.py").spec == "model.py"
+    assert TaskSource.of("model.py:mine").spec == "model.py:mine"
+    monkeypatch.chdir(write("", whole=True, name="elsewhere/other.py").parent)
+    assert TaskSource.of("../model.py:mine").spec == f"{path}:mine"
+    assert TaskSource.of(f"{path}:mine").spec == f"{path}:mine"
+    task = load_task(f"{path}:mine")
+    assert TaskSource.of(dataclasses.replace(task, global_batch=4, baseline={"batch_size": 2})).spec == f"{path}:mine"
+
+
+def test_nothing_names_a_task_that_was_built_or_changed_in_python(load):
+    task = load("GLOBAL_BATCH = 8")
+    for changes in ({"training_step": lambda model, batch: 0}, {"max_grad_norm": 1.0}, {"global_batch": None}):
+        assert TaskSource.of(dataclasses.replace(task, **changes)).spec == ""
+
+
 def test_a_path_to_nothing_is_refused(tmp_path):
     with pytest.raises(TaskError, match="no file"):
         TaskSource.of(tmp_path / "model.py")
@@ -60,7 +80,8 @@ def test_constants_changed_since_travel_beside_the_path(load, tmp_path):
     source = TaskSource.of(task)
     assert source.path and source.overrides == {"global_batch": 12}
     name, global_batch, _, digest = load_elsewhere(source, tmp_path)
-    assert (name, global_batch, digest) == (task.name, 12, source_hash(task))
+    assert (name, global_batch) == (task.name, 12)
+    assert digest == load_elsewhere(dataclasses.replace(source, overrides={}), tmp_path)[3]
 
 
 def test_a_task_built_in_python_of_a_model_files_functions_goes_to_another_process(load, tmp_path):
@@ -116,3 +137,55 @@ def test_two_tasks_of_one_file_have_two_hashes(write):
         "b = autotune.Task(build_model=build_model, make_batch=make_batch)\n"
     )
     assert source_hash(load_task(f"{path}:a")) != source_hash(load_task(f"{path}:b"))
+
+
+def test_the_hash_changes_with_a_package_that_lies_elsewhere(write, monkeypatch):
+    """As of `pip install -e`: its folder is on the path, and neither the model file's nor one of installed packages."""
+    path = write("import package_for_hash.layers", name="study/model.py")
+    package = write("", whole=True, name="elsewhere/package_for_hash/__init__.py").parent
+    monkeypatch.syspath_prepend(package.parent)
+
+    def hash_of(width, unused=1):
+        write(f"WIDTH = {width}", whole=True, name="elsewhere/package_for_hash/layers.py")
+        write(f"UNUSED = {unused}", whole=True, name="elsewhere/package_for_hash/unused.py")
+        return source_hash(load_task(path))
+
+    first = hash_of(10)
+    assert first == hash_of(10, unused=2)
+    assert first != hash_of(11)
+
+
+def test_the_hash_of_a_task_built_in_python_changes_with_what_it_imports(write, monkeypatch):
+    module = write(name="elsewhere/parts_for_hash.py")
+    monkeypatch.syspath_prepend(str(module.parent))
+    import parts_for_hash
+
+    source = TaskSource.of(Task(build_model=parts_for_hash.build_model, make_batch=parts_for_hash.make_batch))
+    first = source_hash(source)
+    assert first == source_hash(source)
+    write("WIDTH = 7", name="elsewhere/parts_for_hash.py")
+    assert first != source_hash(source)
+
+
+def test_the_hash_leaves_out_what_installed_packages_write_and_import(write, load, monkeypatch):
+    """Such as the kernels of `torch.compile`, which lie in a cache and hold paths, and other tasks' model files."""
+    task = load()
+    before = source_hash(task)
+    generated = types.ModuleType("torch.generated_for_hash")
+    generated.__file__ = str(write("", whole=True, name="cache/generated_for_hash.py"))
+    monkeypatch.setitem(sys.modules, generated.__name__, generated)
+    startup = types.ModuleType("sitecustomize")
+    startup.__file__ = str(write("", whole=True, name="helpers/sitecustomize.py"))
+    monkeypatch.setitem(sys.modules, startup.__name__, startup)
+    load_task(write(name="other/model.py"))
+    assert source_hash(task) == before
+
+
+def test_the_hash_of_a_file_and_its_siblings_is_the_one_that_recorded_tables_hold(write, tmp_path):
+    """`autotune sweep` carries on with a table of the same hash only, so how it is made must not change."""
+    path = write("import sizes_for_hash")
+    sibling = write("WIDTH = 10", whole=True, name="sizes_for_hash.py")
+    digest = hashlib.sha256(b"\0")
+    for file in (path, sibling):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    assert load_elsewhere(TaskSource.of(path), tmp_path)[3] == digest.hexdigest()

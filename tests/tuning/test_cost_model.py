@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 
@@ -193,7 +193,7 @@ def test_the_ranking_does_not_fall_for_one_lucky_probe() -> None:
     assert prober.samples_per_s(first) >= 0.97 * max(map(prober.samples_per_s, configs))
 
 
-def sampled(loop: Loop) -> CostModelSampler:
+def sampled(loop: Loop, forgiven: Collection[int] = ()) -> CostModelSampler:
     """The sampler of a loop whose baseline is measured, over the configs that the loop does not know."""
     known = {config for config, _ in loop.known()}
     return CostModelSampler(
@@ -203,6 +203,7 @@ def sampled(loop: Loop) -> CostModelSampler:
         peaks=NoisyPeaks(ClosedFormProber()),
         outside_bytes=OUTSIDE_BYTES,
         seed=0,
+        forgiven=forgiven,
     )
 
 
@@ -220,6 +221,18 @@ def ready(folder: Path) -> Loop:
 
 def use(loop: Loop, sampler: CostModelSampler) -> None:
     loop.store.use_sampler(sampler)
+
+
+def test_trials_that_are_forgiven_are_held_against_nothing(tmp_path: Path) -> None:
+    loop = ready(tmp_path)
+    candidate = loop.space.complete({"batch_size": 8, "amp": "bf16"})
+    before = loop.store.forecast(sampled(loop), candidate)
+    trial = loop.store.begin(candidate, loop.space)
+    loop.store.describe(trial, candidate, stage="search", reason="test", forecast=None)
+    outcome = Outcome(kind=Kind.OOM, peak_bytes=LIMIT_BYTES, attempted_bytes=LIMIT_BYTES)
+    loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
+    assert loop.store.forecast(sampled(loop), candidate) != before
+    assert loop.store.forecast(sampled(loop, forgiven={trial.number}), candidate) == before
 
 
 def test_a_resumed_study_goes_on_with_the_same_proposal(tmp_path: Path) -> None:

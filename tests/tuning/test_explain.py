@@ -75,6 +75,19 @@ def test_memory_is_the_limit_when_throughput_still_rises_and_a_larger_batch_does
     assert text.startswith("Memory")
 
 
+@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.ERROR, Kind.CRASHED])
+def test_memory_is_not_the_limit_when_a_larger_batch_failed_for_another_reason(kind):
+    text = limiting(config(8), probed(config(4), 80), failed(config(16), kind), phases_s=PHASES)
+    assert text.startswith("Compute")
+
+
+def test_memory_is_not_the_limit_when_a_larger_batch_was_only_too_slow():
+    slow = probed(config(16), 60, feasible=False)
+    assert limiting(config(8), probed(config(4), 80), slow, phases_s=PHASES).startswith("Compute")
+    large = probed(config(16), 120, 990, feasible=False)
+    assert limiting(config(8), probed(config(4), 80), large, phases_s=PHASES).startswith("Memory")
+
+
 def test_compute_is_the_limit_otherwise_and_only_what_was_tried_is_claimed():
     assert limiting(config(8), phases_s=PHASES).endswith("optimizer 3%.")
     assert "a larger batch was not faster" in limiting(config(8), probed(config(16), 99), phases_s=PHASES)
@@ -86,12 +99,12 @@ def test_an_idle_gpu_is_named():
 
 def test_when_nothing_fits_it_is_said_by_how_much():
     text = explain.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
-    assert "300 MiB more" in text and "--memory-limit" in text
+    assert "300 MiB more" in text and "--memory-limit" in text and "--study NAME" in text
 
 
 def test_when_everything_needs_the_headroom_the_least_need_is_said():
     text = explain.no_fit([probed(config(1), peak_mib=980, feasible=False)], 1000 * MIB)
-    assert "980 MiB" in text and "--headroom" in text
+    assert "980 MiB" in text and "--headroom" in text and "--study NAME" in text
 
 
 def test_when_everything_fails_otherwise_the_causes_are_said():
@@ -104,3 +117,30 @@ def test_the_play_offs_figures_replace_a_single_probes():
     known = explain.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
     assert known[config(4)].samples_per_s == 130
     assert [measured.config["batch_size"] for measured in explain.front(known)] == [4]
+
+
+def test_what_failed_in_a_play_off_is_not_among_the_figures():
+    again = replace(probed(config(8), 150, 990, feasible=False), stage="play-off")
+    assert set(explain.figures([probed(config(4)), probed(config(8), 150, 600), again], ())) == {config(4)}
+
+
+def test_a_failure_that_passed_when_it_was_tried_again_is_forgotten():
+    probes = [failed(config(4), Kind.CRASHED), probed(config(4), 100), replace(probed(config(4), 90), stage="play-off")]
+    assert explain.figures(probes, ())[config(4)].samples_per_s == 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [(Kind.OOM, "--headroom 15%"), (Kind.TIMEOUT, "--probe-timeout"), (Kind.CRASHED, "autotune probe")],
+)
+def test_what_did_not_run_again_is_named_with_the_cause_and_its_own_remedy(kind, remedy):
+    outcomes = {config(8, amp="bf16"): failed(config(8), kind).outcome}
+    text = explain.none_again(outcomes, config(4), OBJECTIVE)
+    assert f"batch_size=8, amp=bf16: {kind}: it did not" in text and remedy in text
+    assert ("--study NAME" in text) == (kind is Kind.OOM)
+    assert "the baseline: " in explain.none_again({config(4): failed(config(4), kind).outcome}, config(4), OBJECTIVE)
+
+
+def test_what_needed_the_headroom_the_second_time_is_told_from_what_ran_out_of_memory():
+    text = explain.none_again({config(4): probed(config(4), peak_mib=980).outcome}, config(4), OBJECTIVE)
+    assert "more than the memory limit less headroom" in text and "--headroom 15%, with a study of its own" in text

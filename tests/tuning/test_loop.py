@@ -7,6 +7,7 @@ import pytest
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
 from autotune.probe.process import ProbeFault
+from autotune.probe.settings import ProbeSettings
 from autotune.tuning.reading import load_study
 from autotune.tuning.start import one_change_back
 
@@ -205,6 +206,33 @@ def test_a_fault_of_the_machinery_is_no_outcome_and_three_end_the_search(tmp_pat
     assert len(loop.probed()) == 2
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_baseline_is_probed_again_after_a_fault_of_the_machinery(tmp_path, given):
+    class Flaky(ClosedFormProber):
+        def run(self, config, settings) -> Outcome:
+            outcome = super().run(config, settings)
+            if len(self.configs) < 3:
+                raise ProbeFault("the fork server died")
+            return outcome
+
+    loop = make_loop(tmp_path, prober := Flaky())
+    loop.measure_baseline(given=given)
+    assert prober.configs == [loop.space.baseline] * 3
+    assert loop.baseline is not None and loop.baseline.ok
+    assert loop.settings.slowest_samples_per_s > 0
+
+
+def test_three_faults_of_the_baseline_end_the_search(tmp_path):
+    class Broken(ClosedFormProber):
+        def run(self, config, settings) -> Outcome:
+            super().run(config, settings)
+            raise ProbeFault("the fork server died")
+
+    with pytest.raises(ProbeFault):
+        make_loop(tmp_path, prober := Broken()).measure_baseline(given=True)
+    assert len(prober.configs) == 3
+
+
 def test_the_same_seed_gives_the_same_search(tmp_path):
     runs = []
     for name in ("a", "b"):
@@ -246,14 +274,119 @@ def test_a_baseline_that_timed_out_is_tried_again_with_more_patience(tmp_path):
             self.configs.append(config)
             return Outcome(kind=Kind.TIMEOUT, cause="killed", wall_s=settings.timeout_s)
 
-    from autotune.probe.settings import ProbeSettings
-
     hasty = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=20)
     make_loop(tmp_path, Slow(), settings=hasty).measure_baseline(given=True)
     patient = ClosedFormProber()
     loop = make_loop(tmp_path, patient, settings=hasty.replace(timeout_s=200))
     loop.measure_baseline(given=True)
     assert loop.baseline is not None and loop.baseline.ok
+
+
+class Failing(ClosedFormProber):
+    """Some configs end otherwise than by running."""
+
+    def __init__(self, fails, kind=Kind.CRASHED, wall_s=0.1):
+        super().__init__()
+        self.fails, self.kind, self.wall_s = fails, kind, wall_s
+
+    def run(self, config, settings):
+        outcome = super().run(config, settings)
+        return Outcome(kind=self.kind, cause="it did", wall_s=self.wall_s) if self.fails(config) else outcome
+
+
+def uses_bf16(config):
+    return config["amp"] == "bf16"
+
+
+@pytest.mark.parametrize("sampler", ["random", "cost-model"])
+def test_what_crashed_may_be_probed_again_when_the_search_is_resumed(tmp_path, sampler):
+    first = Failing(uses_bf16)
+    finish(make_loop(tmp_path, first, num_trials=12, sampler=sampler))
+    crashed = {config for config in first.configs if uses_bf16(config)}
+    healthy = ClosedFormProber()
+    loop = make_loop(tmp_path, healthy, num_trials=12, sampler=sampler)
+    standing = finish(loop)
+    assert crashed & set(healthy.configs)
+    assert standing.answer.config["amp"] == "bf16"
+    study = load_study(tmp_path / "closed.db")
+    assert any(probe.outcome.kind is Kind.CRASHED for probe in study.probes)  # history stays
+    assert standing.answer.config.as_dict() in [measured.config for measured in study.measured_configs()]
+
+
+def test_what_crashed_twice_is_not_tried_a_third_time(tmp_path):
+    fix = {"checkpoint_segments": 0, "optimizer_impl": "default"}
+    crashes = []
+    for _ in range(3):
+        prober = Failing(uses_bf16)
+        loop = make_loop(tmp_path, prober, sampler="grid", fix=fix)
+        loop.measure_baseline(given=True)
+        loop.explore()
+        crashes.append({config for config in prober.configs if uses_bf16(config)})
+    assert crashes[0] and crashes[1] == crashes[0] and not crashes[2]
+
+
+def test_within_one_search_what_crashed_is_not_tried_again(tmp_path):
+    prober = Failing(uses_bf16)
+    loop = make_loop(tmp_path, prober, sampler="grid", fix={"checkpoint_segments": 0, "optimizer_impl": "default"})
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert len(prober.configs) == len(set(prober.configs))
+
+
+def test_a_time_out_is_tried_again_with_more_patience_only(tmp_path):
+    fix = {"checkpoint_segments": 0, "optimizer_impl": "default"}
+    tried = []
+    for timeout_s in (20.0, 20.0, 60.0, 60.0):
+        prober = Failing(uses_bf16, Kind.TIMEOUT, wall_s=timeout_s)
+        settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=timeout_s)
+        loop = make_loop(tmp_path, prober, sampler="grid", fix=fix, timeout_s=timeout_s, settings=settings)
+        loop.measure_baseline(given=True)
+        loop.explore()
+        tried.append(sum(map(uses_bf16, prober.configs)))
+    assert tried[0] == tried[2] > 0 and tried[1] == tried[3] == 0
+
+
+def test_a_time_out_is_held_against_the_patience_that_the_baseline_asks_for(tmp_path):
+    """The time-out before the baseline is measured is a longer one."""
+    fix = {"checkpoint_segments": 0, "optimizer_impl": "default"}
+    settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
+    tried = []
+    for _ in range(2):
+        prober = Failing(uses_bf16, Kind.TIMEOUT, wall_s=20.0)
+        loop = make_loop(tmp_path, prober, sampler="grid", fix=fix, settings=settings)
+        loop.measure_baseline(given=True)
+        loop.explore()
+        tried.append(sum(map(uses_bf16, prober.configs)))
+    assert tried[0] > 0 and tried[1] == 0
+
+
+@pytest.mark.parametrize("kind", [Kind.CRASHED, Kind.ERROR, Kind.NONFINITE, Kind.TIMEOUT])
+def test_a_baseline_that_failed_is_probed_again_when_the_search_is_resumed(tmp_path, kind):
+    for _ in range(2):
+        make_loop(tmp_path, Failing(lambda config: True, kind, wall_s=60.0)).measure_baseline(given=True)
+    loop = make_loop(tmp_path, ClosedFormProber())
+    loop.measure_baseline(given=True)
+    assert loop.baseline is not None and loop.baseline.ok
+
+
+def test_a_baseline_that_ran_out_of_memory_is_not(tmp_path):
+    make_loop(tmp_path, Failing(lambda config: True, Kind.OOM)).measure_baseline(given=True)
+    loop = make_loop(tmp_path, prober := ClosedFormProber())
+    loop.measure_baseline(given=True)
+    assert not prober.configs and loop.baseline.kind is Kind.OOM
+
+
+def test_with_the_objective_memory_what_is_known_is_held_against_a_baseline_that_is_measured_late(tmp_path):
+    from autotune.tuning.objective import Objective
+
+    objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    baseline = make_loop(tmp_path, ClosedFormProber()).space.baseline
+    first = make_loop(tmp_path, Failing(lambda config: config == baseline), objective=objective, num_trials=8)
+    first.measure_baseline(given=True)
+    first.explore()
+    loop = make_loop(tmp_path, ClosedFormProber(), objective=objective)
+    loop.measure_baseline(given=True)
+    assert loop.best is not None and loop.objective.feasible(loop.best[1])
 
 
 def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path):

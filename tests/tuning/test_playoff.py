@@ -2,10 +2,13 @@
 
 import random
 
+import pytest
+
 from autotune import techniques
 from autotune.outcome import Kind, Outcome
 from autotune.tuning.objective import Objective
 from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, play_off, ratio_interval
+from autotune.tuning.result import Dropped
 
 from .closed_form import measurement
 
@@ -18,6 +21,7 @@ def config(batch_size, **choices):
 
 
 BASE = config(4)
+LATE = config(8)
 
 
 def contest(speeds, peaks=None, noise=0.003, seed=0, rounds=MAX_ROUNDS, failing=(), substitutes=()):
@@ -190,3 +194,107 @@ def test_with_the_objective_memory_speed_is_compared_in_pairs_and_not_with_the_s
     )
     assert standing.answer.config == config(2)
     assert standing.baseline is not None
+
+
+def interrupted_after(num_runs, seed=0):
+    """A play-off of two configs and the baseline that ends after so many runs."""
+    speeds = {config(8): 150.0, config(16): 200.0, BASE: 100.0}
+    log = []
+
+    def run(candidate, number):
+        if len(log) == num_runs:
+            return None
+        log.append(candidate)
+        return Outcome(kind=Kind.OK, measurement=measurement(candidate, speeds[candidate], 500 * MIB), wall_s=1.0)
+
+    return play_off(
+        [config(16), config(8)], BASE, run=run, objective=OBJECTIVE, has_time=lambda seconds, number: True, seed=seed
+    )
+
+
+def test_without_a_whole_round_there_is_no_play_off():
+    """Otherwise who did not come to run, the baseline say, would look as if it could not."""
+    assert [interrupted_after(num, seed) for num in range(3) for seed in range(5)] == [None] * 15
+
+
+def test_a_round_that_was_cut_short_takes_nothing_from_those_before():
+    for num_runs in (3, 4, 5):
+        standing = interrupted_after(num_runs)
+        assert standing.num_rounds == 1 and standing.baseline.config == BASE
+        assert standing.answer.config == config(16)
+
+
+def test_without_a_baseline_that_runs_through_the_answer_is_the_best_of_the_others():
+    standing, _ = contest({config(8): 150.0, BASE: 100.0}, failing={(BASE, 0)})
+    assert (standing.answer.config, standing.baseline, standing.gain) == (config(8), None, None)
+
+
+def test_a_substitute_comes_in_for_a_baseline_that_fails_alone():
+    standing, _ = contest({config(8): 80.0, BASE: 100.0}, failing={(BASE, 0)}, substitutes=[config(8)])
+    assert standing.answer.config == config(8)
+
+
+def test_a_finalist_that_failed_says_so_and_one_that_lost_does_not():
+    speeds = {config(8): 100.0, config(12): 190.0, config(16): 200.0, config(24): 210.0, BASE: 90.0}
+    failing = {(config(24), 0), (config(12), 1)}
+    standing, _ = contest(speeds, failing=failing)
+    found = {entrant.config: entrant.finalist() for entrant in standing.entrants}
+    reasons = {candidate: measured.dropped for candidate, measured in found.items() if isinstance(measured, Dropped)}
+    assert reasons == {config(12): "oom: no memory", config(24): "oom: no memory"}
+    assert found[config(24)].num_processes == 0 and found[config(24)].samples_per_s == 0
+    assert found[config(12)].num_processes == 1 and found[config(12)].samples_per_s > 0
+
+
+def held(speeds, failing, end, substitutes=(LATE,), baseline=BASE, seed=0):
+    """A play-off with given figures by round; it ends before the run (config, round) `end`."""
+
+    def run(candidate, number):
+        if (candidate, number) == end:
+            return None
+        if (candidate, number) in failing:
+            return Outcome(kind=Kind.OOM, cause="no memory", wall_s=1.0)
+        found = measurement(candidate, speeds[candidate][number], 500 * MIB)
+        return Outcome(kind=Kind.OK, measurement=found, wall_s=1.0)
+
+    return play_off(
+        [candidate for candidate in speeds if candidate not in substitutes and candidate != baseline],
+        baseline,
+        run=run,
+        objective=OBJECTIVE,
+        has_time=lambda seconds, number: number < 5,
+        seed=seed,
+        substitutes=substitutes,
+    )
+
+
+@pytest.mark.parametrize("baseline", [BASE, None])
+def test_who_comes_in_when_the_machine_has_become_faster_does_not_win_by_that(baseline):
+    first, late, fails = config(16), LATE, config(48)
+    speeds = {
+        first: [100, 100, 100, 130, 130],
+        late: [0, 0, 0, 120, 120],
+        fails: [100, 101, 100, 0, 0],
+        BASE: [50, 50.1, 50, 65, 65],
+    }
+    standing = held({c: speeds[c] for c in speeds if c != BASE or baseline}, {(fails, 2)}, None, baseline=baseline)
+    assert [list(e.outcomes) for e in standing.entrants if e.config == late] == [[3, 4]]
+    assert standing.answer.config == first
+
+
+def test_a_round_that_was_cut_in_the_middle_favours_nobody():
+    """The last round is a fast one, and only some had their turn in it."""
+    better, other = config(16), config(8)
+    speeds = {better: [100, 100, 130], other: [97.5, 97.5, 126.75], BASE: [50, 50, 65]}
+    for seed in range(6):
+        assert held(speeds, (), (better, 2), substitutes=(), seed=seed).answer.config == better
+
+
+def test_a_proven_gain_is_not_given_up_for_a_leader_that_has_run_once():
+    first, late, fails = config(16), LATE, config(48)
+    speeds = {
+        first: [112, 112, 112, 112, 112],
+        late: [0, 0, 0, 0, 120],
+        fails: [112, 112, 112, 112, 0],
+        BASE: [100, 101, 100, 101, 100],
+    }
+    assert held(speeds, {(fails, 3)}, None).answer.config == first

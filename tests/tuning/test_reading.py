@@ -6,14 +6,16 @@ import os
 import shutil
 import sqlite3
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
 
 from autotune.errors import StudyError
-from autotune.outcome import Kind
+from autotune.outcome import Kind, Outcome
 from autotune.tuning.reading import load_study
+from autotune.tuning.result import Dropped
 from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, measured, write_study
 
 
@@ -65,6 +67,26 @@ def test_the_front_holds_what_is_feasible_and_unbeaten(file: Path) -> None:
     assert [m.peak_bytes for m in front] == sorted(m.peak_bytes for m in front)
     assert [m.samples_per_s for m in front] == sorted(m.samples_per_s for m in front)
     assert all(m.peak_bytes <= LIMIT * (1 - HEADROOM) for m in front)
+
+
+def test_a_finalist_that_the_play_off_dropped_is_read_with_the_reason(tmp_path: Path) -> None:
+    file = write_study(tmp_path / "gpt.db", with_probes=False)
+    given = load_study(file).result
+    assert given is not None
+    dropped = Dropped(**vars(given.finalists[1]), dropped="oom: no memory")
+    told = replace(given, finalists=(given.finalists[0], dropped))
+    optuna.load_study(study_name="gpt", storage=f"sqlite:///{file}").set_user_attr("result", told.to_dict())
+    assert load_study(file).result == told
+
+
+def test_a_failure_that_passed_when_it_was_tried_again_does_not_count(file: Path) -> None:
+    study = load_study(file)
+    first = study.probes[0]
+    crashed = replace(first, outcome=Outcome(kind=Kind.CRASHED, cause="gone"), feasible=False)
+    tried_again = replace(study, probes=(crashed, *study.probes))
+    assert tried_again.measured_configs() == study.measured_configs()
+    failed_last = replace(study, probes=(*study.probes, replace(crashed, stage="play-off")))
+    assert BASELINE.as_dict() not in [measured.config for measured in failed_last.measured_configs()]
 
 
 def test_a_study_with_no_finished_probe_is_read(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Who takes part in the play-off, who comes in for a config that fails there, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from autotune.config import Config
+from autotune.outcome import Outcome
+from autotune.tuning.objective import Objective
+
+MOST = 3
+SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
+SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
+NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
+WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
+FEWEST_ROUNDS = 2  # without a second round there is no interval between processes,
+FEWEST_ROUNDS_OVERRUN = 1.2  # which is worth this much of the budget
+MAX_SHARE = 0.4  # of the budget
+
+
+def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
+    """Those of the feasible configs that may be the best, best first. Those that surely fit come before the others.
+
+    Each of the two groups is held against its own best, so that safe ones play however far ahead one is that only just fitted.
+    """
+    sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
+    near: list[Config] = []
+    for group in (sure, {config: outcome for config, outcome in ranked.items() if config not in sure}):
+        merits = {config: objective.merit(outcome) for config, outcome in group.items()}
+        best = max(merits.values(), default=0.0)
+        near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
+    return near
+
+
+def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: Container[Config]) -> list[Config]:
+    """Who comes in for a finalist that fails: the best that surely fit, however far behind."""
+    return [
+        config for config, outcome in ranked.items() if config not in taken and _fits_within(SAFE, outcome, objective)
+    ]
+
+
+def _fits_within(share: float, outcome: Outcome, objective: Objective) -> bool:
+    """Whether another process of a config that fits will, too."""
+    measured = outcome.measurement
+    return measured is None or measured.peak_bytes <= share * objective.usable_bytes
+
+
+def affordable(left_s: float, probe_s: float) -> int:
+    """How many finalists the time that is left can confirm beside the baseline, at `probe_s` a process.
+
+    Two at the least where there is any time: one alone may be a lucky one, or not fit a second time.
+    """
+    wanted, fewest = (int(left_s / (rounds * probe_s)) - 1 for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS))
+    return max(1, min(2, fewest), min(MOST, wanted))
+
+
+def time_to_leave(probe_s: float, budget_s: float) -> float:
+    """Seconds that a search leaves for the play-off: the rounds wanted, up to a share of the budget."""
+    return min(WANTED_ROUNDS * (MOST + 1) * probe_s, MAX_SHARE * budget_s)
+
+
+def may_play(number: int, ends_s: float, budget_s: float) -> bool:
+    """Whether round `number`, counted from 0, may be played where it ends so long after the start. The first always may."""
+    overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
+    return number < 1 or ends_s < overrun * budget_s

@@ -1,0 +1,20 @@
+"""The Python API: what it takes and refuses before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune import api
+from autotune.errors import ConfigError
+
+TINY = Path(__file__).parent / "models" / "tiny.py"
+
+
+def test_a_config_of_another_global_batch_is_refused_with_how_to_run_it(tmp_path: Path) -> None:
+    config = {"batch_size": 16, "accumulation_steps": 6}
+    with pytest.raises(
+        ConfigError, match=r"96 samples per optimizer step.*is 48.*global batch of 96 \(--global-batch 96\)"
+    ):
+        api.probe(TINY, config, device="cpu", logs=tmp_path)
