@@ -242,6 +242,15 @@ def _peak_in(peaks: PeakSource, config: Config, outcome: Outcome) -> TracedPeak 
     return peaks.peak(config, num_micro_batches(config, outcome.measurement) if outcome.measurement else None)
 
 
+def growth_bytes(peaks: PeakSource, config: Config, measured: Measurement) -> int:
+    """What a process of `config` is expected to hold after an epoch beyond what a probe of it found.
+
+    Kernels of shapes that the probe did not meet; 0 where batches have one shape, or the config was not traced.
+    """
+    then, now = peaks.peak(config), peaks.peak(config, num_micro_batches(config, measured))
+    return round(KERNELS * max(0.0, then.kernels_bytes - now.kernels_bytes)) if then and now else 0
+
+
 def num_micro_batches(config: Config, measured: Measurement) -> float:
     """About how many micro batches a probe ran."""
     return measured.train_s / measured.step_s * config.accumulation_steps
