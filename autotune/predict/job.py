@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from autotune.predict.kernel_memory import KernelMemory
+from autotune.predict.kernel_memory import KernelMemory, Pair
 from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.onednn_kernels import most_kernels
-from autotune.predict.passes import MicroSteps, Purpose, Updates
+from autotune.predict.passes import Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
 from autotune.predict.targets import CPU, Target
-from autotune.predict.traces import Group, KernelsHeld, ModelTrace, Traces, UpdateTrace, model_label, update_label
+from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.predict.variety import Variety, variety_of
 from autotune.task import Task
@@ -25,23 +26,28 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
     """Trace group after group.
 
     Yields:
-        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. The last
-        one holds the variety of the training set, if the plan asks for it.
+        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Then the
+        variety of the training set, if the plan asks for it, and groups once more whose kernels were measured.
     """
     job = _Job(task, plan, target)
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((update_label(group), partial(job.update, group)) for group in plan.updates),
         *((model_label(group), partial(job.model, group)) for group in plan.models),
     ]
+    traced = []
     for label, trace in work:
         yield {"begun": label}
         try:
             found = trace()
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
+        traced.append(found)
         yield {"traces": found.to_dict()}
     if plan.variety and job.variety is not None:
         yield {"traces": Traces(target=target, variety=job.variety).to_dict()}
+    for found in traced:  # by running operators of torch: should one of them fail, all else is known
+        if (measured := job.with_measured_kernels(found)) != found:
+            yield {"traces": measured.to_dict()}
 
 
 class _Job:
@@ -50,6 +56,7 @@ class _Job:
         self.plan = plan
         self.target = target
         self.kernel_memory = KernelMemory()
+        self.new_calls: dict[Group, tuple[Pair, ...]] = {}
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
@@ -77,15 +84,27 @@ class _Job:
             reserved=factors,
             new_kernels=micro.new_kernels,
             most_kernels=most_kernels(),
-            kernels=self.kernels_held(micro),
+            kernels=self.kernel_memory.typical(micro.new_calls, self.num_elements) if micro.new_calls else (),
         )
+        self.new_calls[group] = micro.new_calls
         return Traces(target=self.target, models={group: trace})
 
-    def kernels_held(self, micro: MicroSteps) -> tuple[KernelsHeld, ...]:
-        """What the kernels of another shape hold, where there are other shapes."""
-        if not micro.new_calls or self.variety is None or len(self.variety.widths) == 1:
-            return ()
-        return self.kernel_memory.held(micro.new_calls, self.tracer.num_elements(self.sizes[-1]))
+    def with_measured_kernels(self, found: Traces) -> Traces:
+        """The same, with what kernels hold measured, where batches have other shapes that bring some."""
+        if self.variety is None or len(self.variety.widths) == 1:
+            return found
+        models = {
+            group: replace(trace, kernels=self.kernel_memory.measured(self.new_calls[group], self.num_elements))
+            if self.new_calls[group]
+            else trace
+            for group, trace in found.models.items()
+        }
+        return replace(found, models=models)
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Of the largest input batch that is traced."""
+        return self.tracer.num_elements(self.sizes[-1])
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""

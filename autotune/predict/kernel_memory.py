@@ -1,13 +1,16 @@
-"""How much memory compiled kernels hold: some operators of a trace run for real, and what the process holds after them.
+"""How much memory the kernels hold that a library compiles for one more shape.
 
 oneDNN's code for a matrix product depends on whether its rows fill whole blocks. What is left over takes kernels of its own,
 several times as many where it is the rows that are summed over, as in the gradient of a weight. (Seen in its log and in
-`VmData`: 256 KiB a kernel, 2 to 6 of them for a product whose rows fill blocks, 3 to 34 for others.)
+`VmData`: 256 KiB a piece of code, 2 to 6 of them for a product whose rows fill blocks, 3 to 34 for others, and some 600 KiB
+beside them.) So small products are run for real, and what the process holds more after them is measured. Other operators
+depend little on the shape, and are taken as what was measured of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,46 +18,121 @@ import torch
 from autotune.devices.procfs import process_memory
 from autotune.predict.storages import Dense, KernelCall
 from autotune.predict.traces import ROWS_PER_BLOCK, KernelsHeld
+from autotune.units import MIB
 
-_FEWEST_BLOCKS = 2  # code is measured, so small tensors do
+_aten = torch.ops.aten
+
+_FEWEST_BLOCKS = 2
+_LARGEST_BYTES = 32 * MIB  # of a product's tensors
+_LARGEST_FLOPS = 2e9
+
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+_RECURRENT = frozenset({_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default})
+# Bytes of a kernel in float32 and in short types, on a processor with AMX: layers of 16 to 48 channels, 20 lengths
+_CONVOLUTION_BYTES = (0.5 * MIB, 1.2 * MIB)
+_RECURRENT_BYTES = (1.0 * MIB, 5.0 * MIB)
+_PRODUCT_BYTES = (1.4 * MIB, 3.4 * MIB)  # in short types: of rows that fill blocks, of others
+
+
+Pair = tuple[KernelCall, KernelCall]  # an operator with two shapes: of a smaller batch and of a larger one
 
 
 class KernelMemory:
-    """Measures what the kernels of an operator hold, those of each once."""
+    """What kernels hold: measured, those of each operator once, or typical."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
 
-    def held(self, pairs: Iterable[tuple[KernelCall, KernelCall]], num_elements: int) -> tuple[KernelsHeld, ...]:
-        """What the kernels hold that a new shape brings.
+    def typical(self, pairs: Iterable[Pair], num_elements: int) -> tuple[KernelsHeld, ...]:
+        """What the kernels for one more shape typically hold, without running anything.
 
         Args:
-            pairs: each operator with two shapes: of a smaller batch and of one of `num_elements` elements.
+            num_elements: of the larger batch.
         """
-        found: dict[float, list[int]] = {}
-        for smaller, larger in pairs:
-            rows = _sizes_that_vary(smaller, larger)
-            if not rows:
-                continue
-            first = min(rows)
-            blocks = max(_FEWEST_BLOCKS, -(-first // ROWS_PER_BLOCK))
-            held = found.setdefault(rows[first] / num_elements, [0, 0])
-            for position, target in enumerate((blocks * ROWS_PER_BLOCK, blocks * ROWS_PER_BLOCK + 1)):
-                held[position] += self._bytes(smaller, {size: round(size * target / first) for size in rows})
-        return tuple(
-            KernelsHeld(rows_per_element=rows, filled_bytes=filled, other_bytes=other)
-            for rows, (filled, other) in found.items()
-        )
+        return _held(pairs, num_elements, lambda pair: _typical_bytes(pair[0]))
 
-    def _bytes(self, call: KernelCall, sizes: Mapping[int, int]) -> int:
-        args = tuple(_resized(arg, sizes) for arg in call.args)
-        key = (call.operator, repr(args))
+    def measured(self, pairs: Iterable[Pair], num_elements: int) -> tuple[KernelsHeld, ...]:
+        """The same, with small products run for real."""
+        return _held(pairs, num_elements, lambda pair: self._of_product(pair) or _typical_bytes(pair[0]))
+
+    def _of_product(self, pair: Pair) -> tuple[float, float] | None:
+        """Bytes where the rows fill blocks and where they do not; None where that cannot be run."""
+        if pair[0].operator not in _PRODUCTS:
+            return None
+        blocks = max(_FEWEST_BLOCKS, -(-_rows(pair)[0] // ROWS_PER_BLOCK))
+        while blocks > _FEWEST_BLOCKS and not _is_small(_with_rows(pair, (blocks + 2) * ROWS_PER_BLOCK)):
+            blocks = max(_FEWEST_BLOCKS, blocks // 2)
+        if not _is_small(_with_rows(pair, (blocks + 2) * ROWS_PER_BLOCK)):
+            return None
+        try:
+            filled, other = (self._bytes(pair, blocks * ROWS_PER_BLOCK + left_over) for left_over in (0, 1))
+        except (RuntimeError, ValueError):  # sizes that do not go together unless they are the model's
+            return None
+        return filled, other
+
+    def _bytes(self, pair: Pair, rows: int) -> int:
+        args = _with_rows(pair, rows)
+        key = (pair[0].operator, repr(args))
         if key not in self._known:
-            # two blocks more first: the heap then has room for the tensors, and what it grows by are the kernels
-            more = {size: new + 2 * ROWS_PER_BLOCK * new // min(sizes.values()) for size, new in sizes.items()}
-            _run(call.operator, tuple(_resized(arg, more) for arg in call.args))
-            self._known[key] = _run(call.operator, args)
+            # a larger one first: the heap then has room for the tensors, and what it grows by are the kernels
+            _run(pair[0].operator, _with_rows(pair, rows + 2 * ROWS_PER_BLOCK))
+            self._known[key] = _run(pair[0].operator, args)
         return self._known[key]
+
+
+def _held(
+    pairs: Iterable[Pair], num_elements: int, bytes_of: Callable[[Pair], tuple[float, float]]
+) -> tuple[KernelsHeld, ...]:
+    found: dict[float, list[float]] = {}
+    for pair in filter(_varying_sizes, pairs):
+        held = found.setdefault(_rows(pair)[1] / num_elements, [0.0, 0.0])
+        for position, size_bytes in enumerate(bytes_of(pair)):
+            held[position] += size_bytes
+    return tuple(
+        KernelsHeld(rows_per_element=rows, filled_bytes=round(filled), other_bytes=round(other))
+        for rows, (filled, other) in found.items()
+    )
+
+
+def _typical_bytes(call: KernelCall) -> tuple[float, float]:
+    """Bytes where rows fill blocks, and where they do not."""
+    if call.operator in _PRODUCTS:
+        return _PRODUCT_BYTES
+    in_full, in_short = _RECURRENT_BYTES if call.operator in _RECURRENT else _CONVOLUTION_BYTES
+    dtype = next(arg.dtype for arg in call.args if isinstance(arg, Dense))
+    each = (in_full if dtype is torch.float32 else in_short) * len(call.kernels)
+    return each, each
+
+
+def _varying_sizes(pair: Pair) -> list[tuple[int, int]]:
+    """Sizes of tensors that go with the batch, in both calls."""
+    tensors = [(a, b) for a, b in zip(pair[0].args, pair[1].args, strict=True) if isinstance(a, Dense)]
+    return [(x, y) for a, b in tensors for x, y in zip(a.shape, b.shape, strict=True) if x != y]
+
+
+def _rows(pair: Pair) -> tuple[int, int]:
+    """The smallest size that goes with the batch, in both calls."""
+    return min(_varying_sizes(pair))
+
+
+def _with_rows(pair: Pair, rows: int) -> tuple[Any, ...]:
+    """The arguments with so many rows, and all else that goes with the batch in proportion."""
+    scale = rows / _rows(pair)[0]
+    return tuple(
+        Dense(tuple(x if x == y else round(x * scale) for x, y in zip(a.shape, b.shape, strict=True)), a.order, a.dtype)
+        if isinstance(a, Dense)
+        else a
+        for a, b in zip(pair[0].args, pair[1].args, strict=True)
+    )
+
+
+def _is_small(args: tuple[Any, ...]) -> bool:
+    """Whether a product takes little time and memory."""
+    left, right = args[-2:]
+    columns = right.shape[-1]
+    elements = math.prod(left.shape) + math.prod(right.shape) + math.prod(left.shape[:-1]) * columns
+    flops = 2.0 * math.prod(left.shape) * columns
+    return bool(elements * left.dtype.itemsize <= _LARGEST_BYTES and flops <= _LARGEST_FLOPS)
 
 
 def _run(operator: Any, args: tuple[Any, ...]) -> int:
@@ -64,15 +142,3 @@ def _run(operator: Any, args: tuple[Any, ...]) -> int:
     with torch.no_grad():
         operator(*real)
     return max(0, process_memory().data_bytes - before_bytes)
-
-
-def _sizes_that_vary(smaller: KernelCall, larger: KernelCall) -> dict[int, int]:
-    """Sizes of the smaller call's tensors that go with the batch -> what they are in the larger one."""
-    pairs = [(a, b) for a, b in zip(smaller.args, larger.args, strict=True) if isinstance(a, Dense)]
-    return {size: other for a, b in pairs for size, other in zip(a.shape, b.shape, strict=True) if size != other}
-
-
-def _resized(arg: Any, sizes: Mapping[int, int]) -> Any:
-    if not isinstance(arg, Dense):
-        return arg
-    return Dense(tuple(sizes.get(size, size) for size in arg.shape), arg.order, arg.dtype)

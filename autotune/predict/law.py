@@ -53,9 +53,14 @@ def fit_turnover(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]
     """Storages that a pass allocates, as (constant, bytes per sample, how many of them). Passes as in `fit_law`."""
     low, high = passes[0], passes[-1]
     large = [event.size_bytes for event in high.events if event.allocates]
-    if not are_aligned(low, high):
-        return tuple((0.0, size / high.batch_size, count) for size, count in Counter(large).items())
     small = [event.size_bytes for event in low.events if event.allocates]
+    if not are_aligned(low, high):  # what is there in the same size is taken not to go with the batch
+        same = Counter(small) & Counter(large)
+        grown = (Counter(large) - same).items()
+        return (
+            *((float(size), 0.0, count) for size, count in same.items()),
+            *((0.0, size / high.batch_size, count) for size, count in grown),
+        )
     found = []
     for (a, b), count in Counter(zip(small, large, strict=True)).items():
         slope = (b - a) / (high.batch_size - low.batch_size)

@@ -291,7 +291,8 @@ def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[tupl
     before = calls[-2] if len(calls) > 1 else ()
     if len(before) != len(calls[-1]):  # another batch size takes another way through the model
         return len(new), ()
-    return len(new), tuple((before[position], calls[-1][position]) for position in called)
+    pairs = tuple((before[position], calls[-1][position]) for position in called)
+    return len(new), pairs if all(one.operator is other.operator for one, other in pairs) else ()
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from autotune.task.task import Task
 
-NUM_FIRST = 16  # samples of which the widest stands for the training set: of unequal ones it shows where they are cut
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts:
@@ -33,7 +32,7 @@ class TaskFacts:
         batchnorm_modules: names of the batch normalisation modules.
         baseline: what the user runs today, as a partial config dict; None when not given.
         batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`: two samples of
-            `make_batch`, else twice the widest of the training set's first ones; empty where it is another each time.
+            `make_batch`, else the training set's first two; empty where it is another each time.
         widest: positions of up to 512 sampled members of the training set, the widest first.
         warnings: what the user should know about how the task was read.
     """
@@ -96,27 +95,24 @@ def gather_facts(task: Task) -> TaskFacts:
     )
 
 
-def _small_batch(task: Task, dataset: Any) -> Any:
-    """The same one each time: which samples are the widest of all depends on how many could be looked at in time."""
-    if task.make_batch is not None:
-        with user_code("your make_batch(2)"):
-            return task.batch(2)
-    from torch.utils.data import default_collate
-
-    count = min(NUM_FIRST, len(task.widest()))
-    with user_code("making a batch of two samples of your train_dataset"):
-        first = samples.widest_samples(dataset, range(count), count)
-        return (task.collate_fn or default_collate)([max(first, key=samples.width)] * 2)
-
-
 def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
+    """Of the same small batch each time, however fast samples come; empty where that cannot be had of the user's code."""
     from autotune.batches import tensors
 
-    found, again = (
-        tuple(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors(_small_batch(task, dataset)))
-        for _ in range(2)
-    )
-    return found if found == again else ()
+    def batch() -> Any:
+        if task.make_batch is not None:
+            return task.batch(2)
+        from torch.utils.data import default_collate
+
+        return (task.collate_fn or default_collate)(samples.widest_samples(dataset, (0, 1), 2))
+
+    def found() -> tuple[str, ...]:
+        return tuple(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors(batch()))
+
+    with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
+        shapes = found()
+        return shapes if shapes == found() else ()
+    return ()
 
 
 def check_task(task: Task, device: torch.device) -> None:

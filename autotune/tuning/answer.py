@@ -121,12 +121,7 @@ class Recommender:
                 if self.interrupted():
                     return dropped
                 found = self.exactness.of(name, choice)
-                if found.exact is None:
-                    self.warn(
-                        f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
-                        f"{found.reason}; {found.remedy}"
-                    )
-                elif not found.exact and choice in self.loop.space.choices[name]:
+                if found.exact is False and choice in self.loop.space.choices[name]:
                     self._leave_out(name, choice, found.reason)
                     dropped = True
         return dropped
@@ -173,6 +168,7 @@ class Recommender:
             self.warn(f"there is no speed-up to state, since the baseline did not run: {self._baseline_failure()}")
         if confirmed is None and self._confirmed_before():
             self.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
+        self._warn_of_what_was_not_compared(answer)
         outcomes = confirmed.outcomes.values() if confirmed else [loop.best[1]] if loop.best else []
         self._collect_warnings(answer, outcomes)
         if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
@@ -278,6 +274,15 @@ class Recommender:
         self._warn_of_new_shapes(answer, outcomes)
         if any(o.measurement and o.measurement.disturbances for o in outcomes):
             self.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
+
+    def _warn_of_what_was_not_compared(self, answer: Config) -> None:
+        for name, choice in to_compare(answer, self.loop.space.baseline):
+            found = self.exactness.not_compared(name, choice)
+            if found is not None:
+                self.warn(
+                    f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
+                    f"{found.reason}; {found.remedy}"
+                )
 
     def _warn_of_new_shapes(self, answer: Config, outcomes: Iterable[Outcome]) -> None:
         """A probe meets few of the lengths that a text's lines have, and a library keeps kernels for each."""

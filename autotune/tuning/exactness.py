@@ -71,6 +71,10 @@ class Exactness:
             self._not_compared[key] = found
         return self._not_compared[key]
 
+    def not_compared(self, name: str, choice: Choice) -> Finding | None:
+        """Why a choice could not be compared in this search; None where it was, or was not asked for."""
+        return self._not_compared.get(_key(name, choice))
+
     def check(self, config: Config, timeout_s: float) -> Check | Outcome:
         """Run the checks in a process of their own, within the time that is left."""
         settings = self._loop.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, self._loop.left_s)))

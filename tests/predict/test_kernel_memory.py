@@ -50,7 +50,7 @@ def make_task() -> Task:
 @pytest.fixture(scope="module")
 def held():
     micro = Tracer(make_task(), "cpu").micro_steps(techniques.complete({"amp": "bf16"}), SIZES)
-    return KernelMemory().held(micro.new_calls, SIZES[-1] * WIDTH)
+    return KernelMemory().measured(micro.new_calls, SIZES[-1] * WIDTH)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -65,20 +65,56 @@ def test_rows_go_with_the_elements_of_a_batch(held):
     assert all(one.rows_per_element == pytest.approx(1 / WIDTH) for one in held)
 
 
+def product(rows: int, columns: int = 8) -> KernelCall:
+    args = Dense((rows, 8), (0, 1), torch.bfloat16), Dense((8, columns), (0, 1), torch.bfloat16)
+    return KernelCall(torch.ops.aten.mm.default, args, ("a",))
+
+
 def test_each_operator_is_run_once(monkeypatch):
     runs = []
-    monkeypatch.setattr("autotune.predict.kernel_memory._run", lambda operator, args: runs.append(operator) or 5)
-    calls = [KernelCall("product", (Dense((size, 8), (0, 1), torch.bfloat16), 2.0), ("a",)) for size in (4, 8)]
+    monkeypatch.setattr("autotune.predict.kernel_memory._run", lambda operator, args: runs.append(args[0].shape) or 5)
     memory = KernelMemory()
     for _ in range(2):
-        (found,) = memory.held([tuple(calls)], 80)
+        (found,) = memory.measured([(product(40), product(80))], 800)
         assert (found.rows_per_element, found.filled_bytes, found.other_bytes) == (0.1, 5, 5)
-    assert runs == 4 * ["product"]
+    assert runs == [(128, 8), (64, 8), (129, 8), (65, 8)]
+
+
+def test_large_products_are_run_with_fewer_rows_or_not_at_all(monkeypatch):
+    runs = []
+    monkeypatch.setattr("autotune.predict.kernel_memory._run", lambda operator, args: runs.append(args[0].shape) or 5)
+    KernelMemory().measured([(product(100_000, 1000), product(200_000, 1000))], 200_000)
+    assert 64 < max(runs)[0] < 100_000
+    runs.clear()
+    wide = product(64, 10**7), product(128, 10**7)
+    assert KernelMemory().measured([wide], 128) == KernelMemory().typical([wide], 128)
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [
+        (torch.ops.aten.convolution.default, torch.float32),
+        (torch.ops.aten.mkldnn_rnn_layer_backward.default, torch.bfloat16),
+    ],
+)
+def test_what_is_no_product_is_not_run(operator, dtype):
+    small, large = (KernelCall(operator, (Dense((n, 8), (0, 1), dtype), None), ("a", "b")) for n in (4, 8))
+    (found,) = KernelMemory().measured([(small, large)], 8)
+    assert 2**19 <= found.filled_bytes == found.other_bytes < 2**24
+
+
+def test_a_product_that_does_not_run_is_a_typical_one():
+    right = Dense((8, 3), (0, 1), torch.bfloat16)
+    unfit = [
+        KernelCall(torch.ops.aten.mm.default, (Dense((rows, 7), (0, 1), torch.bfloat16), right), ("a",))
+        for rows in (64, 128)
+    ]
+    assert KernelMemory().measured([tuple(unfit)], 128) == KernelMemory().typical([tuple(unfit)], 128)
 
 
 def test_an_operator_that_does_not_go_with_the_batch_says_nothing():
-    call = KernelCall("product", (Dense((8, 8), (0, 1), torch.bfloat16),), ("a",))
-    assert KernelMemory().held([(call, call)], 80) == ()
+    assert KernelMemory().measured([(product(8), product(8))], 80) == ()
 
 
 @pytest.mark.parametrize(

@@ -72,5 +72,5 @@ def test_the_turnover_is_every_storage_as_a_line_in_the_batch_size():
     assert fit_turnover([made(2, 50, 50), made(4, 60, 60)]) == ((40, 5, 2),)
 
 
-def test_the_turnover_of_passes_that_do_other_things_is_in_proportion_to_the_larger_one():
-    assert fit_turnover([made(2, 50), made(8, 80, 80)]) == ((0, 10, 2),)
+def test_of_passes_that_do_other_things_what_has_another_size_goes_with_the_batch():
+    assert fit_turnover([made(2, 50, 7), made(8, 80, 7, 80)]) == ((7, 0, 1), (0, 10, 2))

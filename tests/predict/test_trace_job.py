@@ -86,3 +86,21 @@ def test_the_widths_of_the_samples_are_found_beside(tmp_path):
         traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
     assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
     assert traces.peak(config(amp="bf16")).kernels_bytes > traces.peak(config()).kernels_bytes == 0
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_recurrence_on_lines_of_unequal_length_is_traced_with_its_kernels(tmp_path, amp):
+    with ProcessProber(source("padded_recurrent.py"), logs=tmp_path) as prober:
+        traces = prober.trace([config(amp=amp)], "cpu", timeout_s=100)
+    assert traces.failures == {}
+    assert traces.peak(config(amp=amp)).kernels_bytes > 0
+
+
+def test_what_was_traced_outlives_a_measurement_of_kernels_that_fails(tmp_path):
+    padded = (MODELS / "padded_recurrent.py").read_text()
+    crash = "import autotune.predict.kernel_memory as memory, os\nmemory._run = lambda operator, args: os.abort()\n"
+    (tmp_path / "model.py").write_text(padded + crash)
+    with ProcessProber(TaskSource.of(tmp_path / "model.py"), logs=tmp_path) as prober:
+        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
+    assert traces.failures == {}
+    assert traces.peak(config(amp="bf16")).kernels_bytes > 0

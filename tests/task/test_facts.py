@@ -53,18 +53,15 @@ def test_facts_of_a_task_without_a_dataset(load):
     assert facts.dataset_size is None and facts.widest == () and not facts.has_batchnorm and facts.warnings == ()
 
 
-def test_the_small_batch_of_a_dataset_is_the_widest_of_its_first_samples():
-    lengths = [3, 9, 5] + [2] * 20 + [400]
+def stream_of(found):
+    return type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(found)})()
 
-    def dataset():
-        return [(torch.zeros(length), torch.tensor(0)) for length in lengths]
 
-    def stream():
-        return type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(dataset())})()
-
-    for train_dataset in (dataset, stream):
-        task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=train_dataset)
-        assert gather_facts(task).batch == ("float32 (2, 9)", "int64 (2,)")
+@pytest.mark.parametrize("kind", [list, stream_of])
+def test_the_small_batch_of_a_dataset_is_of_its_first_samples(kind):
+    found = [(torch.zeros(length), torch.tensor(0)) for length in (9, 9, 2, 400)]
+    task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=lambda: kind(found))
+    assert gather_facts(task).batch == ("float32 (2, 9)", "int64 (2,)")
 
 
 def test_a_batch_that_is_another_each_time_is_no_mark_of_the_task():
@@ -75,9 +72,31 @@ def test_a_batch_that_is_another_each_time_is_no_mark_of_the_task():
             return 4
 
         def __getitem__(self, position):
-            return torch.zeros(next(self.lengths))
+            return torch.zeros(next(self.lengths) // 2)
 
     task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=Cropped)
+    assert gather_facts(task).batch == ()
+
+
+def test_a_collate_function_that_changes_its_samples_is_given_others_each_time():
+    class Labelled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, position):
+            return {"x": torch.zeros(3), "label": 1}
+
+    def collate(samples):
+        labels = torch.tensor([sample.pop("label") for sample in samples])
+        return torch.stack([sample["x"] for sample in samples]), labels
+
+    task = Task(build_model=lambda: nn.Linear(3, 3), train_dataset=Labelled, collate_fn=collate)
+    assert gather_facts(task).batch == ("float32 (2, 3)", "int64 (2,)")
+
+
+@pytest.mark.parametrize("found", [[torch.zeros(3)], [torch.zeros(3), torch.zeros(4)]])
+def test_samples_that_make_no_batch_leave_it_empty(found):
+    task = Task(build_model=lambda: nn.Linear(3, 3), train_dataset=lambda: found)
     assert gather_facts(task).batch == ()
 
 
