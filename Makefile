@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer, pip and make.
 
 VENV ?= .venv
+TEST_WORKERS ?= 2
 RUN := $(VENV)/bin
 
 ifndef PYTHON
@@ -15,8 +16,8 @@ endif
 demo: $(VENV)/.installed  ## search on a shipped case study
 	$(RUN)/autotune search studies/gpt/model.py --budget 2m
 
-test: $(VENV)/.installed-dev  ## PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev  ## PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from autotune import techniques
 from autotune.predict.kernel_memory import KernelMemory
 from autotune.predict.storages import Dense, KernelCall
+from autotune.predict.traces import KernelsHeld
 from autotune.predict.tracing import Tracer
 from autotune.task import Task
 
@@ -47,10 +49,27 @@ def make_task() -> Task:
     )
 
 
-@pytest.fixture(scope="module")
-def held():
+def measured() -> tuple[KernelsHeld, ...]:
     micro = Tracer(make_task(), "cpu").micro_steps(techniques.complete({"amp": "bf16"}), SIZES)
     return KernelMemory().measured(micro.new_calls, SIZES[-1] * WIDTH)
+
+
+MEASURE = """
+import json
+from dataclasses import asdict
+import torch
+from tests.predict.test_kernel_memory import measured
+
+torch.set_num_threads(1)
+print(json.dumps([asdict(one) for one in measured()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def held():
+    """In a process of its own, as it is for a search: what others have left in the heap would be filled first."""
+    found = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True).stdout
+    return tuple(KernelsHeld(**one) for one in json.loads(found))
 
 
 @pytest.mark.parametrize("kind", BATCHES)
