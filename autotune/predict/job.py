@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from autotune.predict.kernel_memory import KernelMemory, Pair
+from autotune.predict.kernel_memory import KernelMemory
 from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.onednn_kernels import most_kernels
 from autotune.predict.passes import Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.reserved import reserved_factors
+from autotune.predict.storages import KernelPair
 from autotune.predict.targets import CPU, Target
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
@@ -56,7 +57,7 @@ class _Job:
         self.plan = plan
         self.target = target
         self.kernel_memory = KernelMemory()
-        self.new_calls: dict[Group, tuple[Pair, ...]] = {}
+        self.new_calls: dict[Group, tuple[KernelPair, ...]] = {}
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
@@ -84,19 +85,18 @@ class _Job:
             reserved=factors,
             new_kernels=micro.new_kernels,
             most_kernels=most_kernels(),
-            kernels=self.kernel_memory.typical(micro.new_calls, self.num_elements) if micro.new_calls else (),
+            kernels=self.kernel_memory.typical(micro.new_calls, self.num_elements),
         )
         self.new_calls[group] = micro.new_calls
         return Traces(target=self.target, models={group: trace})
 
     def with_measured_kernels(self, found: Traces) -> Traces:
         """The same, with what kernels hold measured, where batches have other shapes that bring some."""
-        if self.variety is None or len(self.variety.widths) == 1:
+        measurable = any(self.kernel_memory.is_measurable(self.new_calls[group]) for group in found.models)
+        if not measurable or self.variety is None or len(self.variety.widths) == 1:
             return found
         models = {
             group: replace(trace, kernels=self.kernel_memory.measured(self.new_calls[group], self.num_elements))
-            if self.new_calls[group]
-            else trace
             for group, trace in found.models.items()
         }
         return replace(found, models=models)

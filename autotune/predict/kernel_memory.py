@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autotune.devices.procfs import process_memory
-from autotune.predict.storages import Dense, KernelCall
+from autotune.predict.storages import Dense, KernelCall, KernelPair
 from autotune.predict.traces import ROWS_PER_BLOCK, KernelsHeld
 from autotune.units import MIB
 
@@ -34,16 +34,18 @@ _RECURRENT_BYTES = (1.0 * MIB, 5.0 * MIB)
 _PRODUCT_BYTES = (1.4 * MIB, 3.4 * MIB)  # in short types: of rows that fill blocks, of others
 
 
-Pair = tuple[KernelCall, KernelCall]  # an operator with two shapes: of a smaller batch and of a larger one
-
-
 class KernelMemory:
     """What kernels hold: measured, those of each operator once, or typical."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
 
-    def typical(self, pairs: Iterable[Pair], num_elements: int) -> tuple[KernelsHeld, ...]:
+    @staticmethod
+    def is_measurable(pairs: Iterable[KernelPair]) -> bool:
+        """Whether any of the operators can be run to see what its kernels hold."""
+        return any(first.operator in _PRODUCTS for first, _ in pairs)
+
+    def typical(self, pairs: Iterable[KernelPair], num_elements: int) -> tuple[KernelsHeld, ...]:
         """What the kernels for one more shape typically hold, without running anything.
 
         Args:
@@ -51,11 +53,11 @@ class KernelMemory:
         """
         return _held(pairs, num_elements, lambda pair: _typical_bytes(pair[0]))
 
-    def measured(self, pairs: Iterable[Pair], num_elements: int) -> tuple[KernelsHeld, ...]:
+    def measured(self, pairs: Iterable[KernelPair], num_elements: int) -> tuple[KernelsHeld, ...]:
         """The same, with small products run for real."""
         return _held(pairs, num_elements, lambda pair: self._of_product(pair) or _typical_bytes(pair[0]))
 
-    def _of_product(self, pair: Pair) -> tuple[float, float] | None:
+    def _of_product(self, pair: KernelPair) -> tuple[float, float] | None:
         """Bytes where the rows fill blocks and where they do not; None where that cannot be run."""
         if pair[0].operator not in _PRODUCTS:
             return None
@@ -70,7 +72,7 @@ class KernelMemory:
             return None
         return filled, other
 
-    def _bytes(self, pair: Pair, rows: int) -> int:
+    def _bytes(self, pair: KernelPair, rows: int) -> int:
         args = _with_rows(pair, rows)
         key = (pair[0].operator, repr(args))
         if key not in self._known:
@@ -81,7 +83,7 @@ class KernelMemory:
 
 
 def _held(
-    pairs: Iterable[Pair], num_elements: int, bytes_of: Callable[[Pair], tuple[float, float]]
+    pairs: Iterable[KernelPair], num_elements: int, bytes_of: Callable[[KernelPair], tuple[float, float]]
 ) -> tuple[KernelsHeld, ...]:
     found: dict[float, list[float]] = {}
     for pair in filter(_varying_sizes, pairs):
@@ -104,18 +106,18 @@ def _typical_bytes(call: KernelCall) -> tuple[float, float]:
     return each, each
 
 
-def _varying_sizes(pair: Pair) -> list[tuple[int, int]]:
+def _varying_sizes(pair: KernelPair) -> list[tuple[int, int]]:
     """Sizes of tensors that go with the batch, in both calls."""
     tensors = [(a, b) for a, b in zip(pair[0].args, pair[1].args, strict=True) if isinstance(a, Dense)]
     return [(x, y) for a, b in tensors for x, y in zip(a.shape, b.shape, strict=True) if x != y]
 
 
-def _rows(pair: Pair) -> tuple[int, int]:
+def _rows(pair: KernelPair) -> tuple[int, int]:
     """The smallest size that goes with the batch, in both calls."""
     return min(_varying_sizes(pair))
 
 
-def _with_rows(pair: Pair, rows: int) -> tuple[Any, ...]:
+def _with_rows(pair: KernelPair, rows: int) -> tuple[Any, ...]:
     """The arguments with so many rows, and all else that goes with the batch in proportion."""
     scale = rows / _rows(pair)[0]
     return tuple(

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.predict.array import Array
 from autotune.predict.events import Event
 from autotune.predict.passes import Pass, Purpose
 from autotune.predict.traces import Law, Line
 
 NUM_MODULES = 5
 UNALIGNED_DEVIATION = 0.02  # relative; at least that much is not known where passes differ in more than sizes
-
-Array = NDArray[np.float64]
 
 
 def fit_law(passes: Sequence[Pass], *, deviation: float = 0.0) -> Law:

@@ -15,13 +15,11 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune import techniques
 from autotune.config import Choice, Config
+from autotune.predict.array import Array
 from autotune.techniques import Expectation, Factor
-
-Array = NDArray[np.float64]
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from autotune.predict.events import Event
-from autotune.predict.storages import KernelCall
+from autotune.predict.storages import KernelPair
 
 
 class Purpose(IntEnum):
@@ -55,7 +55,7 @@ class MicroSteps:
     beside: tuple[Pass, ...]
     input_bytes: tuple[int, ...]
     new_kernels: int
-    new_calls: tuple[tuple[KernelCall, KernelCall], ...]
+    new_calls: tuple[KernelPair, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,9 @@ class KernelCall:
     kernels: tuple[Hashable, ...]
 
 
+KernelPair = tuple[KernelCall, KernelCall]  # an operator with two shapes: of a smaller batch and of a larger one
+
+
 @dataclass(frozen=True)
 class Hidden:
     """What operators allocate that fake tensors do not show.

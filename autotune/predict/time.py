@@ -11,7 +11,8 @@ import numpy as np
 
 from autotune.config import Config
 from autotune.outcome import Measurement, Outcome
-from autotune.predict.parts import SIZES, Array, Layout, Part, Residual, SpaceLike
+from autotune.predict.array import Array
+from autotune.predict.parts import SIZES, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
 from autotune.predict.variety import Variety
 from autotune.techniques import Factor

@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.config import Choice, Config
+from autotune.predict.array import Array
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.passes import Purpose
 from autotune.predict.variety import Variety
 from autotune.techniques import REGISTRY, Phase
 
-Array = NDArray[np.float64]
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
 ROWS_PER_BLOCK = 32  # of a matrix product in bf16, which oneDNN takes together (AMX tiles of 16 rows and 64 bytes)

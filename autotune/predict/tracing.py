@@ -27,7 +27,7 @@ from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.law import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
-from autotune.predict.storages import KernelCall, StorageTracker
+from autotune.predict.storages import KernelCall, KernelPair, StorageTracker
 from autotune.predict.targets import CPU, Target
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -278,7 +278,7 @@ class _Run:
                 handle.remove()
 
 
-def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[tuple[KernelCall, KernelCall], ...]]:
+def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[KernelPair, ...]]:
     """How many kernels are new in the last pass, and the operators they are for, beside those of the pass before."""
     known = {kernel for earlier in calls[:-1] for call in earlier for kernel in call.kernels}
     new: set[Hashable] = set()

@@ -11,14 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.batches import tensors
+from autotune.predict.array import Array
 
 if TYPE_CHECKING:
     from autotune.task import Task
-
-Array = NDArray[np.float64]
 
 MAX_SAMPLING_S = 1.0
 NUM_SAMPLED = 2048

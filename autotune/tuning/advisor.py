@@ -13,9 +13,9 @@ import numpy as np
 from autotune import techniques
 from autotune.config import Choice, Config
 from autotune.outcome import Kind, Outcome
+from autotune.predict.array import Array
 from autotune.predict.forecast import Forecast
 from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.parts import Array
 from autotune.predict.time import TimeModel
 from autotune.tuning.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.tuning.space import ACCUMULATION, Space

@@ -9,7 +9,7 @@ from statistics import fmean
 from autotune.config import Config
 from autotune.outcome import Kind, Measurement, Outcome
 from autotune.tuning.front import pareto_front
-from autotune.tuning.history import since_last_search
+from autotune.tuning.history import feasible_each_time
 from autotune.tuning.objective import Objective
 from autotune.tuning.playoff import failure
 from autotune.tuning.result import Effect, Measured
@@ -29,15 +29,11 @@ def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Con
         probed: every probe of the study, those of play-offs included.
         confirmed: who ran through in the play-off.
     """
-    probes_of: dict[Config, list[Probed]] = {}
-    for probe in probed:
-        probes_of.setdefault(probe.config, []).append(probe)
-    found = {}
-    for config, probes in probes_of.items():
-        counted = since_last_search(probes)
-        measurement = counted[0].outcome.measurement
-        if measurement and all(probe.feasible for probe in counted):
-            found[config] = measured_once(config, measurement)
+    found = {
+        config: measured_once(config, measurement)
+        for config, counted in feasible_each_time((probe.config, probe) for probe in probed).items()
+        if (measurement := counted[0].outcome.measurement)
+    }
     return found | {Config(tuple(measured.config.items())): measured for measured in confirmed}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from autotune.config import Config
 from autotune.outcome import Kind, Outcome
 
 PATIENT = 0.9  # share of a time-out after which a probe is taken to have had all of it
@@ -14,6 +15,9 @@ FLEETING = (Kind.CRASHED, Kind.ERROR)  # may have been the machine's fault: a fu
 class _Probe(Protocol):
     @property
     def stage(self) -> str: ...
+
+    @property
+    def feasible(self) -> bool: ...
 
 
 P = TypeVar("P", bound=_Probe)
@@ -41,10 +45,19 @@ def what_stands(outcomes: Sequence[Outcome], timeout_s: float, *, baseline: bool
     return None if again or baseline else last
 
 
-def since_last_search(probes: Sequence[P]) -> Sequence[P]:
-    """Of one config's probes, in order, those that count: its last outside the play-off and what the play-off found since.
+def feasible_each_time(probes: Iterable[tuple[Config, P]]) -> dict[Config, Sequence[P]]:
+    """Per config that was feasible whenever it counts, those of its probes that do, in order.
 
-    Those before it failed, else it would not have been probed again.
+    They are its last outside the play-off and what the play-off found since: those before failed, else it would not have
+    been probed again.
     """
+    probes_of: dict[Config, list[P]] = {}
+    for config, probe in probes:
+        probes_of.setdefault(config, []).append(probe)
+    counted = {config: _since_last_search(found) for config, found in probes_of.items()}
+    return {config: found for config, found in counted.items() if all(probe.feasible for probe in found)}
+
+
+def _since_last_search(probes: Sequence[P]) -> Sequence[P]:
     searched = [place for place, probe in enumerate(probes) if probe.stage != "play-off"]
     return probes[searched[-1] :] if searched else probes

@@ -86,11 +86,7 @@ class Loop:
         self._cost_model = self._new_cost_model()
 
     def _resume(self, probes: list[Probed]) -> None:
-        """Learn what the study knows, but for what is worth another try.
-
-        What other workers of a shared study found before this one started cannot be told from the study's past: at the
-        worst, each worker tries once more what failed in another.
-        """
+        """Learn what the study knows, but for what is worth another try."""
         baselines = [self.space.baseline, *(probe.config for probe in probes if probe.stage == "baseline")]
         found: dict[Config, list[Probed]] = {config: [] for config in baselines}  # the others are held against these
         for probe in probes:

@@ -23,7 +23,7 @@ from autotune.errors import StudyError
 from autotune.outcome import Outcome
 from autotune.predict.forecast import Forecast
 from autotune.tuning.front import pareto_front
-from autotune.tuning.history import since_last_search
+from autotune.tuning.history import feasible_each_time
 from autotune.tuning.playoff import Entrant
 from autotune.tuning.result import Measured, Result
 
@@ -118,15 +118,10 @@ class Study:
 
         Where a config took part in the play-off, its processes there alone count, as they do for the answer.
         """
-        runs: dict[Config, list[ProbeRecord]] = {}
-        for probe in self.probes:
-            runs.setdefault(Config(tuple(probe.config.items())), []).append(probe)
         found = []
-        for config, every in runs.items():
-            probes = since_last_search(every)
-            if all(probe.feasible and probe.outcome.measurement for probe in probes):
-                confirmed = [probe for probe in probes if probe.stage == "play-off"] or probes
-                found.append(Entrant(config, {probe.number: probe.outcome for probe in confirmed}).measured())
+        for config, probes in feasible_each_time((Config(tuple(p.config.items())), p) for p in self.probes).items():
+            confirmed = [probe for probe in probes if probe.stage == "play-off"] or probes
+            found.append(Entrant(config, {probe.number: probe.outcome for probe in confirmed}).measured())
         return tuple(found)
 
     def front_configs(self) -> tuple[Measured, ...]:

@@ -4,14 +4,18 @@ from dataclasses import dataclass
 
 import pytest
 
+from autotune.config import Config
 from autotune.outcome import Kind, Outcome
-from autotune.tuning.history import since_last_search, what_stands
+from autotune.tuning.history import feasible_each_time, what_stands
+
+CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
 
 
 @dataclass(frozen=True)
 class Probe:
     stage: str
     number: int
+    feasible: bool
 
 
 def outcome(kind, wall_s=1.0):
@@ -34,7 +38,7 @@ def test_what_does_not_pass_by_itself_stands(kind):
     assert final(kind)
 
 
-def test_a_failure_takes_nothing_from_what_another_worker_measured():
+def test_a_failure_takes_nothing_from_what_was_measured():
     measured = outcome(Kind.OK, 2.0)
     assert what_stands([measured, outcome(Kind.CRASHED)], 20.0, baseline=False) == measured
 
@@ -53,6 +57,11 @@ def test_a_baseline_that_failed_is_always_tried_again_unless_for_memory(kind):
 
 def test_what_came_before_the_last_probe_of_a_search_no_longer_counts():
     stages = ["search", "play-off", "search", "play-off", "play-off"]
-    probes = [Probe(stage, number) for number, stage in enumerate(stages)]
-    assert [probe.number for probe in since_last_search(probes)] == [2, 3, 4]
-    assert since_last_search(probes[1:2]) == probes[1:2]
+    probes = [Probe(stage, number, number != 0) for number, stage in enumerate(stages)]
+    counted = feasible_each_time((CONFIG, probe) for probe in probes)
+    assert [probe.number for probe in counted[CONFIG]] == [2, 3, 4]
+    assert feasible_each_time([(CONFIG, probes[1])]) == {CONFIG: [probes[1]]}
+
+
+def test_a_config_that_failed_since_its_last_probe_of_a_search_is_not_feasible():
+    assert feasible_each_time([(CONFIG, Probe("search", 0, True)), (CONFIG, Probe("play-off", 1, False))]) == {}
