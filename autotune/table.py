@@ -25,6 +25,7 @@ from autotune.rounds import round_effects
 
 MAGIC = "# autotune table, format 1"
 Z95 = 1.96
+_COUNTS = ("num_steps", "num_batches")
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -208,7 +209,7 @@ def append(path: Path, header: Header, row: Row) -> None:
     else:
         speeds = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
         cells |= {name: _short(getattr(measured, name)) for name in (*speeds, "train_s")}
-        cells |= {"peak_bytes": measured.peak_bytes, "num_steps": measured.num_steps}
+        cells |= {name: getattr(measured, name) for name in ("peak_bytes", *_COUNTS)}
         cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items()}
     line = io.StringIO()
     csv.DictWriter(line, _columns(header), lineterminator="\n").writerow(cells)
@@ -283,6 +284,7 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
         peak_bytes=peak_bytes,
         block_samples_per_s=(speed,),
         num_steps=int(cells["num_steps"]),
+        num_batches=int(cells["num_batches"]),
         setup_s=0.0,
         warmup_s=0.0,
         timed_s=train_s,
@@ -299,9 +301,9 @@ def _swept(header: Header) -> list[str]:
 
 
 def _columns(header: Header) -> list[str]:
-    figures = ["samples_per_s", "samples_per_s_low", "samples_per_s_high", "peak_bytes", "attempted_bytes", "num_steps"]
+    figures = ["samples_per_s", "samples_per_s_low", "samples_per_s_high", "peak_bytes", "attempted_bytes"]
     times = ["wall_s", "train_s", *(f"{phase}_s" for phase in PHASES)]
-    return [*_swept(header), "repeat", "kind", *figures, *times, "cause"]
+    return [*_swept(header), "repeat", "kind", *figures, *_COUNTS, *times, "cause"]
 
 
 def _short(value: float) -> str:

@@ -39,7 +39,7 @@ class Variety:
     counts: tuple[int, ...]
     num_samples: int
 
-    def shapes(self, batch_size: int, num_batches: float | None = None) -> tuple[Array, Array]:
+    def shapes(self, batch_size: int, num_batches: int | None = None) -> tuple[Array, Array]:
         """Widths of a batch, and the probability of each that some of the micro batches, by default an epoch's, have it.
 
         Each width comes up in `n` of them with probability `1 - (1 - p)^n`.
@@ -48,7 +48,7 @@ class Variety:
             num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
         return np.array(self.widths, dtype=float), 1 - (1 - self._chances(batch_size)) ** num_batches
 
-    def num_shapes(self, batch_size: int, num_batches: float | None = None) -> float:
+    def num_shapes(self, batch_size: int, num_batches: int | None = None) -> float:
         """Different shapes to be expected among micro batches, by default those of one epoch."""
         return float(self.shapes(batch_size, num_batches)[1].sum())
 

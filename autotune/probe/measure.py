@@ -51,6 +51,7 @@ class Run:
     settings: ProbeSettings
     report: Callable[[str, float], None]  # stage and seconds inside training steps, for a process that may be killed
     num_steps: int = 0
+    num_batches: int = 0
     train_s: float = 0.0
     warm_steps: list[WarmStep] = field(default_factory=list)
 
@@ -89,6 +90,7 @@ class Run:
             peak_bytes=self.device.peak_bytes(),
             block_samples_per_s=tuple(blocks.samples_per_s),
             num_steps=self.num_steps,
+            num_batches=self.num_batches,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=before_phases - warmup_s,
@@ -241,6 +243,7 @@ class Run:
             self._update()
 
     def _take(self, count: int) -> StepBatch:
+        self.num_batches += count
         return StepBatch(next(self._micro_batches) for _ in range(count))
 
     def _accumulate_next(self, count: int) -> None:
