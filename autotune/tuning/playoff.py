@@ -134,14 +134,15 @@ def play_off(
         candidates: the best few, best first.
         baseline: the user's baseline; None when it does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
-        has_time: whether a round of that many seconds still fits, given the number of rounds already done.
+        has_time: whether a round of that many seconds still fits, given the number of rounds already done. One more is
+            played in any case where all who ran have failed and somebody is left: else there is no answer.
         substitutes: best first; one comes in for each candidate that fails, or for a baseline that had none beside it.
     """
     order, waiting = random.Random(seed), iter(substitutes)
     base = Entrant(baseline) if baseline is not None else None
     entrants = [Entrant(config) for config in candidates if config != baseline]
     round_s, number = 0.0, 0
-    while number < MAX_ROUNDS and has_time(round_s, number):
+    while number < MAX_ROUNDS and (has_time(round_s, number) or _is_open(_everyone(entrants, base))):
         playing = [entrant for entrant in _everyone(entrants, base) if not entrant.dropped]
         order.shuffle(playing)
         round_s = 0.0
@@ -161,6 +162,12 @@ def play_off(
         if number >= MIN_ROUNDS and _settle(played, base, objective) and played == entrants:
             break
     return _standing(entrants, base, objective, number) if number else None
+
+
+def _is_open(everyone: Iterable[Entrant]) -> bool:
+    """Whether nobody who ran is left, and somebody has yet to run."""
+    left = [bool(entrant.outcomes) for entrant in everyone if not entrant.dropped]
+    return bool(left) and not any(left)
 
 
 def failure(outcome: Outcome) -> str:

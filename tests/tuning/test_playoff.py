@@ -78,6 +78,14 @@ def test_a_substitute_may_come_in_late():
         assert standing.answer.config == config(16)
 
 
+def test_when_all_have_failed_and_the_time_is_up_a_substitute_still_plays():
+    speeds = {config(48): 200.0, config(16): 150.0, config(12): 140.0}
+    everyone_failed = {(config(48), 0), (config(16), 1)}
+    standing, log = contest(speeds, failing=everyone_failed, substitutes=[config(16), config(12)], rounds=1)
+    assert log == [(0, config(48)), (1, config(16)), (2, config(12))]
+    assert standing.answer.config == config(12)
+
+
 def test_every_entrant_runs_in_every_round_until_it_is_dropped():
     _, log = contest({config(8): 100.0, config(16): 200.0, BASE: 90.0})
     for number in range(MIN_ROUNDS):
