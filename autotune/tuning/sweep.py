@@ -92,8 +92,9 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
         rows = list(recorded.rows)
         for number in range(options.max_repeats):
-            known = figures_of(rows)
-            todo = [c for c in dict.fromkeys((space.baseline, *space)) if _wants(known.get(c), number, options)]
+            known, done = figures_of(rows), {row.config for row in rows if row.repeat == number}
+            configs = [config for config in dict.fromkeys((space.baseline, *space)) if config not in done]
+            todo = [config for config in configs if _wants(known.get(config), options)]
             random.Random(f"{options.seed} {number}").shuffle(todo)
             # every round draws other samples, the same for all of its configs
             seeded = settings.replace(seed=options.seed + number)
@@ -121,11 +122,11 @@ def space_of(header: Header) -> Space:
     )
 
 
-def _wants(known: Figure | None, number: int, options: SweepOptions) -> bool:
-    """Whether a config is to be measured in this round: what failed once is not tried again."""
+def _wants(known: Figure | None, options: SweepOptions) -> bool:
+    """Whether a config is to be measured once more: what failed once is not tried again."""
     if known is None:
         return True
-    if known.num_repeats > number or known.kind is not Kind.OK:
+    if known.kind is not Kind.OK:
         return False
     return known.num_repeats < MIN_REPEATS or known.half_width > options.interval
 

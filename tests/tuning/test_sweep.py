@@ -64,6 +64,18 @@ def test_a_table_that_is_there_is_carried_on(folder: Path, swept: list[Progress]
     assert [progress.round for progress in seen] == [1, 1, 1]
 
 
+def test_a_round_that_was_taken_out_of_a_table_is_recorded_again(
+    folder: Path, swept: list[Progress], tmp_path: Path
+) -> None:
+    head, rows = (lines := (folder / "tiny.csv").read_text().splitlines(keepends=True))[:3], lines[3:]
+    (tmp_path / "tiny.csv").write_text("".join(head + rows[4:]))  # all but the first round
+    seen: list[Progress] = []
+    found = sweep(TaskSource.of(TINY), options(tmp_path), seen.append)
+    assert [progress.round for progress in seen] == [0, 0, 0, 0]
+    repeats = [sorted(row.repeat for row in measured) for measured in found.repeats.values()]
+    assert repeats == [[0, 1]] * 4
+
+
 def test_a_table_of_something_else_is_not_carried_on(folder: Path, swept: list[Progress]) -> None:
     with pytest.raises(TableError, match="choices was"):
         sweep(TaskSource.of(TINY), options(folder, grid={**GRID, "batch_size": (4, 24)}), lambda progress: None)
