@@ -25,7 +25,7 @@ from autotune.rounds import round_effects
 
 MAGIC = "# autotune table, format 1"
 Z95 = 1.96
-_COUNTS = ("num_steps", "num_batches")
+_COUNTS = ("num_steps", "num_shapes")
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -284,7 +284,7 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
         peak_bytes=peak_bytes,
         block_samples_per_s=(speed,),
         num_steps=int(cells["num_steps"]),
-        num_batches=int(cells["num_batches"]),
+        num_shapes=int(cells["num_shapes"]),
         setup_s=0.0,
         warmup_s=0.0,
         timed_s=train_s,

@@ -69,11 +69,8 @@ class PeakSource(Protocol):
     def variety(self) -> Variety | None:
         """Of the widths of samples, where it is known."""
 
-    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
-        """The allocator's peak of a config, after the widest micro batch and so many drawn at random, or an epoch.
-
-        None when it could not be traced.
-        """
+    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak | None:
+        """The allocator's peak of a config, after micro batches of so many shapes, or an epoch; None when it could not be traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +126,16 @@ class MemoryModel:
         return self.estimates([config])[0]
 
     def estimates(
-        self, configs: Sequence[Config], num_batches: Sequence[int | None] | None = None
+        self, configs: Sequence[Config], num_shapes: Sequence[int | None] | None = None
     ) -> list[MemoryEstimate | None]:
         """The peak of each config.
 
         Args:
-            num_batches: micro batches that each has drawn until then, where batches have many shapes; None for an epoch's.
+            num_shapes: that each has met until then, where batches have many; None for an epoch's.
         """
         found: list[MemoryEstimate | None] = [None] * len(configs)
         if self._traced is not None:
-            found = self._traced.estimates(configs, num_batches)
+            found = self._traced.estimates(configs, num_shapes)
         rest = [row for row, estimate in enumerate(found) if estimate is None]
         for row, estimate in zip(rest, self._untraced.estimates([configs[row] for row in rest]), strict=True):
             found[row] = estimate
@@ -164,9 +161,9 @@ class _Traced:
             self._add_beyond(trace, config, least - outside_bytes)
 
     def estimates(
-        self, configs: Sequence[Config], num_batches: Sequence[int | None] | None
+        self, configs: Sequence[Config], num_shapes: Sequence[int | None] | None
     ) -> list[MemoryEstimate | None]:
-        after = num_batches or [None] * len(configs)
+        after = num_shapes or [None] * len(configs)
         traces = [self._peaks.peak(config, number) for config, number in zip(configs, after, strict=True)]
         known = [(t, c) for t, c in zip(traces, configs, strict=True) if t is not None]
         if not known:
@@ -244,8 +241,8 @@ class _Traced:
 
 
 def _peak_in(peaks: PeakSource, config: Config, outcome: Outcome) -> TracedPeak | None:
-    """The peak after the micro batches that a probe ran; one that ran out of memory does not say how many those were."""
-    return peaks.peak(config, num_batches(outcome.measurement) if outcome.measurement else None)
+    """The peak with the shapes that a probe met; one that ran out of memory does not say how many those were."""
+    return peaks.peak(config, num_shapes(outcome.measurement) if outcome.measurement else None)
 
 
 def growth_bytes(peaks: PeakSource, config: Config, measured: Measurement) -> int:
@@ -253,13 +250,13 @@ def growth_bytes(peaks: PeakSource, config: Config, measured: Measurement) -> in
 
     Kernels of shapes that the probe did not meet; 0 where batches have one shape, or the config was not traced.
     """
-    then, now = peaks.peak(config), peaks.peak(config, num_batches(measured))
+    then, now = peaks.peak(config), peaks.peak(config, num_shapes(measured))
     return round(KERNELS * max(0.0, then.kernels_bytes - now.kernels_bytes)) if then and now else 0
 
 
-def num_batches(measured: Measurement) -> int | None:
-    """How many micro batches a probe drew; None where that is not known."""
-    return measured.num_batches or None
+def num_shapes(measured: Measurement) -> int | None:
+    """How many shapes the micro batches of a probe had; None where that is not known."""
+    return measured.num_shapes or None
 
 
 def _sizes(traces: Sequence[TracedPeak]) -> Array:

@@ -195,14 +195,13 @@ class Traces:
     failures: Mapping[str, str] = field(default_factory=dict)
     variety: Variety | None = None
 
-    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak | None:
+    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
 
         Args:
-            num_batches: micro batches drawn until then beside one of the widest samples, which tell how many shapes were
-                met; None for an epoch.
+            num_shapes: that micro batches had until then, the widest one's included; None for those of an epoch.
         """
         model = self.models.get(group_of(config, Phase.MODEL))
         update = self.updates.get(group_of(config, Phase.OPTIMIZER))
@@ -228,17 +227,18 @@ class Traces:
             uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
             turnover_bytes=0 if model.reserved else model.turnover_bytes(size),
-            kernels_bytes=self._kernels_bytes(model, size, num_batches),
+            kernels_bytes=self._kernels_bytes(model, size, num_shapes),
         )
 
-    def _kernels_bytes(self, model: ModelTrace, batch_size: int, num_batches: int | None) -> float:
+    def _kernels_bytes(self, model: ModelTrace, batch_size: int, num_shapes: int | None) -> float:
         """Of all shapes but the widest, which any training compiles; of those that came last, where it keeps no more."""
         if not model.new_kernels or self.variety is None:
             return 0.0
-        widths, chances = self.variety.shapes(batch_size, num_batches)
-        num_shapes = float(chances.sum())
-        mean_bytes = sum(float(chances @ held.bytes_of(widths * batch_size)) for held in model.kernels) / num_shapes
-        return mean_bytes * min(num_shapes - float(chances[-1]), model.most_kernels / model.new_kernels)
+        widths, chances = self.variety.shapes(batch_size)
+        expected = float(chances.sum())
+        others = expected - float(chances[-1]) if num_shapes is None else num_shapes - 1
+        mean_bytes = sum(float(chances @ held.bytes_of(widths * batch_size)) for held in model.kernels) / expected
+        return mean_bytes * min(others, model.most_kernels / model.new_kernels)
 
     def merged(self, other: Traces) -> Traces:
         """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""

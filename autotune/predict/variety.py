@@ -39,18 +39,17 @@ class Variety:
     counts: tuple[int, ...]
     num_samples: int
 
-    def shapes(self, batch_size: int, num_batches: int | None = None) -> tuple[Array, Array]:
-        """Widths of a batch, and the probability of each that some of the micro batches, by default an epoch's, have it.
+    def shapes(self, batch_size: int) -> tuple[Array, Array]:
+        """Widths of a batch, and the probability of each that some of an epoch's micro batches have it.
 
         Each width comes up in `n` of them with probability `1 - (1 - p)^n`.
         """
-        if num_batches is None:
-            num_batches = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
-        return np.array(self.widths, dtype=float), 1 - (1 - self._chances(batch_size)) ** num_batches
+        number = min(MAX_BATCHES, max(1, self.num_samples // batch_size))
+        return np.array(self.widths, dtype=float), 1 - (1 - self._chances(batch_size)) ** number
 
-    def num_shapes(self, batch_size: int, num_batches: int | None = None) -> float:
-        """Different shapes to be expected among micro batches, by default those of one epoch."""
-        return float(self.shapes(batch_size, num_batches)[1].sum())
+    def num_shapes(self, batch_size: int) -> float:
+        """Different shapes to be expected among the micro batches of an epoch."""
+        return float(self.shapes(batch_size)[1].sum())
 
     def mean_width(self, batch_size: int) -> float:
         """Elements to be expected for each sample of a micro batch, with the padding up to its widest one."""

@@ -22,7 +22,7 @@ import numpy as np
 from autotune import table
 from autotune.config import Config
 from autotune.predict.cache import cached_traces
-from autotune.predict.memory import MemoryModel, num_batches
+from autotune.predict.memory import MemoryModel, num_shapes
 from autotune.predict.targets import CPU, CUDA
 from autotune.predict.traces import Traces
 from autotune.probe.inspection import Inspection
@@ -117,7 +117,7 @@ def before_any_probe(recorded: Table, traces: Traces) -> Iterator[float]:
 def after_two_probes(recorded: Table, traces: Traces) -> Iterator[float]:
     """Relative error of the process's peak, of every config but the two probed: the baseline and one drawn at random.
 
-    Of a config's repeats the one with the largest peak counts, and what is predicted are as many micro batches as it drew.
+    Of a config's repeats the one with the largest peak counts, and what is predicted are as many shapes as it met.
     """
     space, configs = space_of(recorded.header), list(recorded.figures)
     measured = {
@@ -129,7 +129,7 @@ def after_two_probes(recorded: Table, traces: Traces) -> Iterator[float]:
         probed = {config: recorded.repeats[config][0].outcome for config in (space.baseline, second)}
         model = MemoryModel(traces, recorded.header.outside_bytes, space).fitted(list(probed.items()))
         largest = {config: found for config, found in peaks.items() if config not in probed}
-        after = [num_batches(found) for found in largest.values()]
+        after = [num_shapes(found) for found in largest.values()]
         for estimate, found in zip(model.estimates(list(largest), after), largest.values(), strict=True):
             assert estimate is not None
             yield estimate.peak_bytes / found.peak_bytes - 1

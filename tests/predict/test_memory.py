@@ -112,7 +112,7 @@ def test_what_fails_against_all_expectation_is_believed(space: Space) -> None:
 
 def test_kernels_of_many_shapes_take_memory_that_a_probe_teaches(space: Space) -> None:
     class ManyShapes(NoisyPeaks):
-        def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak:
+        def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak:
             return replace(super().peak(config), kernels_bytes=1000.0 * MIB if config["amp"] == "bf16" else 0.0)
 
     probed, other = space.complete({"amp": "bf16"}), space.complete({"amp": "bf16", "batch_size": 6})

@@ -135,8 +135,8 @@ def test_shapes_that_are_new_bring_kernels_that_stay():
     mean_bytes = 300 - 200 * chances[31] / chances.sum()  # the rows of one width in fifty fill a block of 32
     others = many.variety.num_shapes(1) - chances[-1]  # than the widest, which training begins with
     assert many.peak(config(1)).kernels_bytes == pytest.approx(mean_bytes * others)
-    assert many.peak(config(1), num_batches=7).kernels_bytes < many.peak(config(1)).kernels_bytes
-    assert many.peak(config(1), num_batches=10_000).kernels_bytes == pytest.approx(296 * 700 / 15)  # of 15 x 49
+    assert many.peak(config(1), num_shapes=7).kernels_bytes < many.peak(config(1)).kernels_bytes
+    assert many.peak(config(1), num_shapes=10_000).kernels_bytes == pytest.approx(296 * 700 / 15)  # of 15 x 49
     filled = 100 * (many.variety.num_shapes(32) - many.variety.shapes(32)[1][-1])  # whatever the width is
     assert many.peak(config(32)).kernels_bytes == pytest.approx(filled)
     assert TRACES.peak(config(1)).kernels_bytes == 0

@@ -66,7 +66,7 @@ class NoisyPeaks:
     prober: ClosedFormProber
     variety: Variety | None = None
 
-    def peak(self, config: Config, num_batches: int | None = None) -> TracedPeak:
+    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak:
         group = config.replace(batch_size=1, accumulation_steps=1)
         trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB
         traced = max(MIB, int(trained * (0.94 + random.Random(str(group)).gauss(0, 0.04))))

@@ -428,8 +428,8 @@ class ManyShapes(NoisyPeaks):
 
     later_bytes: int = 0
 
-    def peak(self, config, num_batches=None):
-        return replace(super().peak(config), kernels_bytes=self.later_bytes if num_batches is None else 0)
+    def peak(self, config, num_shapes=None):
+        return replace(super().peak(config), kernels_bytes=self.later_bytes if num_shapes is None else 0)
 
 
 @pytest.mark.parametrize("later_bytes", [0, 10 * MIB, LIMIT_BYTES])

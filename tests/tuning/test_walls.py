@@ -13,7 +13,7 @@ from .rough_world import NoisyPeaks
 
 
 class ManyKernels(NoisyPeaks):
-    def peak(self, config, num_batches=None):
+    def peak(self, config, num_shapes=None):
         return replace(super().peak(config), kernels_bytes=1000 * MIB / config.batch_size)
 
 
