@@ -89,25 +89,36 @@ class Recommender:
         for name, choice, reason in self.exactness.known_failures():
             self._leave_out(name, choice, reason)
         loop.measure_baseline(given=self.inspection.baseline_given)
-        loop.explore()
-        loop.undo_changes()
-        while self._drop_inexact():
+        while (
+            True
+        ):  # until one of the best is confirmed: where all of them fail, the search goes on with what that teaches
+            loop.explore()
             loop.undo_changes()
+            while self._drop_inexact():
+                loop.undo_changes()
+            if self.interrupted():
+                return None
+            if loop.best is None:
+                raise NothingFeasible(self._why_none())
+            standing = loop.run_play_off(self._may_come_in)
+            if standing is None:
+                break
+            if standing.answer is not None:
+                return standing
         if self.interrupted():
             return None
         if loop.best is None:
-            raise NothingFeasible(explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes))
-        standing = loop.run_play_off(self._may_come_in)
-        if standing is not None and standing.answer is not None:
-            return standing
-        if self.interrupted():
-            return None
-        if standing is not None or loop.best is None:
-            raise NothingFeasible(explain.none_again(loop.failed_again, loop.space.baseline, loop.objective))
+            raise NothingFeasible(self._why_none())
         self.warn(
             "no round of the play-off fitted into the time, so the answer is not confirmed; give a larger --budget"
         )
         return None
+
+    def _why_none(self) -> str:
+        loop = self.loop
+        if loop.failed_again:
+            return explain.none_again(loop.failed_again, loop.space.baseline, loop.objective)
+        return explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes)
 
     def _leave_out(self, name: str, choice: Choice, reason: str) -> None:
         self.loop.drop(name, choice)

@@ -97,9 +97,13 @@ class CostModelSampler(BaseSampler):
         return self._advisor.ranked(self._probes(study))
 
     def _probes(self, study: Study) -> list[tuple[Config, Outcome]]:
-        """Every finished probe but the forgiven and the play-off's, whose machine may have become slower or faster since."""
+        """Every finished probe but the forgiven and what ran in a play-off, whose machine may have become slower since.
+
+        What failed there is no longer feasible.
+        """
         for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
-            if trial.number not in self._outcomes and trial.user_attrs.get("stage") != "play-off":
+            counts = trial.user_attrs.get("stage") != "play-off" or not trial.user_attrs["feasible"]
+            if trial.number not in self._outcomes and counts:
                 self._outcomes[trial.number] = _config(trial), Outcome.from_dict(trial.user_attrs["outcome"])
         return [self._outcomes[number] for number in sorted(self._outcomes) if number not in self._forgiven]
 

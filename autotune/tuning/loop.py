@@ -83,6 +83,7 @@ class Loop:
         self.failed_again: dict[Config, Outcome] = {}  # what ran in the search, and did not in the play-off
         self._walls = MemoryWalls(self.peaks)
         self._resume(self.probed())
+        self._resume_play_offs()
         self._cost_model = self._new_cost_model()
 
     def _resume(self, probes: list[Probed]) -> None:
@@ -101,6 +102,16 @@ class Loop:
             self._learn(config, stands)
             if config in baselines:
                 self._expect_like(stands)
+
+    def _resume_play_offs(self) -> None:
+        """What did not fit into the memory there is no longer feasible; other failures may pass."""
+        for probe in self.store.probed():
+            if probe.stage != "play-off" or probe.feasible:
+                continue
+            if probe.outcome.kind is Kind.OOM or self.objective.beyond_memory(probe.outcome):
+                self._fail_again(probe.config, probe.outcome)
+            else:
+                self._forgiven.add(probe.number)
 
     @property
     def left_s(self) -> float:
@@ -207,6 +218,7 @@ class Loop:
 
         waiting = finalists.substitutes(self._ranked(), self.objective, (*playing, self.space.baseline))
         baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline)
+        baseline_runs = baseline_runs and self.space.baseline not in self.failed_again
         return play_off(
             playing,
             self.space.baseline if baseline_runs else None,
@@ -325,9 +337,10 @@ class Loop:
         if stage != "play-off":
             self._num_probes += 1
             self._learn(config, outcome)
+            if outcome.ok and not (self.baseline and self.baseline.ok):
+                self._expect_time_of(outcome)
         elif not objective.feasible(outcome):
-            self.failed_again[config] = outcome
-            self._choose_best()
+            self._fail_again(config, outcome)
         self.listener.on(
             ProbeEnded(
                 number=number,
@@ -359,6 +372,12 @@ class Loop:
             self._walls.add(config)
         self._consider(config, outcome)
 
+    def _fail_again(self, config: Config, outcome: Outcome) -> None:
+        self.failed_again[config] = outcome
+        if outcome.kind is Kind.OOM or self.objective.beyond_memory(outcome):
+            self._walls.add(config)
+        self._choose_best()
+
     def _choose_best(self) -> None:
         self.best = None
         for config, outcome in self._known.items():
@@ -384,15 +403,21 @@ class Loop:
         if self.interrupted() or (self.num_trials is not None and self._num_probes >= self.num_trials):
             return False
         expected_s = median(self.wall_s[-8:]) if self.wall_s else 0.0
-        return self.elapsed_s + expected_s < self.budget_s - finalists.time_to_leave(expected_s, self.budget_s)
+        # while nothing fits there is nothing to confirm
+        leave_s = finalists.time_to_leave(expected_s, self.budget_s) if self.best else expected_s
+        return self.elapsed_s + expected_s < self.budget_s - leave_s
 
     def _expect_like(self, baseline: Outcome) -> None:
         """Take the baseline for the measure of how long a probe may take and how slow it may be."""
         if baseline.measurement is None:
             return
         self.settings = self.settings.replace(slowest_samples_per_s=HOPELESS * baseline.measurement.samples_per_s)
+        self._expect_time_of(baseline)
+
+    def _expect_time_of(self, ran: Outcome) -> None:
+        """Without the baseline, what ran last is the measure of how long a probe may take."""
         if self.timeout_s is None:
-            self.settings = self.settings.replace(timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * baseline.wall_s))
+            self.settings = self.settings.replace(timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * ran.wall_s))
 
     def _best_score(self) -> float | None:
         return self.objective.score(self.best[1]) if self.best else None

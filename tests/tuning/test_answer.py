@@ -102,6 +102,35 @@ def test_a_play_off_interrupted_later_confirms_what_it_found(tmp_path):
     assert raised.value.result.confirmed and raised.value.result.baseline is not None
 
 
+class Shrinking(Staged):
+    """By the first play-off something else takes memory: what was measured before no longer fits."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.before = None
+
+    def in_play_off(self, config, settings, outcome):
+        self.before = self.before or set(self.configs)
+        return OOM if config in self.before else outcome
+
+
+def test_where_all_of_the_best_fail_in_the_play_off_the_search_goes_on(tmp_path):
+    prober = Shrinking()
+    made = recommender(tmp_path, prober, sampler="cost-model", num_trials=None)
+    result = made.answer()
+    assert result.confirmed and made.loop.failed_again
+    assert result.config not in [config.as_dict() for config in prober.before]
+
+
+def test_a_resumed_search_knows_what_no_longer_fitted_in_a_play_off(tmp_path):
+    first = Shrinking()
+    with pytest.raises(NothingFeasible):
+        recommender(tmp_path, first, sampler="cost-model").answer()
+    second = Staged()
+    recommender(tmp_path, second, sampler="cost-model", num_trials=None).answer()
+    assert set(first.played) and not set(first.played) & set(second.played)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_play_off_that_the_time_does_not_suffice_for_is_not_held(tmp_path, seed):
     class Slow(Staged):

@@ -1,6 +1,7 @@
 """The search loop: what is probed, in what order, and what never is."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -478,3 +479,27 @@ def test_a_config_that_only_just_fitted_is_confirmed_after_those_that_surely_fit
     finalists = loop.finalists()
     tight = [ClosedFormProber().peak_bytes(config) > 0.97 * loop.objective.usable_bytes for config in finalists]
     assert len(finalists) > 1 and tight == sorted(tight)
+
+
+@pytest.mark.parametrize("anything_fits", [True, False])
+def test_while_nothing_fits_no_time_is_left_for_a_play_off(tmp_path, anything_fits):
+    class TakingTime(Failing):
+        def run(self, config, settings):
+            loop.started -= 10
+            return replace(super().run(config, settings), wall_s=10.0)
+
+    prober = TakingTime(lambda config: not anything_fits, Kind.NONFINITE)
+    loop = make_loop(tmp_path, prober, budget_s=200.0, sampler="random")
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert len(prober.configs) == (11 if anything_fits else 18)
+
+
+def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_take(tmp_path):
+    prober = Failing(lambda config: config.batch_size == 4, Kind.OOM)  # the baseline's
+    settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
+    loop = make_loop(tmp_path, prober, settings=settings, num_trials=4)
+    loop.measure_baseline(given=True)
+    assert not loop.baseline.ok and loop.settings.timeout_s == 120.0
+    loop.explore()
+    assert loop.best is not None and loop.settings.timeout_s == 20.0
