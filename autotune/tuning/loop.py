@@ -30,6 +30,7 @@ from autotune.tuning.walls import MemoryWalls
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
+UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 LIKELY = 0.5
 PATIENCE = 12  # probes without a better one by 1 % after which the sampler is taken to know enough
@@ -139,6 +140,9 @@ class Loop:
             self.objective = self.objective.with_baseline(self.baseline)
             self._expect_like(self.baseline)
             self._choose_best()  # a study may know others from before
+        elif self.timeout_s is None:
+            most_s = max(MIN_TIMEOUT_S, UNKNOWN_TIME_SHARE * self.budget_s)
+            self.settings = self.settings.replace(timeout_s=min(self.settings.timeout_s, most_s))
 
     def _probe_baseline(self, reason: str) -> None:
         """Probe it, once more after each fault of the machinery: without it nothing bounds the time of the others."""

@@ -498,8 +498,8 @@ def test_while_nothing_fits_no_time_is_left_for_a_play_off(tmp_path, anything_fi
 def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_take(tmp_path):
     prober = Failing(lambda config: config.batch_size == 4, Kind.OOM)  # the baseline's
     settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
-    loop = make_loop(tmp_path, prober, settings=settings, num_trials=4)
+    loop = make_loop(tmp_path, prober, settings=settings, num_trials=4, budget_s=300.0)
     loop.measure_baseline(given=True)
-    assert not loop.baseline.ok and loop.settings.timeout_s == 120.0
+    assert not loop.baseline.ok and loop.settings.timeout_s == 45.0
     loop.explore()
     assert loop.best is not None and loop.settings.timeout_s == 20.0
