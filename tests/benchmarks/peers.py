@@ -46,7 +46,8 @@ The memory limit is on a process. A peer's may hold as much more as its own libr
 Lightning starts at 2 samples and takes 3 steps a size; Accelerate starts at 128, or at the global batch where that is less, and
 takes as many.
 The global batch is kept for everyone: what a peer returns becomes the next divisor of the global batch below it, or the global
-batch itself where it is more, accumulated, in plain fp32.
+batch itself where it is more, accumulated, in plain fp32; autotune is allowed to accumulate as well where it would not by itself
+(`digits`: BatchNorm then normalises over smaller batches).
 `trained` says whether the tool had trained the size that it returned, for two steps at least.
 An answer that runs out of memory in the prober, which takes the longest samples, is replaced by the next smaller divisor.
 Search time: of the peers the call alone; of autotune the whole process, play-off included, within a budget of {budget}.
@@ -60,6 +61,7 @@ class Study:
     name: str
     memory_limit: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    allowed: tuple[str, ...] = ()  # techniques that autotune leaves alone unless told otherwise
 
     @property
     def model(self) -> Path:
@@ -69,7 +71,7 @@ class Study:
 
 STUDIES = (
     Study("gpt", "1500MiB", {"GPT_LAYERS": "6", "GPT_WIDTH": "256", "GPT_GLOBAL_BATCH": "96"}),
-    Study("digits", "1200MiB", {"DIGITS_WIDTH": "32", "DIGITS_GLOBAL_BATCH": "384"}),
+    Study("digits", "1200MiB", {"DIGITS_WIDTH": "32", "DIGITS_GLOBAL_BATCH": "384"}, ("accumulation_steps",)),
     Study("wordy", "1500MiB", {"WORDY_WIDTH": "192", "WORDY_LAYERS": "4", "WORDY_GLOBAL_BATCH": "192"}),
 )
 
@@ -100,7 +102,8 @@ def ask_autotune(study: Study, budget_s: float, folder: Path) -> Answer:
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "search", str(study.model), "--device", "cpu", "--memory-limit", study.memory_limit,
-         "--budget", f"{budget_s:g}s", "--storage", str(folder / f"{study.name}.db"), "--json", "--quiet"],
+         "--budget", f"{budget_s:g}s", "--storage", str(folder / f"{study.name}.db"), "--json", "--quiet",
+         *(part for name in study.allowed for part in ("--include", name))],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     wall_s = time.perf_counter() - started
