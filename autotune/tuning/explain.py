@@ -103,7 +103,7 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objec
         and _differ(probe.config, answer) == ["batch_size"]
     ]
     larger_does_not_fit = any(
-        (probe.outcome.kind is Kind.OOM or objective.beyond_memory(probe.outcome))
+        objective.does_not_fit(probe.outcome)
         and probe.config.batch_size > answer.batch_size
         and _differ(probe.config, answer) == ["batch_size"]
         for probe in probed

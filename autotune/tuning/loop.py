@@ -83,12 +83,15 @@ class Loop:
         self._forgiven: set[int] = set()  # numbers of trials that failed in an earlier search and are worth another try
         self.failed_again: dict[Config, Outcome] = {}  # what ran in the search, and did not in the play-off
         self._walls = MemoryWalls(self.peaks)
-        self._resume(self.probed())
-        self._resume_play_offs()
+        self._resume(self.store.probed())
         self._cost_model = self._new_cost_model()
 
     def _resume(self, probes: list[Probed]) -> None:
         """Learn what the study knows, but for what is worth another try."""
+        self._resume_search([probe for probe in probes if probe.stage != "play-off"])
+        self._resume_play_off([probe for probe in probes if probe.stage == "play-off" and not probe.feasible])
+
+    def _resume_search(self, probes: list[Probed]) -> None:
         baselines = [self.space.baseline, *(probe.config for probe in probes if probe.stage == "baseline")]
         found: dict[Config, list[Probed]] = {config: [] for config in baselines}  # the others are held against these
         for probe in probes:
@@ -104,12 +107,10 @@ class Loop:
             if config in baselines:
                 self._expect_like(stands)
 
-    def _resume_play_offs(self) -> None:
+    def _resume_play_off(self, failed: list[Probed]) -> None:
         """What did not fit into the memory there is no longer feasible; other failures may pass."""
-        for probe in self.store.probed():
-            if probe.stage != "play-off" or probe.feasible:
-                continue
-            if probe.outcome.kind is Kind.OOM or self.objective.beyond_memory(probe.outcome):
+        for probe in failed:
+            if self.objective.does_not_fit(probe.outcome):
                 self._fail_again(probe.config, probe.outcome)
             else:
                 self._forgiven.add(probe.number)
@@ -129,7 +130,7 @@ class Loop:
         while True:
             self._probe_baseline("what you run today" if given else "plain fp32")
             outcome = self._known.get(self.space.baseline)
-            too_large = outcome is not None and (outcome.kind is Kind.OOM or self.objective.beyond_memory(outcome))
+            too_large = outcome is not None and self.objective.does_not_fit(outcome)
             smaller = self.space.with_smaller_baseline()
             if given or not too_large or smaller is None or self.interrupted():
                 break
@@ -221,8 +222,8 @@ class Loop:
             return outcome
 
         waiting = finalists.substitutes(self._ranked(), self.objective, (*playing, self.space.baseline))
-        baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline)
-        baseline_runs = baseline_runs and self.space.baseline not in self.failed_again
+        failed = self.space.baseline in self.failed_again
+        baseline_runs = self.baseline is not None and self.objective.feasible(self.baseline) and not failed
         return play_off(
             playing,
             self.space.baseline if baseline_runs else None,
@@ -372,13 +373,13 @@ class Loop:
             self.baseline = outcome
             if outcome.ok:
                 self.objective = self.objective.with_baseline(outcome)
-        if outcome.kind is Kind.OOM or (outcome.measurement and self.objective.beyond_memory(outcome)):
+        if self.objective.does_not_fit(outcome):
             self._walls.add(config)
         self._consider(config, outcome)
 
     def _fail_again(self, config: Config, outcome: Outcome) -> None:
         self.failed_again[config] = outcome
-        if outcome.kind is Kind.OOM or self.objective.beyond_memory(outcome):
+        if self.objective.does_not_fit(outcome):
             self._walls.add(config)
         self._choose_best()
 
@@ -419,7 +420,7 @@ class Loop:
         self._expect_time_of(baseline)
 
     def _expect_time_of(self, ran: Outcome) -> None:
-        """Without the baseline, what ran last is the measure of how long a probe may take."""
+        """Take what ran for the measure of how long a probe may take."""
         if self.timeout_s is None:
             self.settings = self.settings.replace(timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * ran.wall_s))
 

@@ -73,6 +73,10 @@ class Objective:
         """Whether an `ok` outcome needed more than the limit less headroom."""
         return outcome.measurement is not None and self._excess(outcome.measurement) > 0
 
+    def does_not_fit(self, outcome: Outcome) -> bool:
+        """Whether the outcome ran out of memory, or needed more than the limit less headroom."""
+        return outcome.kind is Kind.OOM or self.beyond_memory(outcome)
+
     def with_baseline(self, outcome: Outcome) -> Objective:
         """The objective once the baseline is measured."""
         assert outcome.measurement is not None
