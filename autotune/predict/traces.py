@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from autotune.config import Choice, Config
 from autotune.predict.array import Array
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.passes import Purpose
 from autotune.predict.variety import Variety
+from autotune.records.config import Choice, Config
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off

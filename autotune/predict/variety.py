@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autotune.batches import tensors
 from autotune.predict.array import Array
+from autotune.task.batches import tensors
 
 if TYPE_CHECKING:
     from autotune.task import Task

@@ -22,7 +22,7 @@ import sys
 from dataclasses import replace
 import torch
 from autotune import techniques
-from autotune.batches import StepBatch
+from autotune.task.batches import StepBatch
 from autotune.devices.cpu import CpuDevice
 from autotune.session import prepare
 from autotune.task import load_task
