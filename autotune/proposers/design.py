@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from autotune import techniques
 from autotune.records.config import Choice, Config
+from autotune.records.trial import Proposal
 from autotune.space import Space
+from autotune.study.history import History
 
 _LIKELY = {
     "amp": ("bf16", "fp16"),
@@ -55,12 +56,20 @@ def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> li
     return list(reversed(unique.items()))
 
 
-def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
-    """The config with each of its changes from the baseline undone in turn: what each one gains, and whether it is needed."""
-    undone = []
-    for name in config.differences(space.baseline):
-        if name != "accumulation_steps" and name in techniques.REGISTRY:
-            without = space.complete({**config.as_dict(), name: space.baseline[name]})
-            if space.contains(without):
-                undone.append((without, f"the best without {name}"))
-    return undone
+class StartingDesign:
+    """Proposes the starting configs, one after another."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Config, str]] | None = None
+
+    def propose(self, history: History) -> Proposal | None:
+        """The next of the starting configs."""
+        if self._waiting is None:
+            fits = history.baseline is not None and history.objective.feasible(history.baseline)
+            self._waiting = starting_configs(history.space, baseline_fits=fits, objective=history.objective.name)
+        admissible = history.admissible(outside_space=True)
+        while self._waiting:
+            config, reason = self._waiting.pop(0)
+            if admissible(config):
+                return Proposal(config=config, reason=reason)
+        return None

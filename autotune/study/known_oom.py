@@ -1,39 +1,31 @@
-"""What need not be probed, for what takes no more of the same ran out of memory."""
+"""Which configs need not be probed: the same with a smaller batch was too large."""
 
 from __future__ import annotations
 
-from autotune.predict.memory import PeakSource, expected_bytes
+from collections.abc import Iterable
+
 from autotune.records.config import Config
 
 
-class MemoryWalls:
-    """The configs that were too large.
+class KnownOom:
+    """Configs that need more memory than there is. A larger micro batch of the same techniques needs no less.
 
     Args:
-        peaks: traced peaks, or None where the model cannot be traced.
+        too_large: configs that ran out of memory, or needed more than the limit less headroom.
     """
 
-    def __init__(self, peaks: PeakSource | None) -> None:
-        self._peaks = peaks
-        self._too_large: dict[Config, list[Config]] = {}  # by the config with batch size 1 in its place
+    def __init__(self, too_large: Iterable[Config]) -> None:
+        self._smallest: dict[
+            Config, int
+        ] = {}  # batch size that is too large, by the config with batch size 1 in its place
+        for config in too_large:
+            key = _without_batch(config)
+            self._smallest[key] = min(config.batch_size, self._smallest.get(key, config.batch_size))
 
-    def add(self, config: Config) -> None:
-        """`config` needs more memory than there is."""
-        self._too_large.setdefault(_without_batch(config), []).append(config)
-
-    def rule_out(self, config: Config) -> bool:
-        """Whether `config` needs no less than one that was too large: a batch as large, with the same techniques.
-
-        Small batches of many shapes may need more than larger ones.
-        """
-        smaller = [c for c in self._too_large.get(_without_batch(config), ()) if c.batch_size <= config.batch_size]
-        return any(not self._needs_less(config, other) for other in smaller)
-
-    def _needs_less(self, config: Config, other: Config) -> bool:
-        if self._peaks is None:
-            return False
-        mine, others = self._peaks.peak(config), self._peaks.peak(other)
-        return mine is not None and others is not None and expected_bytes(mine) < expected_bytes(others)
+    def rules_out(self, config: Config) -> bool:
+        """Whether `config` is too large, or a larger batch of something that was."""
+        smallest = self._smallest.get(_without_batch(config))
+        return smallest is not None and config.batch_size >= smallest
 
 
 def _without_batch(config: Config) -> Config:

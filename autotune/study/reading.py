@@ -8,59 +8,28 @@ import functools
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import optuna
 from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice
 from autotune.records.front import pareto_front
-from autotune.records.outcome import Outcome
-from autotune.records.prediction import Forecast
 from autotune.records.result import Measured, Result
+from autotune.records.trial import Trial
+from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.tuning.playoff import Entrant
+from autotune.study.store import trial_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SQLITE_FILE = "sqlite:///"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeRecord:
-    """One finished probe of a study.
-
-    Attributes:
-        number: of the Optuna trial.
-        stage: `baseline`, `search`, `ablation` or `play-off`.
-        feasible: it ran, within the memory limit less headroom.
-        score: what the study was told; larger is better.
-        reason: why this config was probed.
-        forecast: what was predicted of it before it ran; None in the play-off, and in studies without predictions.
-        round: of the play-off, counted from 0; None elsewhere.
-        disturbed: other work on the machine was seen to disturb the timing.
-        wall_s: from start to end, process start included.
-    """
-
-    number: int
-    stage: str
-    config: dict[str, Choice]
-    outcome: Outcome
-    feasible: bool
-    score: float
-    reason: str
-    forecast: Forecast | None
-    round: int | None
-    disturbed: bool
-    started: datetime
-    wall_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +50,7 @@ class Study:
     name: str
     storage: str
     attributes: dict[str, Any] = field(repr=False)
-    probes: tuple[ProbeRecord, ...] = field(repr=False)
+    probes: tuple[Trial, ...] = field(repr=False)
     num_running: int
     num_lost: int
     result: Result | None = field(repr=False)
@@ -119,15 +88,15 @@ class Study:
         Where a config took part in the play-off, its processes there alone count, as they do for the answer.
         """
         found = []
-        for config, probes in feasible_each_time((Config(tuple(p.config.items())), p) for p in self.probes).items():
-            confirmed = [probe for probe in probes if probe.stage == "play-off"] or probes
-            found.append(Entrant(config, {probe.number: probe.outcome for probe in confirmed}).measured())
+        for config, trials in feasible_each_time(self.probes).items():
+            confirmed = [trial for trial in trials if trial.in_play_off] or trials
+            found.append(measured(config, [trial.outcome for trial in confirmed]))
         return tuple(found)
 
     def front_configs(self) -> tuple[Measured, ...]:
         """The memory/throughput front: the feasible configs that no other beats in both, by increasing memory."""
-        measured = self.measured_configs()
-        return tuple(measured[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in measured]))
+        found = self.measured_configs()
+        return tuple(found[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in found]))
 
 
 def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
@@ -172,30 +141,10 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         name=loaded.study_name,
         storage=given,
         attributes={key: value for key, value in attributes.items() if key != "result"},
-        probes=tuple(_record(trial) for trial in trials if trial.state is TrialState.COMPLETE),
+        probes=tuple(trial_of(trial) for trial in trials if trial.state is TrialState.COMPLETE),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
         num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
         result=Result.from_dict(answer) if answer else None,
-    )
-
-
-def _record(trial: FrozenTrial) -> ProbeRecord:
-    attributes = trial.user_attrs
-    outcome = Outcome.from_dict(attributes["outcome"])
-    assert trial.datetime_start is not None and trial.value is not None  # every complete trial has both
-    return ProbeRecord(
-        number=trial.number,
-        stage=attributes["stage"],
-        config=attributes["config"],
-        outcome=outcome,
-        feasible=attributes["feasible"],
-        score=trial.value,
-        reason=attributes["reason"],
-        forecast=Forecast.from_dict(attributes["forecast"]) if attributes.get("forecast") else None,
-        round=attributes.get("round"),
-        disturbed=attributes.get("disturbed", False),
-        started=trial.datetime_start,
-        wall_s=outcome.wall_s,
     )
 
 
