@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -40,7 +40,7 @@ class Budget:
     now_s: Callable[[], float]
     started_s: float
     num_trials: int | None = None
-    spent_s: Counter[str] = field(default_factory=Counter)
+    spent_s: dict[str, float] = field(default_factory=dict)
     first_probe_s: float | None = None
 
     @property
@@ -96,4 +96,4 @@ class Budget:
         try:
             yield
         finally:
-            self.spent_s[name] += self.now_s() - before_s
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + self.now_s() - before_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import StudyError
-from autotune.study.store import locked, place_of
+from autotune.study.place import locked, place_of
 
 SERVER = "postgresql://host/autotune"
 

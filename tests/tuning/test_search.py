@@ -1,9 +1,9 @@
-"""From a finished loop to a recommendation: what is said of a play-off that was cut short, of failures, of checks."""
+"""From a finished search to a recommendation: what is said of a play-off that was cut short, of failures, of checks."""
 
 import io
 import json
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,19 +12,19 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check, Result
 from autotune.report.text import render_result
 from autotune.study.reading import load_study
-from autotune.tuning.answer import Interrupted, NothingFeasible, Recommender
-from autotune.tuning.events import Listener
-from autotune.tuning.loop import PLAY_OFF_INTERVAL
-from autotune.units import MIB, format_bytes
-from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
-from tests.rough_world import NoisyPeaks
+from autotune.records.trial import Proposal
+from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
+from autotune.tuning.recommend import Interrupted, NothingFeasible
+from autotune.tuning.search import answer
+from autotune.tuning.search import PLAY_OFF_INTERVAL
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
 OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)
 UNTRUE = ("did not run", "does not run", "Keep what you have", "more than the memory limit")
 
 
-class Staged(ClosedFormProber):
+class Staged(ClosedFormRunner):
     """Knows which of its probes are the play-off's; `in_play_off` may give them another outcome."""
 
     def __post_init__(self):
@@ -32,8 +32,8 @@ class Staged(ClosedFormProber):
         self.played = []
         self.checked = []
 
-    def run(self, config, settings):
-        outcome = super().run(config, settings)
+    def outcome_of(self, config, settings):
+        outcome = super().outcome_of(config, settings)
         if settings.interval != PLAY_OFF_INTERVAL:
             return outcome
         self.played.append(config)
@@ -42,7 +42,7 @@ class Staged(ClosedFormProber):
     def in_play_off(self, config, settings, outcome):
         return outcome
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return passed_check()
 
@@ -62,9 +62,21 @@ def passed_check():
     )
 
 
-def recommender(folder, prober, **changes):
-    loop = make_loop(folder, prober, **{"inspection": FOUND, "num_trials": 5, "sampler": "random", **changes})
-    return Recommender(loop, prober, FOUND, Listener(), [], loop.interrupted)
+def recommender(folder, runner, **changes):
+    return make_search(folder, runner, **{"inspection": FOUND, "num_trials": 5, "sampler": "random", **changes})
+
+
+class Listed:
+    """Proposes given configs."""
+
+    def __init__(self, configs, then=lambda: None):
+        self.configs = list(configs)
+        self.then = then
+
+    def propose(self, history):
+        if self.configs:
+            return Proposal(config=self.configs.pop(0))
+        return self.then()
 
 
 def text_of(result):
@@ -73,10 +85,10 @@ def text_of(result):
     return " ".join(stream.getvalue().split())
 
 
-def assert_unconfirmed(result, loop):
+def assert_unconfirmed(result, search):
     """The search's best, held against the search's own probe of the baseline."""
     assert not result.confirmed and not result.finalists
-    assert result.config == loop.best[0].as_dict()
+    assert result.config == search.history.best[0].as_dict()
     assert result.baseline is not None and result.speedup > 1 and result.verdict == "faster"
     said = text_of(result) + " ".join(result.warnings)
     assert not [words for words in UNTRUE if words in said]
@@ -85,19 +97,19 @@ def assert_unconfirmed(result, loop):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_play_off_interrupted_in_its_first_round_is_not_held(tmp_path, seed):
     """Whoever was first in the shuffled round: the baseline, or another."""
-    prober = Staged()
-    made = recommender(tmp_path, prober, seed=seed, interrupted=lambda: bool(prober.played))
+    runner = Staged()
+    made = recommender(tmp_path, runner, seed=seed, interrupted=lambda: bool(runner.played))
     with pytest.raises(Interrupted) as raised:
-        made.answer()
-    assert len(prober.played) == 1
-    assert_unconfirmed(raised.value.result, made.loop)
+        answer(made)
+    assert len(runner.played) == 1
+    assert_unconfirmed(raised.value.result, made)
 
 
 def test_a_play_off_interrupted_later_confirms_what_it_found(tmp_path):
-    prober = Staged()
-    made = recommender(tmp_path, prober, interrupted=lambda: len(prober.played) >= 5)
+    runner = Staged()
+    made = recommender(tmp_path, runner, interrupted=lambda: len(runner.played) >= 5)
     with pytest.raises(Interrupted) as raised:
-        made.answer()
+        answer(made)
     assert raised.value.result.confirmed and raised.value.result.baseline is not None
 
 
@@ -114,19 +126,19 @@ class Shrinking(Staged):
 
 
 def test_where_all_of_the_best_fail_in_the_play_off_the_search_goes_on(tmp_path):
-    prober = Shrinking()
-    made = recommender(tmp_path, prober, sampler="cost-model", num_trials=None)
-    result = made.answer()
-    assert result.confirmed and made.loop.failed_again
-    assert result.config not in [config.as_dict() for config in prober.before]
+    runner = Shrinking()
+    made = recommender(tmp_path, runner, sampler="cost-model", num_trials=None)
+    result = answer(made)
+    assert result.confirmed and made.history.failed_again
+    assert result.config not in [config.as_dict() for config in runner.before]
 
 
 def test_a_resumed_search_knows_what_no_longer_fitted_in_a_play_off(tmp_path):
     first = Shrinking()
     with pytest.raises(NothingFeasible):
-        recommender(tmp_path, first, sampler="cost-model").answer()
+        answer(recommender(tmp_path, first, sampler="cost-model"))
     second = Staged()
-    recommender(tmp_path, second, sampler="cost-model", num_trials=None).answer()
+    answer(recommender(tmp_path, second, sampler="cost-model", num_trials=None))
     assert set(first.played) and not set(first.played) & set(second.played)
 
 
@@ -134,13 +146,13 @@ def test_a_resumed_search_knows_what_no_longer_fitted_in_a_play_off(tmp_path):
 def test_a_play_off_that_the_time_does_not_suffice_for_is_not_held(tmp_path, seed):
     class Slow(Staged):
         def in_play_off(self, config, settings, outcome):
-            made.loop.started -= 2000
+            self.waited_s += 2000
             return outcome
 
-    made = recommender(tmp_path, prober := Slow(), seed=seed)
-    result = made.answer()
-    assert len(prober.played) == 1
-    assert_unconfirmed(result, made.loop)
+    made = recommender(tmp_path, runner := Slow(), seed=seed)
+    result = answer(made)
+    assert len(runner.played) == 1
+    assert_unconfirmed(result, made)
     assert any("--budget" in warning for warning in result.warnings)
 
 
@@ -150,20 +162,22 @@ def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path
         """Late in the budget, a run of the baseline takes all the time that is left."""
 
         def in_play_off(self, config, settings, outcome):
-            if config != made.loop.space.baseline:
+            if config != made.history.space.baseline:
                 return outcome
-            made.loop.started -= settings.timeout_s
+            self.waited_s += settings.timeout_s
             return Outcome(kind=Kind.TIMEOUT, cause="killed", wall_s=settings.timeout_s)
 
-    made = recommender(tmp_path, Endless(), seed=seed)
-    explore = made.loop.explore
+    made = recommender(tmp_path, runner := Endless(), seed=seed)
+    proposer = made.proposer()
 
-    def explore_for_long():
-        explore()
-        made.loop.started -= made.loop.left_s - 5
+    def propose_for_long(history):
+        found = proposer.propose(history)
+        if found is None:
+            runner.waited_s += made.budget.left_s - 5
+        return found
 
-    made.loop.explore = explore_for_long
-    assert_unconfirmed(made.answer(), made.loop)
+    made.proposer = lambda: SimpleNamespace(propose=propose_for_long)
+    assert_unconfirmed(answer(made), made)
     study = load_study(tmp_path / "closed.db")
     assert study.num_lost == 1 and all(probe.outcome.ok for probe in study.probes if probe.stage == "play-off")
 
@@ -171,23 +185,23 @@ def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path
 def test_a_baseline_that_fails_in_the_play_off_is_reported_with_that_failure(tmp_path):
     class Failing(Staged):
         def in_play_off(self, config, settings, outcome):
-            return OOM if config == made.loop.space.baseline else outcome
+            return OOM if config == made.history.space.baseline else outcome
 
     made = recommender(tmp_path, Failing())
-    result = made.answer()
+    result = answer(made)
     assert result.confirmed and result.baseline is None and result.speedup is None
     assert any("baseline did not run: in the play-off, oom: no memory" in warning for warning in result.warnings)
     assert "the baseline did not" in text_of(result)
-    assert made.loop.space.baseline.as_dict() not in [measured.config for measured in result.front]
+    assert made.history.space.baseline.as_dict() not in [measured.config for measured in result.front]
 
 
 def test_a_baseline_beyond_the_memory_is_reported_as_such(tmp_path):
     class Large(Staged):
         def peak_bytes(self, config):
-            return int(0.97 * LIMIT_BYTES) if config == made.loop.space.baseline else super().peak_bytes(config)
+            return int(0.97 * LIMIT_BYTES) if config == made.history.space.baseline else super().peak_bytes(config)
 
     made = recommender(tmp_path, Large())
-    result = made.answer()
+    result = answer(made)
     assert result.confirmed and result.baseline is None
     assert any("it needs more than the memory limit less headroom" in warning for warning in result.warnings)
 
@@ -197,12 +211,12 @@ def test_what_failed_in_a_first_round_that_was_cut_short_is_not_the_answer(tmp_p
         def in_play_off(self, config, settings, outcome):
             return OOM
 
-    prober = Failing()
-    made = recommender(tmp_path, prober, seed=1, interrupted=lambda: len(prober.played) >= 2)
+    runner = Failing()
+    made = recommender(tmp_path, runner, seed=1, interrupted=lambda: len(runner.played) >= 2)
     with pytest.raises(Interrupted) as raised:
-        made.answer()
+        answer(made)
     result = raised.value.result
-    failed = [config.as_dict() for config in prober.played]
+    failed = [config.as_dict() for config in runner.played]
     assert result.config not in failed
     assert not [measured for measured in result.front if measured.config in failed]
 
@@ -213,7 +227,7 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
             return OOM
 
     with pytest.raises(NothingFeasible, match=r"oom: no memory.*--headroom 15%.*--study NAME"):
-        recommender(tmp_path, Failing()).answer()
+        answer(recommender(tmp_path, Failing()))
     assert load_study(tmp_path / "closed.db").result is None
 
 
@@ -227,16 +241,16 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
 )
 def test_a_baseline_that_alone_ran_and_then_fails_is_no_answer(tmp_path, ends, cause):
     class Alone(Staged):
-        def run(self, config, settings):
-            outcome = super().run(config, settings)
-            return outcome if config == made.loop.space.baseline else OOM
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            return outcome if config == made.history.space.baseline else OOM
 
         def in_play_off(self, config, settings, outcome):
             return ends or replace(outcome, measurement=replace(outcome.measurement, peak_bytes=LIMIT_BYTES))
 
     made = recommender(tmp_path, Alone())
     with pytest.raises(NothingFeasible, match=cause):
-        made.answer()
+        answer(made)
     assert not [text for text in made.warnings if "--budget" in text]
     assert load_study(tmp_path / "closed.db").result is None
 
@@ -244,37 +258,38 @@ def test_a_baseline_that_alone_ran_and_then_fails_is_no_answer(tmp_path, ends, c
 def test_a_baseline_that_failed_in_a_round_that_was_cut_short_is_said_to_have_failed(tmp_path):
     class Failing(Staged):
         def in_play_off(self, config, settings, outcome):
-            return OOM if config == made.loop.space.baseline else outcome
+            return OOM if config == made.history.space.baseline else outcome
 
-    prober = Failing()
-    made = recommender(tmp_path, prober, interrupted=lambda: bool(made.loop.failed_again) or len(prober.played) > 2)
+    runner = Failing()
+    made = recommender(tmp_path, runner, interrupted=lambda: bool(made.history.failed_again) or len(runner.played) > 2)
     with pytest.raises(Interrupted) as raised:
-        made.answer()
+        answer(made)
     assert raised.value.result.baseline is None
     assert any("in the play-off, oom: no memory" in text for text in raised.value.result.warnings)
 
 
 @pytest.mark.parametrize("failing_round", [0, 1])
 @pytest.mark.parametrize("beyond", [False, True])
-def test_what_fails_in_the_play_off_is_shown_as_dropped_and_is_not_in_the_front(tmp_path, failing_round, beyond):
+def test_what_fails_in_the_play_off_is_shown_as_dropped_and_is_not_in_the_front(
+    tmp_path, monkeypatch, failing_round, beyond
+):
     class Failing(Staged):
         def in_play_off(self, config, settings, outcome):
             if config != self.best or self.played.count(config) - 1 != failing_round:
                 return outcome
             return replace(outcome, measurement=replace(outcome.measurement, peak_bytes=10**12)) if beyond else OOM
 
-    prober = Failing()
-    made = recommender(tmp_path, prober)
-    run_play_off = made.loop.run_play_off
+    runner = Failing()
+    made = recommender(tmp_path, runner)
 
-    def play(admit):
-        prober.best = made.loop.best[0]
-        return run_play_off(admit)
+    def play(search, admit):
+        runner.best = search.history.best[0]
+        return confirm(search, admit)
 
-    made.loop.run_play_off = play
-    result = made.answer()
+    monkeypatch.setattr("autotune.tuning.search.confirm", play)
+    result = answer(made)
     reason = "more than the memory limit less headroom" if beyond else "oom: no memory"
-    failed = prober.best.as_dict()
+    failed = runner.best.as_dict()
     assert result.config != failed
     assert failed not in [measured.config for measured in result.front]
     assert result.config in [measured.config for measured in result.front]
@@ -296,7 +311,7 @@ class Checked(Staged):
 
     outcome = Outcome(kind=Kind.TIMEOUT, cause="killed after 10 s, during checks")
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return self.outcome if config["amp"] == "off" else passed_check()
 
@@ -304,40 +319,42 @@ class Checked(Staged):
 def test_a_technique_that_could_not_be_compared_is_named_and_compared_when_the_search_goes_on(tmp_path):
     fused = {"optimizer_impl": "fused"}
     first = recommender(tmp_path, Checked(), fix=fused)
-    (warning,) = [text for text in first.answer().warnings if "not compared" in text]
+    (warning,) = [text for text in answer(first).warnings if "not compared" in text]
     assert all(part in warning for part in ("optimizer_impl=fused", "killed after 10 s", "--budget"))
-    assert not first.loop.store.attributes().get("exactness")
-    assert sum(config["amp"] == "off" for config in first.loop.prober.checked) == 1  # not over and over
+    assert not first.store.attributes().get("exactness")
+    assert sum(config["amp"] == "off" for config in first.runner.checked) == 1  # not over and over
 
-    second = recommender(tmp_path, prober := Staged(), fix=fused)
-    assert not [text for text in second.answer().warnings if "not compared" in text]
-    assert [config for config in prober.checked if config["amp"] == "off" and config["optimizer_impl"] == "fused"]
-    assert second.loop.store.attributes()["exactness"]["optimizer_impl=fused"] == ""
+    second = recommender(tmp_path, runner := Staged(), fix=fused)
+    assert not [text for text in answer(second).warnings if "not compared" in text]
+    assert [config for config in runner.checked if config["amp"] == "off" and config["optimizer_impl"] == "fused"]
+    assert second.store.attributes()["exactness"]["optimizer_impl=fused"] == ""
 
 
 def test_a_comparison_that_runs_out_of_memory_asks_for_memory(tmp_path):
     class Large(Checked):
         outcome = OOM
 
-    warnings = recommender(tmp_path, Large(), fix={"optimizer_impl": "fused"}).answer().warnings
+    warnings = answer(recommender(tmp_path, Large(), fix={"optimizer_impl": "fused"})).warnings
     assert any(
         "optimizer_impl=fused" in text and "oom: no memory" in text and "--memory-limit" in text for text in warnings
     )
 
 
 def test_a_technique_for_which_no_time_is_left_is_named(tmp_path):
-    made = recommender(tmp_path, prober := Staged(), fix={"optimizer_impl": "fused"})
-    undo_changes = made.loop.undo_changes
+    made = recommender(tmp_path, runner := Staged(), fix={"optimizer_impl": "fused"})
+    proposer = made.proposer()
 
-    def undo_for_long():
-        undo_changes()
-        made.loop.started = time.monotonic() - made.loop.budget_s - 1
+    def propose_for_long(history):
+        found = proposer.propose(history)
+        if found is None:
+            runner.waited_s += made.budget.budget_s + 1
+        return found
 
-    made.loop.undo_changes = undo_for_long
-    result = made.answer()
-    assert not [config for config in prober.checked if config["amp"] == "off"]
+    made.proposer = lambda: SimpleNamespace(propose=propose_for_long)
+    result = answer(made)
+    assert not [config for config in runner.checked if config["amp"] == "off"]
     assert any("optimizer_impl=fused" in text and "budget was spent" in text for text in result.warnings)
-    assert not made.loop.store.attributes().get("exactness")
+    assert not made.store.attributes().get("exactness")
 
 
 def test_a_technique_that_is_not_exact_is_left_out_now_and_when_the_search_goes_on(tmp_path):
@@ -345,19 +362,19 @@ def test_a_technique_that_is_not_exact_is_left_out_now_and_when_the_search_goes_
         outcome = replace(passed_check(), passed=False, reason="the gradients differ by 3")
 
     for _ in range(2):
-        result = recommender(tmp_path, Inexact()).answer()
+        result = answer(recommender(tmp_path, Inexact()))
         assert result.config["optimizer_impl"] == "default" and result.config["checkpoint_segments"] == 0
         assert any("is left out: the gradients differ by 3" in text for text in result.warnings)
 
 
-def play_off_in_which_finalists_fail(folder, prober, substitute):
+def play_off_in_which_finalists_fail(folder, runner, substitute, monkeypatch):
     """A search that found only configs of full precision so far; `substitute` comes in for whoever fails."""
-    made = recommender(folder, prober, num_trials=None)
-    loop = made.loop
-    configs = [loop.space.complete({"batch_size": size, "amp": "bf16"}) for size in (12, 8)]
-    loop.explore = lambda: [loop._probe_once(config, "search", "") for config in (*configs, substitute)]
-    loop.undo_changes = lambda: None
-    loop.finalists = lambda: configs
+    made = recommender(folder, runner, num_trials=None)
+    configs = [made.history.space.complete({"batch_size": size, "amp": "bf16"}) for size in (12, 8)]
+    made.proposer = lambda: Listed((*configs, substitute))
+    made.undo_changes = lambda: Listed(())
+    for module in ("confirm", "exactness"):
+        monkeypatch.setattr(f"autotune.tuning.{module}.finalists_of", lambda search: configs)
     return made, configs
 
 
@@ -370,7 +387,7 @@ class Substituted(Staged):
     def in_play_off(self, config, settings, outcome):
         return OOM if config in self.failing else outcome
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return self.exact if config["amp"] == "off" else passed_check()
 
@@ -383,53 +400,53 @@ class Substituted(Staged):
         (Outcome(kind=Kind.TIMEOUT, cause="killed after 10 s"), False),
     ],
 )
-def test_who_comes_in_for_a_finalist_that_failed_is_compared_first(tmp_path, exact, comes_in):
-    prober = Substituted()
-    prober.exact = exact
-    space = make_loop(tmp_path, prober).space
+def test_who_comes_in_for_a_finalist_that_failed_is_compared_first(tmp_path, monkeypatch, exact, comes_in):
+    runner = Substituted()
+    runner.exact = exact
+    space = make_search(tmp_path, runner).history.space
     substitute = space.complete({"batch_size": 8, "amp": "bf16", "optimizer_impl": "fused"})
-    made, finalists = play_off_in_which_finalists_fail(tmp_path, prober, substitute)
-    prober.failing = finalists
-    result = made.answer()
-    assert (substitute in prober.played) == comes_in
+    made, finalists = play_off_in_which_finalists_fail(tmp_path, runner, substitute, monkeypatch)
+    runner.failing = finalists
+    result = answer(made)
+    assert (substitute in runner.played) == comes_in
     assert result.config == (substitute if comes_in else space.baseline).as_dict()
     left_out = [text for text in result.warnings if "optimizer_impl=fused is left out" in text]
     assert bool(left_out) == (getattr(exact, "passed", None) is False)
 
 
-def test_nobody_is_compared_for_the_play_off_while_no_finalist_fails(tmp_path):
-    prober = Substituted()
-    space = make_loop(tmp_path, prober).space
+def test_nobody_is_compared_for_the_play_off_while_no_finalist_fails(tmp_path, monkeypatch):
+    runner = Substituted()
+    space = make_search(tmp_path, runner).history.space
     substitute = space.complete({"batch_size": 4, "optimizer_impl": "fused"})
-    made, _ = play_off_in_which_finalists_fail(tmp_path, prober, substitute)
-    made.answer()
-    assert len(prober.checked) == 1  # the answer
+    made, _ = play_off_in_which_finalists_fail(tmp_path, runner, substitute, monkeypatch)
+    answer(made)
+    assert len(runner.checked) == 1  # the answer
 
 
 def test_a_search_that_goes_on_and_is_interrupted_does_not_replace_a_confirmed_answer(tmp_path):
-    confirmed = recommender(tmp_path, Staged()).answer()
-    prober = Staged()
+    confirmed = answer(recommender(tmp_path, Staged()))
+    runner = Staged()
     with pytest.raises(Interrupted) as raised:
-        recommender(tmp_path, prober, num_trials=9, interrupted=lambda: len(prober.configs) >= 2).answer()
+        answer(recommender(tmp_path, runner, num_trials=9, interrupted=lambda: len(runner.configs) >= 2))
     assert not raised.value.result.confirmed
     assert any("keeps its earlier answer" in text for text in raised.value.result.warnings)
     study = load_study(tmp_path / "closed.db")
     assert study.result == confirmed and len(study.probes) > confirmed.probes
-    again = recommender(tmp_path, Staged()).answer()
+    again = answer(recommender(tmp_path, Staged()))
     assert load_study(tmp_path / "closed.db").result == again
 
 
 def test_an_unconfirmed_answer_replaces_one_that_is_not_confirmed_either(tmp_path):
     for num in (2, 4):
-        prober = Staged()
+        runner = Staged()
         with pytest.raises(Interrupted) as raised:
-            recommender(tmp_path, prober, interrupted=lambda p=prober, n=num: len(p.configs) >= n).answer()
+            answer(recommender(tmp_path, runner, interrupted=lambda p=runner, n=num: len(p.configs) >= n))
         assert load_study(tmp_path / "closed.db").result == raised.value.result
 
 
 def test_probes_outcomes_and_training_seconds_are_those_of_the_whole_study(tmp_path):
     for _ in range(2):
-        result = recommender(tmp_path, Staged()).answer()
+        result = answer(recommender(tmp_path, Staged()))
         probes = load_study(tmp_path / "closed.db").probes
         assert result.probes == len(probes) == sum(result.outcomes.values())
         trained = [probe.outcome.measurement.train_s for probe in probes if probe.outcome.measurement]
@@ -444,27 +461,7 @@ def test_what_a_technique_did_is_told_from_the_searchs_probes_alone(tmp_path):
             speed = 2 * outcome.measurement.samples_per_s
             return replace(outcome, measurement=replace(outcome.measurement, samples_per_s=speed))
 
-    result = recommender(tmp_path, prober := Faster(), num_trials=25).answer()
+    result = answer(recommender(tmp_path, runner := Faster(), num_trials=25))
     found = {effect.technique: effect for effect in result.effects if effect.num_pairs}
-    assert result.samples_per_s > 1.5 * prober.samples_per_s(prober.played[0])
+    assert result.samples_per_s > 1.5 * runner.samples_per_s(runner.played[0])
     assert found["amp"].speed_ratio == pytest.approx(1.4)
-
-
-@dataclass(frozen=True)
-class ManyShapes(NoisyPeaks):
-    """Kernels of shapes that come later in an epoch."""
-
-    later_bytes: int = 0
-
-    def peak(self, config, num_shapes=None):
-        return replace(super().peak(config), kernels_bytes=self.later_bytes if num_shapes is None else 0)
-
-
-@pytest.mark.parametrize("later_bytes", [0, 10 * MIB, LIMIT_BYTES])
-def test_an_answer_that_will_grow_over_an_epoch_is_told_with_its_peak(tmp_path, later_bytes):
-    prober = Staged()
-    result = recommender(tmp_path, prober, peaks=ManyShapes(prober, later_bytes=later_bytes)).answer()
-    warned = [warning for warning in result.warnings if "many shapes" in warning]
-    assert len(warned) == (later_bytes == LIMIT_BYTES)
-    assert not warned or format_bytes(result.peak_bytes + later_bytes) in warned[0]
-    assert not warned or "beyond the memory limit" in warned[0]
