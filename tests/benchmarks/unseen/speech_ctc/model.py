@@ -22,8 +22,8 @@ WIDTH = 64
 STRIDES = (5, 4, 4, 2)  # 160 samples of sound a frame
 BLOCKS = 4
 
-GLOBAL_BATCH = 48
-BASELINE = {"batch_size": 12}  # plain fp32, four micro steps, no workers
+GLOBAL_BATCH = 32
+BASELINE = {"batch_size": 8}  # plain fp32, four micro steps, no workers
 
 Batch = dict[str, torch.Tensor]
 

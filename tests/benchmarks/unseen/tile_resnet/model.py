@@ -23,8 +23,8 @@ TILE_PIXELS, TILE_STRIDE = 96, 16
 TILES_PER_ROW = (SCENE_PIXELS - TILE_PIXELS) // TILE_STRIDE + 1
 COVER_SHARE = 0.12  # of its area that a kind must cover to be a label of a tile
 
-GLOBAL_BATCH = 64
-BASELINE = {"batch_size": 64}  # plain fp32, the whole batch at once, as BatchNorm asks for; no workers
+GLOBAL_BATCH = 48
+BASELINE = {"batch_size": 48}  # plain fp32, the whole batch at once, as BatchNorm asks for; no workers
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
