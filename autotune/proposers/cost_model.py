@@ -44,18 +44,15 @@ class CostModel:
         self._seed = seed
         self._tell = tell
         self._last: tuple[Space, PeakSource | None, Acquisition] | None = None
-        self._fallback: Proposer | None = None
+        self._fallback = StartingDesign()
+        self._is_told = False
 
     def propose(self, history: History) -> Proposal | None:
         """The config to probe next; None when none has more than a small chance to beat the best."""
         try:
             found = self._acquisition(history).next(history.evidence, history.admissible())
         except ARITHMETIC as error:
-            if self._fallback is None:
-                self._fallback = StartingDesign()
-                self._tell(
-                    f"the cost models cannot be computed from these probes ({error}); the starting design goes on"
-                )
+            self._tell_of(error)
             return self._fallback.propose(history)
         return None if found is None else Proposal(config=found)
 
@@ -63,7 +60,8 @@ class CostModel:
         """What the history predicts of any config; None where that cannot be computed."""
         try:
             return self._acquisition(history).predict(config, history.evidence)
-        except ARITHMETIC:
+        except ARITHMETIC as error:
+            self._tell_of(error)
             return None
 
     def is_likely_to_fit(self, history: History, config: Config) -> bool:
@@ -76,10 +74,20 @@ class CostModel:
         feasible = history.feasible
         try:
             order = self._acquisition(history).ranked(history.evidence)
-        except ARITHMETIC:
+        except ARITHMETIC as error:
+            self._tell_of(error)
             objective = history.objective
             order = sorted(feasible, key=lambda config: -objective.score(feasible[config]))
         return [config for config in order if config in feasible]
+
+    def _tell_of(self, error: Exception) -> None:
+        """Say once that the models failed, and what happens instead."""
+        if not self._is_told:
+            self._is_told = True
+            self._tell(
+                "the models of speed and memory could not be computed; configs of the starting design are probed "
+                f"({type(error).__name__}: {error})"
+            )
 
     def _acquisition(self, history: History) -> Acquisition:
         """Kept, since a proposal and its prediction are asked for one after the other."""

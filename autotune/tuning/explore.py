@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.trial import BASELINE, Proposal
+from autotune.records.outcome import Kind
+from autotune.records.trial import BASELINE, Proposal, Trial
+from autotune.study.history import History
+from autotune.tuning import why
 from autotune.tuning.state import Search
 
+SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 TRACE_SLICE_S = 5.0  # between two probes
 
 
@@ -44,7 +48,7 @@ def explore(search: Search, proposer: Proposer) -> None:
             probing.start(proposal)
         if not probing.is_running:
             return
-        probing.finish_next()
+        _end_if_everything_fails_alike(history, probing.finish_next())
 
 
 def _may_go_on(search: Search) -> bool:
@@ -68,3 +72,25 @@ def _trace_meanwhile(search: Search) -> None:
             label, why = next(iter(traces.failures.items()))
             others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
             search.tell(f"memory is learned from probes where it cannot be traced: {label}{others}: {why}")
+
+
+def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
+    """End the search when nothing has run, and configs that differ in more than the batch all failed with this error.
+
+    Raises:
+        TaskError: the error, where it arose in the user's code.
+        OwnFault: the error, where it arose in autotune itself.
+    """
+    if ended is None or ended.outcome.kind is not Kind.ERROR:
+        return
+    known = history.known
+    if any(outcome.ok for outcome in known.values()):
+        return
+    cause = why.without_digits(ended.outcome.cause)
+    unlike = {
+        config.replace(batch_size=1, accumulation_steps=1)
+        for config, outcome in known.items()
+        if outcome.kind is Kind.ERROR and why.without_digits(outcome.cause) == cause
+    }
+    if len(unlike) >= SAME_ERRORS:
+        raise why.as_error(ended.outcome, f"{len(unlike)} unlike configs ended with this error and none ran")

@@ -4,7 +4,11 @@ import time
 from dataclasses import replace
 
 import pytest
+from numpy.linalg import LinAlgError
 
+from autotune.errors import OwnFault, TaskError
+from autotune.proposers.acquisition import Acquisition
+from autotune.proposers.design import starting_configs
 from autotune.proposers.undo import one_change_back
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
@@ -12,6 +16,7 @@ from autotune.records.trial import Proposal
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import confirm, finalists_of
+from autotune.tuning.events import Listener, Note
 from autotune.tuning.explore import explore, measure_baseline
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.rough_world import NoisyPeaks
@@ -472,7 +477,9 @@ def test_a_config_that_only_just_fitted_is_confirmed_after_those_that_surely_fit
     measure_baseline(search)
     explore(search, search.proposer())
     finalists = finalists_of(search)
-    tight = [ClosedFormRunner().peak_bytes(config) > 0.97 * search.history.objective.usable_bytes for config in finalists]
+    tight = [
+        ClosedFormRunner().peak_bytes(config) > 0.97 * search.history.objective.usable_bytes for config in finalists
+    ]
     assert len(finalists) > 1 and tight == sorted(tight)
 
 
@@ -497,3 +504,75 @@ def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_ta
     assert not search.history.baseline.ok and timeout_s(search) == 45.0
     explore(search, search.proposer())
     assert search.history.best is not None and timeout_s(search) == 20.0
+
+
+class Erring(ClosedFormRunner):
+    """Every config with a technique of `fails` ends with an error whose figures depend on the config."""
+
+    own_fault = False
+    fails = ("off", "bf16", "fp16")
+
+    def outcome_of(self, config, settings):
+        if config["amp"] not in self.fails:
+            return super().outcome_of(config, settings)
+        self.configs.append(config)
+        cause = f"ValueError: expected {config.batch_size} rows"
+        return Outcome(kind=Kind.ERROR, cause=cause, detail="line 7", own_fault=self.own_fault, wall_s=0.1)
+
+
+@pytest.mark.parametrize(("own_fault", "expected"), [(False, TaskError), (True, OwnFault)])
+@pytest.mark.parametrize("sampler", ["cost-model", "random"])
+def test_the_same_error_from_three_unlike_configs_ends_the_search_with_it(tmp_path, sampler, own_fault, expected):
+    runner = Erring()
+    runner.own_fault = own_fault
+    search = make_search(tmp_path, runner, sampler=sampler)
+    with pytest.raises(expected, match=r"expected \d+ rows; 3 unlike configs") as raised:
+        finish(search)
+    assert raised.value.frames == "line 7"
+    assert len({config.replace(batch_size=1, accumulation_steps=1) for config in runner.configs}) == 3
+
+
+def test_an_error_of_many_configs_does_not_end_a_search_in_which_something_ran(tmp_path):
+    runner = Erring()
+    runner.fails = ("bf16", "fp16")
+    search = make_search(tmp_path, runner, sampler="random", num_trials=12)
+    measure_baseline(search)
+    explore(search, search.proposer())
+    assert len(runner.configs) == 12
+
+
+def test_configs_that_differ_in_the_batch_alone_are_not_unlike(tmp_path):
+    runner = Erring()
+    fix = {"amp": "off", "checkpoint_segments": 0, "optimizer_impl": "default"}
+    search = make_search(tmp_path, runner, sampler="random", fix=fix)
+    measure_baseline(search)
+    explore(search, search.proposer())
+    assert len(runner.configs) > 3
+
+
+class Notes(Listener):
+    def __init__(self):
+        self.texts = []
+
+    def on(self, event):
+        if isinstance(event, Note) and event.warning:
+            self.texts.append(event.text)
+
+
+@pytest.mark.parametrize("error", [OverflowError("math range error"), LinAlgError("not positive definite")])
+@pytest.mark.parametrize("broken", ["next", "predict", "ranked"])
+def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_of_once(
+    tmp_path, monkeypatch, broken, error
+):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(Acquisition, broken, fail)
+    notes = Notes()
+    search = make_search(tmp_path, runner := ClosedFormRunner(), sampler="cost-model", listener=notes, num_trials=15)
+    standing = finish(search)
+    assert [note for note in notes.texts if str(error) in note] == notes.texts[:1]
+    start = starting_configs(search.history.space, baseline_fits=True, objective="throughput")
+    if broken == "next":
+        assert {config for config, _ in start} & set(runner.configs)
+    assert standing.answer.config["amp"] == "bf16"
