@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune import __version__
+from autotune.devices.cpu import processor_model
+from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
 
 FOLDER = ".traces"  # beside the study's database
@@ -32,7 +34,10 @@ class TraceCache:
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], target: str, batch_sizes: Collection[int]) -> None:
         versions = [__version__, metadata.version("torch")]
-        known = [facts["source_hash"], facts.get("num_parameters"), target, sorted({*batch_sizes}), *versions]
+        # what can be traced depends on the processor's arithmetic, and several machines may share the folder
+        processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
+        sizes = sorted({*batch_sizes})
+        known = [facts["source_hash"], facts.get("num_parameters"), target, sizes, *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
         self._path = folder / f"{facts['name']}-{key}.json"
 
