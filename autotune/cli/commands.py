@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
+from autotune.cli.parser import given
 from autotune.errors import AutotuneError, ConfigError
-from autotune.records.outcome import Kind
+from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
+from autotune.records.outcome import Kind, Outcome
 
 
 def exit_code(error: AutotuneError) -> int:
@@ -37,22 +39,9 @@ def search(options: argparse.Namespace) -> int:
     try:
         result = api.search(
             options.model,
-            device=options.device,
-            objective=options.objective,
-            memory_limit=options.memory_limit,
-            headroom=options.headroom,
-            global_batch=options.global_batch,
-            budget=options.budget,
-            trials=options.trials,
-            fix=_fixed(options.fix),
-            include=options.include,
-            exclude=options.exclude,
-            sampler=options.sampler,
-            seed=options.seed,
-            probe_timeout=options.probe_timeout,
-            study=options.study,
-            storage=options.storage,
             listener=live_listener(sys.stderr, quiet=options.quiet),
+            **_runner(options),
+            **given(options, SearchOptions),
         )
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
@@ -70,32 +59,34 @@ def search(options: argparse.Namespace) -> int:
     return code
 
 
+def _runner(options: argparse.Namespace) -> dict[str, Any]:
+    """What runs the probes, where that is not this machine."""
+    if options.replay is None:
+        return {}
+    from autotune.runners.replay import ReplayRunner  # type: ignore[attr-defined]
+
+    return {"runner": ReplayRunner(options.replay)}
+
+
 def probe(options: argparse.Namespace) -> int:
     """`autotune probe`: one config, once."""
-    return _run_one(options, steps=0)
+    from autotune import api
+
+    config = _config(options.config)
+    return _show_outcome(api.probe(options.model, config, **given(options, ProbeOptions)), config, options)
 
 
 def verify(options: argparse.Namespace) -> int:
     """`autotune verify`: a long run of one config."""
-    if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps} is not possible; expected at least 1")
-    return _run_one(options, steps=options.steps)
-
-
-def _run_one(options: argparse.Namespace, *, steps: int) -> int:
     from autotune import api
-    from autotune.report import export
 
     config = _config(options.config)
-    outcome = api.probe(
-        options.model,
-        config,
-        device=options.device,
-        memory_limit=options.memory_limit,
-        global_batch=options.global_batch,
-        timeout=options.timeout,
-        steps=steps,
-    )
+    return _show_outcome(api.verify(options.model, config, **given(options, VerifyOptions)), config, options)
+
+
+def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
+    from autotune.report import export
+
     if options.json:
         print(export.document({"config": config, **outcome.to_dict()}))
     else:
@@ -128,37 +119,23 @@ def sweep(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.report.live import summary
     from autotune.report.words import describe
-    from autotune.task.source import TaskSource
-    from autotune.tuning import sweep as sweeping
+    from autotune.tuning.sweep import Progress
 
-    def show(progress: sweeping.Progress) -> None:
+    def show(progress: Progress) -> None:
+        if options.quiet:
+            return
         found = summary(progress.row.outcome, feasible=True)
         line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
-    table = sweeping.sweep(
-        TaskSource.of(options.model),
-        sweeping.SweepOptions(
-            out=Path(options.out),
-            device=options.device,
-            memory_limit_bytes=api.memory_limit_bytes(options.memory_limit, options.device),
-            global_batch=options.global_batch,
-            grid={name: _choices(text) for name, text in _named(options.grid, "--grid", "amp=off,bf16").items()},
-            include=tuple(options.include),
-            exclude=tuple(options.exclude),
-            interval=options.interval,
-            max_repeats=options.max_repeats,
-            max_timed_s=options.timed,
-            probe_timeout_s=options.probe_timeout,
-            seed=options.seed,
-        ),
-        (lambda progress: None) if options.quiet else show,
-    )
+    asked = given(options, SweepOptions)
+    interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
+    table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
-    sharp = sum(figure.half_width <= options.interval for figure in ran)
+    sharp = sum(figure.half_width <= interval for figure in ran)
     print(
         f"{table.path}: {len(table.figures)} configs, {len(table.rows)} probes; {len(ran)} ran, {sharp} of them known within "
-        f"{options.interval:.1%}"
+        f"{interval:.1%}"
     )
     return ANSWERED
 
@@ -173,12 +150,7 @@ def predict(options: argparse.Namespace) -> int:
     prediction = api.predict(
         options.model,
         None if options.config is None else _config(options.config),
-        gpu=options.gpu,
-        device=options.device,
-        memory_limit=options.memory_limit,
-        headroom=options.headroom,
-        global_batch=options.global_batch,
-        timeout=options.timeout,
+        **given(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
     what = "one config" if options.config is not None else f"{combinations} combinations of techniques"
@@ -234,38 +206,6 @@ def _console() -> Any:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode shows `?` for what it lacks
         sys.stdout.reconfigure(errors="replace")
     return Console(file=sys.stdout, highlight=False)
-
-
-def _fixed(items: list[str]) -> dict[str, Any]:
-    """`--fix amp=bf16 --fix batch_size=8` as a dict."""
-    return {name: _choice(text) for name, text in _named(items, "--fix", "amp=bf16").items()}
-
-
-def _named(items: list[str], option: str, example: str) -> dict[str, str]:
-    """Options of the form NAME=CHOICE as a dict.
-
-    Raises:
-        ConfigError: an item has no `=`.
-    """
-    named = {}
-    for item in items:
-        name, separator, text = item.partition("=")
-        if not separator:
-            raise ConfigError(f"{option} {item} is not NAME=CHOICE; expected for example {option} {example}")
-        named[name] = text
-    return named
-
-
-def _choices(text: str) -> tuple[Any, ...]:
-    return tuple(_choice(part) for part in text.split(","))
-
-
-def _choice(text: str) -> Any:
-    """A choice, read as JSON where it is JSON."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _config(text: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import shlex
 import textwrap
 from collections.abc import Mapping
 
+from autotune.records.options import words
 from autotune.report.words import AnyConfig, as_json
-from autotune.units import GIB, KIB, MIB
 
 VERIFY_STEPS = 100
 
@@ -36,15 +36,5 @@ def verify_command(config: AnyConfig, model: str, asked: Mapping[str, str | int]
     """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, which has no command."""
     if not model:
         return ""
-    words = ["autotune", "verify", model, "--config", as_json(config), "--steps", str(VERIFY_STEPS)]
-    for name, value in asked.items():
-        words += [f"--{name.replace('_', '-')}", _size(int(value)) if name == "memory_limit" else str(value)]
-    return shlex.join(words)
-
-
-def _size(num_bytes: int) -> str:
-    """The shortest text that means exactly so many bytes: `1536MiB`."""
-    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes % size == 0:
-            return f"{num_bytes // size}{unit}"
-    return str(num_bytes)
+    command = ["autotune", "verify", model, "--config", as_json(config), "--steps", str(VERIFY_STEPS)]
+    return shlex.join([*command, *words(asked)])

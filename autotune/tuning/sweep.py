@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from autotune.devices import open_device
 from autotune.errors import ConfigError
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
@@ -25,33 +26,6 @@ from autotune.tuning.run import inspection_failed
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """What to sweep and how well.
-
-    Attributes:
-        grid: technique -> the choices to sweep; a technique that is not named is swept over all that are searched.
-        include, exclude: as in a search.
-        interval: a config is repeated until the 95 % interval of its throughput is within this share of it, either side,
-        max_repeats: or until it was repeated so often.
-        max_timed_s, max_warmup_s: of each probe: processes differ more than blocks within one, so many short ones do best.
-    """
-
-    out: Path
-    device: str = "auto"
-    memory_limit_bytes: int | None = None
-    global_batch: int | None = None
-    grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    interval: float = 0.03
-    max_repeats: int = 8
-    max_timed_s: float = 0.5
-    max_warmup_s: float = 1.0
-    probe_timeout_s: float = 120.0
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,4 +178,4 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
     return begun
 
 
-__all__ = ["Progress", "SweepOptions", "space_of", "sweep"]
+__all__ = ["Progress", "space_of", "sweep"]

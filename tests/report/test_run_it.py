@@ -42,7 +42,7 @@ def test_what_was_asked_of_the_search_is_given_on() -> None:
         {"device": "cpu", "global_batch": 512},
     )
     options = build_parser().parse_args(shlex.split(verify_command(CONFIG, "my gpt.py:task", EVERYTHING))[1:])
-    assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", 512)
+    assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", "512")
     assert options.memory_limit == "1536MiB"
 
 

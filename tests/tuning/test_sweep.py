@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.options import SweepOptions
 from autotune.runners import table
 from autotune.runners.table import TableError
 from autotune.task.source import TaskSource
-from autotune.tuning.sweep import Progress, SweepOptions, space_of, sweep
+from autotune.tuning.sweep import Progress, space_of, sweep
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 GRID = {"batch_size": (4, 12), "amp": ("off", "bf16"), "optimizer_impl": ("default",), "checkpoint_segments": (0,)}
