@@ -49,7 +49,6 @@ def opened(
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can put it right; see the message.
     """
-    options.validate()
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     task_name = runner.task_name if runner is not None else _required(source).name
