@@ -18,6 +18,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Forecast
 from autotune.space import Space, SpaceExhausted
+from autotune.study.distributions import distributions_of
 
 
 class NothingPromising(SpaceExhausted):
@@ -58,7 +59,7 @@ class CostModelSampler(BaseSampler):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All of the space at once."""
-        return dict(self.space.distributions)
+        return distributions_of(self.space)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune import techniques
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Choice, Config
 from autotune.space import Space
 
@@ -59,7 +59,7 @@ def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
     """The config with each of its changes from the baseline undone in turn: what each one gains, and whether it is needed."""
     undone = []
     for name in config.differences(space.baseline):
-        if name != "accumulation_steps" and name in techniques.REGISTRY:
+        if name != ACCUMULATION:
             without = space.complete({**config.as_dict(), name: space.baseline[name]})
             if space.contains(without):
                 undone.append((without, f"the best without {name}"))

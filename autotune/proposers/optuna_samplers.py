@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.records.config import Config
 from autotune.space import Space
+from autotune.study.distributions import distributions_of
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
 
@@ -32,7 +33,7 @@ class AdmissibleSampler(BaseSampler):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All of the space at once."""
-        return dict(self.space.distributions)
+        return distributions_of(self.space)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]

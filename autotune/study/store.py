@@ -26,6 +26,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Forecast
 from autotune.space import Space
+from autotune.study.distributions import distributions_of
 
 FORMAT = 1
 DEFAULT_FOLDER = "studies"
@@ -185,7 +186,7 @@ class Store:
         Raises:
             SpaceExhausted: nothing is left to try.
         """
-        trial = self._study.ask(dict(space.distributions))
+        trial = self._study.ask(distributions_of(space))
         return trial, space.complete(trial.params)
 
     def forecast(self, cost_model: CostModelSampler, config: Config) -> Forecast:
@@ -204,7 +205,7 @@ class Store:
     def begin(self, config: Config, space: Space) -> Trial:
         """A new trial with a given config."""
         self._study.enqueue_trial(space.params(config))
-        return self._study.ask(dict(space.distributions))
+        return self._study.ask(distributions_of(space))
 
     def describe(
         self, trial: Trial, config: Config, *, stage: str, reason: str, forecast: Forecast | None, **extra: Any

@@ -273,7 +273,7 @@ class Recommender:
         if self.inspection.global_batch is None and new != old:
             self.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))
         for name in answer.differences(self.loop.space.baseline):
-            if note := self.inspection.support[name].note:
+            if note := self.inspection.support_of(name).note:
                 self.warn(f"{name}: {note}")
         growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
         growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process

@@ -79,11 +79,6 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
             raise inspection_failed(inspection, limit)
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
         warnings = list(inspection.facts.get("warnings", ()))
-        unsupported = {
-            name: support.reason
-            for name, support in inspection.support.items()
-            if len(support.choices) < 2 and support.reason
-        }
         store = Store(
             place,
             _fingerprint(inspection, options, limit),
@@ -95,7 +90,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
                 "memory_limit_bytes": limit,
                 "headroom": options.headroom,
                 "space": {name: list(choices) for name, choices in space.choices.items()},
-                "unsupported": unsupported,
+                "unsupported": inspection.unsupported,
                 "baseline_config": space.baseline.as_dict(),
             },
         )
@@ -111,7 +106,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
                 budget_s=options.budget_s,
                 space=dict(space.choices),
                 num_configs=space.num_combinations,
-                unsupported=unsupported,
+                unsupported=inspection.unsupported,
                 num_resumed=sum(probe.stage != "play-off" for probe in store.probed()),
             )
         )
@@ -231,6 +226,7 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit: int) -> 
     }
     return {
         "autotune": __version__,
+        "techniques": list(techniques.REGISTRY),
         "choices": choices,
         "task": facts["source_hash"],
         # a model file may read its sizes from elsewhere
