@@ -198,7 +198,7 @@ def prepare(
         raise ConfigError(f"{config!r} is no config; expected a dict such as the config of a search's result")
     choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
     config = techniques.complete(choices, global_batch=task.global_batch)
-    if task.global_batch is not None and config.samples_per_step != task.global_batch:
+    if not config.plan.keeps(task.global_batch):
         raise ConfigError(
             f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "
             f"{config.samples_per_step} samples per optimizer step, but the task's global batch is {task.global_batch}; "

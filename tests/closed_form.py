@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
-from autotune.records.inspection import Inspection, Support
+from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.settings import ProbeSettings
@@ -22,9 +22,9 @@ from autotune.tuning.loop import Loop
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB
 
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
+BATCH = BatchSupport(sizes=SIZES, accumulation_steps=SIZES)
 SUPPORT = {
-    "batch_size": Support(choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)),
-    "accumulation_steps": Support(choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)),
     "amp": Support(choices=("off", "bf16", "fp16")),
     "checkpoint_segments": Support(choices=(0, 1, 2, 3, 6)),
     "optimizer_impl": Support(choices=("default", "fused")),
@@ -101,6 +101,7 @@ def inspection(**changes: object) -> Inspection:
         "global_batch": 96,
         "baseline": techniques.complete({"batch_size": 4}, global_batch=96).as_dict(),
         "baseline_given": True,
+        "batch": BATCH,
         "support": support,
         "outside_bytes": 200 * MIB,
     }

@@ -27,6 +27,7 @@ from autotune.predict.law import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import KernelCall, KernelPair, StorageTracker
 from autotune.predict.targets import CPU, Target
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Config
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -135,7 +136,7 @@ class Tracer:
 def without_loader(config: Config) -> Config:
     """The config with everything off that acts on the loading of data, batch size and accumulation included."""
     off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
-    return config.replace(**off)
+    return config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
 
 
 class _Run:

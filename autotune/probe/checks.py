@@ -17,12 +17,13 @@ from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.probe.differences import Difference, Run, difference, worst
 from autotune.probe.dropout_off import dropout_off
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import map_tensors
-from autotune.techniques.accumulation import uses_batch_statistics
+from autotune.task.facts import uses_batch_statistics
 from autotune.techniques.matmul_precision import kept_matmul_precision
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
@@ -77,8 +78,10 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         ConfigError: the config is not valid.
     """
     config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
-    changes = _changes(config)
-    text = ", ".join(f"{name}={choice}" for name, choice in changes.items()) or "nothing switched on"
+    changes = [f"{name}={choice}" for name, choice in _changes(config).items()]
+    if config.accumulation_steps > 1:
+        changes.insert(0, f"{ACCUMULATION}={config.accumulation_steps}")
+    text = ", ".join(changes) or "nothing switched on"
     return _Comparison(task, config, device, batch_size).check("config", text)
 
 
@@ -102,9 +105,9 @@ class _Comparison:
         self.micro_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
         self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
         self.exact = all(techniques.REGISTRY[name].exact for name in changes)
-        self.same_masks = changes.keys() <= _KEEP_MASKS
+        self.same_masks = self.micro_steps == 1 and changes.keys() <= _KEEP_MASKS
         self.num_steps = 3 if self.exact and "optimizer_impl" in changes else 1
-        self.plain = techniques.complete({"batch_size": batch_size})
+        self.plain = techniques.complete({BATCH_SIZE: batch_size})
         self.batch_statistics = False
         self.initial: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # parameters and buffers, on the host
 
@@ -265,10 +268,8 @@ class _Comparison:
 
 
 def _changes(config: Config) -> dict[str, Choice]:
-    """What a config switches on, the batch size aside: both sides are compared on the same batch."""
-    return {
-        name: config[name] for name in config if name != "batch_size" and config[name] != techniques.REGISTRY[name].off
-    }
+    """The techniques that a config switches on."""
+    return {name: config[name] for name, t in techniques.REGISTRY.items() if config[name] != t.off}
 
 
 def _gradients(session: Session) -> list[torch.Tensor]:

@@ -14,11 +14,12 @@ from autotune import techniques
 from autotune.predict.array import Array
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.time import TimeModel
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Choice, Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
-from autotune.space import ACCUMULATION, Space
+from autotune.space import Space
 
 BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe

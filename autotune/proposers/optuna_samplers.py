@@ -17,6 +17,7 @@ from autotune.proposers.design import StartingDesign
 from autotune.proposers.undo import UndoChanges
 from autotune.records.trial import Proposal
 from autotune.space import Space, SpaceExhausted
+from autotune.study.distributions import distributions_of
 from autotune.study.history import History
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
@@ -65,7 +66,7 @@ class OptunaProposer:
             return None
         study = self._told(history)
         with _one_torch_thread():
-            trial = study.ask(dict(history.space.distributions))
+            trial = study.ask(distributions_of(history.space))
         study.tell(trial, state=TrialState.FAIL)  # what is found of it comes with the history
         try:
             config = history.space.nearest(trial.params, history.admissible())
@@ -97,7 +98,7 @@ class OptunaProposer:
                 told = create_trial(
                     value=trial.score,
                     params=space.params(trial.config),
-                    distributions=dict(space.distributions),
+                    distributions=distributions_of(space),
                     constraints={"infeasibility": infeasibility},
                 )
                 self._study.add_trial(told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune import techniques
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Config
 from autotune.records.trial import ABLATION, Proposal
 from autotune.space import Space
@@ -42,7 +42,7 @@ def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
     """The config with each of its changes from the baseline undone, and the reason to probe it."""
     undone = []
     for name in config.differences(space.baseline):
-        if name in techniques.REGISTRY and name != "accumulation_steps":
+        if name != ACCUMULATION:
             without = space.complete({**config.as_dict(), name: space.baseline[name]})
             if space.contains(without):
                 undone.append((without, f"the best without {name}"))

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from autotune import techniques
 from autotune.errors import AutotuneError
 from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind, Measurement, Outcome
@@ -264,7 +265,7 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
     choices |= {name: {str(c): c for c in header.choices[name]}[cells[name]] for name in _swept(header)}
     kind = Kind(cells["kind"])
     wall_s, train_s, peak_bytes = float(cells["wall_s"]), float(cells["train_s"]), int(cells["peak_bytes"])
-    config = Config(tuple(choices.items()))
+    config = techniques.complete(choices)
     if kind is not Kind.OK:
         outcome = Outcome(
             kind=kind,

@@ -19,6 +19,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.prediction import Forecast
 from autotune.records.trial import Proposal, Trial
 from autotune.space import Space
+from autotune.study.distributions import distributions_of
 from autotune.study.place import Place
 
 FORMAT = 1
@@ -106,7 +107,7 @@ class Store:
             The trial's number, by which `finish` and `fail` know it.
         """
         self._study.enqueue_trial(space.params(proposal.config))
-        trial = self._study.ask(dict(space.distributions))
+        trial = self._study.ask(distributions_of(space))
         described = {
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,

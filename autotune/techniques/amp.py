@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,17 +73,6 @@ class Amp(Technique):
     def validate(self, choice: Any) -> Choice:
         """One of `off`, `bf16`, `fp16`."""
         return one_of(choice, _CHOICES)
-
-
-def one_of(choice: Any, choices: tuple[str, ...]) -> str:
-    """Return `choice` if it is one of `choices`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(choice, str) or choice not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}")
-    return choice
 
 
 def _support_on_cpu(device: torch.device) -> Support:

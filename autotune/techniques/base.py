@@ -113,6 +113,11 @@ class Technique(ABC):
     exact: ClassVar[bool] = True  # gradients equal plain fp32's up to rounding
     ordered: ClassVar[bool] = False  # choices are numbers on a scale
 
+    @property
+    def shapes_memory(self) -> bool:
+        """Whether its choices change what a training step holds on the device."""
+        return self.phase.shapes_memory
+
     @abstractmethod
     def support(self, setting: Setting) -> Support:
         """Say what of this technique applies to the task on the device.
@@ -164,3 +169,25 @@ class Technique(ABC):
 
 class UnsupportedError(Exception):
     """A technique's choice cannot be applied to this model on this device."""
+
+
+def one_of(choice: Any, choices: Sequence[str]) -> str:
+    """Return `choice` if it is one of `choices`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(choice, str) or choice not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return choice
+
+
+def whole_number(choice: Any, least: int) -> int:
+    """Return `choice` if it is an integer of at least `least`, and no bool.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(choice) is not int or choice < least:
+        raise ValueError(f"expected a whole number of at least {least}")
+    return choice

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError, whole_number
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class CheckpointSegments(Technique):
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""
-        if type(choice) is not int or choice < 0:
-            raise ValueError("expected a whole number of at least 0")
-        return choice
+        return whole_number(choice, 0)
 
 
 def thinned(num_blocks: int) -> list[int]:

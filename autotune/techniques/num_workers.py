@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, whole_number
 
 if TYPE_CHECKING:
     from autotune.session import Build
@@ -59,9 +59,7 @@ class NumWorkers(Technique):
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""
-        if type(choice) is not int or choice < 0:
-            raise ValueError("expected a whole number of at least 0")
-        return choice
+        return whole_number(choice, 0)
 
 
 WITHOUT_DATASET = "the task has no train_dataset, so nothing is loaded"

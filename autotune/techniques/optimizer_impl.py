@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.amp import one_of
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError, one_of
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
-from autotune.techniques.batch_size import positive_int
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, whole_number
 from autotune.techniques.num_workers import WITHOUT_DATASET
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class PrefetchFactor(Technique):
 
     def validate(self, choice: Any) -> Choice:
         """A positive integer."""
-        return positive_int(choice)
+        return whole_number(choice, 1)
 
     def is_redundant(self, config: Config) -> bool:
         """Without workers nothing is fetched ahead."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune import techniques
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check
@@ -135,9 +136,11 @@ class Exactness:
 def to_compare(config: Config, baseline: Config) -> Iterator[tuple[str, Choice]]:
     """The choices in which a config differs from the baseline and that claim to be exact."""
     for name, choice in config.differences(baseline).items():
+        if name in BATCH_KEYS:
+            continue
         technique = techniques.REGISTRY[name]
         claims = technique.exact and technique.phase is not techniques.Phase.LOADER and choice != technique.off
-        if claims and name != "accumulation_steps":
+        if claims:
             yield name, choice
 
 

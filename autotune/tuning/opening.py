@@ -151,7 +151,7 @@ def _store(
         "memory_limit_bytes": limit_bytes,
         "headroom": options.headroom,
         "space": {name: list(choices) for name, choices in space.choices.items()},
-        "unsupported": _unsupported(inspection),
+        "unsupported": inspection.unsupported,
         "baseline_config": space.baseline.as_dict(),
     }
     return Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
@@ -177,17 +177,9 @@ def _started(
         budget_s=options.budget_s,
         space=dict(history.space.choices),
         num_configs=history.space.num_combinations,
-        unsupported=_unsupported(inspection),
+        unsupported=inspection.unsupported,
         num_resumed=history.num_resumed,
     )
-
-
-def _unsupported(inspection: Inspection) -> dict[str, str]:
-    return {
-        name: support.reason
-        for name, support in inspection.support.items()
-        if len(support.choices) < 2 and support.reason
-    }
 
 
 def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
@@ -226,6 +218,7 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: in
     }
     return {
         "autotune": __version__,
+        "techniques": list(techniques.REGISTRY),
         "choices": choices,
         "task": facts["source_hash"],
         # a model file may read its sizes from elsewhere

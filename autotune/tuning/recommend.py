@@ -186,7 +186,7 @@ def _warn(
     if inspection.global_batch is None and new != old:
         search.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))
     for name in answer.differences(history.space.baseline):
-        if note := inspection.support[name].note:
+        if note := inspection.support_of(name).note:
             search.warn(f"{name}: {note}")
     growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
     growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process

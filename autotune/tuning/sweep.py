@@ -12,6 +12,7 @@ from typing import Any
 from autotune import __version__, techniques
 from autotune.devices import open_device
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.options import SweepOptions
@@ -20,7 +21,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners import table
 from autotune.runners.local import ProcessProber
 from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
-from autotune.space import ACCUMULATION, Space, build_space, distributions_of
+from autotune.space import Space, build_space
 from autotune.task.source import TaskSource
 from autotune.tuning.run import inspection_failed
 
@@ -90,7 +91,7 @@ def space_of(header: Header) -> Space:
         del choices[ACCUMULATION]
     return Space(
         choices=choices,
-        distributions=distributions_of(choices),
+        supported=_searched(choices),
         baseline=baseline,
         global_batch=header.global_batch,
         accumulations=accumulations,
@@ -120,8 +121,7 @@ def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
     """
     choices: dict[str, tuple[Choice, ...]] = dict(space.choices)
     for name, wanted in grid.items():
-        technique = techniques.known(name)
-        possible = choices.get(name, ())
+        possible = choices.get(techniques.known(name), ())
         for choice in wanted:
             if techniques.validate(name, choice) not in possible:
                 listed = ", ".join(map(str, possible)) or "what follows from batch_size and the global batch"
@@ -129,8 +129,12 @@ def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
                     f"--grid {name}={choice} cannot be swept here; possible: {listed} (--include adds optional ones)"
                 )
         kept = [choice for choice in possible if choice in wanted or choice == space.baseline[name]]
-        choices[name] = tuple(sorted(kept)) if technique.ordered else tuple(kept)
-    return replace(space, choices=choices, distributions=distributions_of(choices))
+        choices[name] = tuple(sorted(kept)) if techniques.is_ordered(name) else tuple(kept)
+    return replace(space, choices=choices, supported=_searched(choices))
+
+
+def _searched(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
+    return {name: options for name, options in choices.items() if len(options) > 1}
 
 
 def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> Header:
@@ -152,7 +156,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         autotune=__version__,
         global_batch=inspection.global_batch,
         baseline=space.baseline.as_dict(),
-        choices={name: every[name] for name in techniques.REGISTRY},
+        choices={name: every[name] for name in (*BATCH_KEYS, *techniques.REGISTRY)},
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,
         max_warmup_s=settings.max_warmup_s,

@@ -26,6 +26,7 @@ from unittest import mock
 from peers_worker import TOOLS
 
 from autotune import techniques
+from autotune.records.batch_plan import divisors
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
@@ -152,7 +153,7 @@ def ask_peer(tool: str, study: Study, training_bytes: int, global_batch: int, fo
 
 def keeping(global_batch: int, batch_size: int) -> Config | None:
     """Plain fp32 training at the largest divisor of the global batch up to a size; None below one."""
-    fitting = [divisor for divisor in techniques.divisors(global_batch) if divisor <= batch_size]
+    fitting = [divisor for divisor in divisors(global_batch) if divisor <= batch_size]
     return techniques.complete({"batch_size": fitting[-1]}, global_batch=global_batch) if fitting else None
 
 

@@ -12,10 +12,10 @@ import pytest
 from autotune.predict.time import TimeModel
 from autotune.predict.variety import Variety
 from autotune.records.config import Config
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
-from tests.closed_form import ClosedFormProber, inspection, measurement
+from tests.closed_form import SIZES, ClosedFormProber, inspection, measurement
 from tests.rough_world import RoughProber, rough_inspection
 
 
@@ -27,9 +27,9 @@ def space() -> Space:
 @pytest.fixture(scope="module")
 def free_space() -> Space:
     """No global batch: the optimizer steps once a micro batch."""
-    support = inspection().support | {"accumulation_steps": Support(choices=(1,))}
+    batch = BatchSupport(sizes=SIZES)
     baseline = inspection().baseline | {"accumulation_steps": 1}
-    found = inspection(global_batch=None, support=support, baseline=baseline)
+    found = inspection(global_batch=None, batch=batch, baseline=baseline)
     return build_space(found, fix={}, include=(), exclude=())[0]
 
 

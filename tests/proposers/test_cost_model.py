@@ -16,7 +16,7 @@ from autotune.predict.time import TimeModel
 from autotune.proposers.acquisition import MAX_ENUMERATED, Advisor
 from autotune.proposers.cost_model import CostModelSampler, NothingPromising
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
@@ -151,15 +151,17 @@ def test_the_balanced_objective_weighs_both() -> None:
 @pytest.mark.parametrize("fix", [{}, {"amp": "bf16", "checkpoint_segments": 1}])
 def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     loading = {
-        "batch_size": Support(choices=tuple(range(1, 61))),
         "num_workers": Support(choices=(0, 1, 2, 4, 8)),
         "prefetch_factor": Support(choices=(2, 4, 8)),
         "persistent_workers": Support(choices=(False, True)),
         "channels_last": Support(choices=(False, True)),
-        "accumulation_steps": Support(choices=(1,)),
     }
     base = inspection()
-    changes = {"global_batch": None, "baseline": base.baseline | {"accumulation_steps": 1}}
+    changes = {
+        "batch": BatchSupport(sizes=tuple(range(1, 61))),
+        "global_batch": None,
+        "baseline": base.baseline | {"accumulation_steps": 1},
+    }
     space = build_space(inspection(support=base.support | loading, **changes), fix=fix, include=(), exclude=())[0]
     assert space.num_combinations > MAX_ENUMERATED
     prober = ClosedFormProber(noise=0.01)
@@ -288,7 +290,7 @@ def test_the_search_ends_when_nothing_promises_more(tmp_path: Path) -> None:
 
 
 def test_a_single_config_that_is_left_ends_the_search_at_once() -> None:
-    fixed = {name: support.choices[0] for name, support in SUPPORT.items() if name != "accumulation_steps"}
+    fixed = {name: support.choices[0] for name, support in SUPPORT.items()}
     space = build_space(inspection(), fix=fixed | {"batch_size": 4}, include=(), exclude=())[0]
     prober = ClosedFormProber()
     assert [config for config, _ in search(prober, space, None)] == [space.baseline]

@@ -17,9 +17,10 @@ from autotune.runners import table
 from autotune.runners.table import Header, Row, TableError
 from tests.closed_form import measurement
 
-CHOICES = {name: (technique.off,) for name, technique in techniques.REGISTRY.items()} | {
+CHOICES = {
     "batch_size": (4, 8),
     "accumulation_steps": (6, 12),
+    **{name: (technique.off,) for name, technique in techniques.REGISTRY.items()},
     "amp": ("off", "bf16"),
     "channels_last": (False, True),
 }
