@@ -29,6 +29,7 @@ lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/lint-imports
 
 bench: $(VENV)/.installed-dev
 	$(RUN)/python tests/benchmarks/bench.py

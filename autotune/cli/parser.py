@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from autotune import __version__
 from autotune.errors import AutotuneError
 from autotune.records.options import (
     Option,
@@ -20,6 +19,7 @@ from autotune.records.options import (
     VerifyOptions,
     table,
 )
+from autotune.version import __version__
 
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 CONFIG = "a config dict, or the JSON of a search"

@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__
 from autotune.devices.cpu import processor_model
 from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
+from autotune.version import __version__
 
 FOLDER = ".traces"  # beside the study's database
 

@@ -105,9 +105,7 @@ def _foreign_folders() -> tuple[str, ...]:
 
 @functools.cache
 def _package_folder() -> str:
-    import autotune
-
-    return os.path.join(Path(autotune.__file__).resolve().parent, "")
+    return os.path.join(str(Path(__file__).parent.parent), "")
 
 
 def _happened(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from autotune import __version__, techniques
+from autotune import techniques
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import TraceCache
 from autotune.predict.targets import target_of
@@ -35,6 +35,7 @@ from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_bytes
+from autotune.version import __version__
 
 MIN_TRACE_S = 5.0
 MAX_TRACE_SHARE = 0.1  # of the budget

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__, techniques
+from autotune import techniques
 from autotune.devices import open_device
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
@@ -24,6 +24,7 @@ from autotune.runners.table import Figure, Header, Row, Table, TableError, figur
 from autotune.space import Space, build_space
 from autotune.task.source import TaskSource
 from autotune.tuning.run import inspection_failed
+from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0
