@@ -105,7 +105,7 @@ def _foreign_folders() -> tuple[str, ...]:
 
 @functools.cache
 def _package_folder() -> str:
-    return os.path.join(str(Path(__file__).parent.parent), "")
+    return os.path.join(Path(__file__).resolve().parent.parent, "")
 
 
 def _happened(error: BaseException) -> str:
