@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,7 @@ from autotune.errors import ConfigError
 from autotune.records.config import Choice, Config
 from autotune.task import Task, load_task
 from autotune.task.batches import StepBatch, map_tensors, split
-
-
-@dataclass(kw_only=True)
-class Build:
-    """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
-
-    Attributes:
-        forward_contexts: entered around every forward pass, outermost first.
-        batch_transforms: applied in order to every micro batch once it is on the device.
-        scaler: scales the loss and unscales the gradients, or None.
-        loader_options: keyword arguments for the data loader.
-    """
-
-    task: Task
-    device: Device
-    config: Config
-    model: torch.nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
-    forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
-    batch_transforms: list[Callable[[Any], Any]] = field(default_factory=list)
-    scaler: torch.amp.GradScaler | None = None
-    loader_options: dict[str, Any] = field(default_factory=dict)
+from autotune.techniques.build import Build
 
 
 class Session:

@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 
+from autotune import techniques
 from autotune.predict.cuda_like import cuda_like
 from autotune.predict.storages import StorageTracker
 from autotune.predict.targets import CPU, CUDA, Target
 from autotune.predict.workspaces import hidden_allocations
-from autotune.techniques.matmul_precision import kept_matmul_precision
 
 
 class OneFakeMode(FakeTensorMode):
@@ -32,7 +32,7 @@ def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(kept_matmul_precision())
+        stack.enter_context(techniques.restored_settings())
         if target != CPU:
             stack.enter_context(cuda_like(flash_attention=target == CUDA))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

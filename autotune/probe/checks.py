@@ -24,7 +24,7 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import map_tensors
 from autotune.task.facts import uses_batch_statistics
-from autotune.techniques.matmul_precision import kept_matmul_precision
+from autotune.techniques.base import FP32_MANTISSA_BITS
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
@@ -32,31 +32,21 @@ REDUCED_COSINE = 0.999
 REDUCED_GRADIENT_ERROR = 0.1  # the cosine does not see a wrong scale; at equal norms 0.999 is an error of 0.045
 REDUCED_LOSS_ERROR = 0.05
 REDUCED_BUFFER_ERROR = 0.05
-# Parameters after three steps, relative to how far they moved. Adam divides a gradient by its own size, so where it is
+# Parameters after several steps, relative to how far they moved. Adam divides a gradient by its own size, so where it is
 # nearly zero its rounding decides the whole step.
-THREE_STEPS_ERROR = 1e-3
+MOVEMENT_ERROR = 1e-3
 DOUBLE_ERROR = 1e-9  # where fp32 disagrees: the same bound, as far above the rounding of double precision
 
 _SEED = 0
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
-# With these the forward pass draws the same random numbers as plain training. Another dtype, another memory layout and
-# micro batches draw other masks by nature, which says nothing about their gradients.
-_KEEP_MASKS = {
-    "optimizer_impl",
-    "checkpoint_segments",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-}
 
 
 def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | Device, *, batch_size: int) -> Check:
     """Compare a config with plain fp32 on one batch: the same weights, the same samples, the same seed.
 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
-    of the state dict. When all that the config changes is exact, and `optimizer_impl` is among it, the parameters are
-    compared after three steps as well (P3; the figure is in `reason`).
+    of the state dict. When all that the config changes is exact, and a technique among it asks for more steps than one
+    (`Technique.check_steps`), the parameters are compared after those steps as well (the figure is in `reason`).
 
     Exact techniques are held to a relative error of 1e-5, or ten times the model's own noise: the larger difference
     that repeating the plain run makes, and moving its parameters by one unit in the last place. A config with a
@@ -104,9 +94,13 @@ class _Comparison:
         changes = _changes(config)
         self.micro_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
         self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
-        self.exact = all(techniques.REGISTRY[name].exact for name in changes)
-        self.same_masks = self.micro_steps == 1 and changes.keys() <= _KEEP_MASKS
-        self.num_steps = 3 if self.exact and "optimizer_impl" in changes else 1
+        used = [techniques.REGISTRY[name] for name in changes]
+        self.exact = all(technique.exact for technique in used)
+        # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
+        self.same_masks = self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
+        self.num_steps = max((technique.check_steps for technique in used), default=1) if self.exact else 1
+        bits = [technique.mantissa_bits(changes[technique.name]) for technique in used]
+        self.mantissa_bits = min(bits, default=FP32_MANTISSA_BITS)
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
         self.batch_statistics = False
         self.initial: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # parameters and buffers, on the host
@@ -190,11 +184,12 @@ class _Comparison:
         return math.inf if any(math.isnan(error) for error in errors) else max(errors)
 
     def round_parameters(self, model: torch.nn.Module) -> None:
-        """Keep as many bits of every parameter as the config's arithmetic has: 8 for bf16, 11 for fp16 and TF32."""
-        dtype = torch.bfloat16 if self.config["amp"] == "bf16" else torch.float16
+        """Keep as many bits of every parameter as the config's arithmetic does: 8 for bf16, 11 for fp16 and TF32."""
+        steps = 2.0**self.mantissa_bits
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(dtype))
+            for parameter in filter(torch.is_floating_point, model.parameters()):
+                mantissa, exponent = torch.frexp(parameter)
+                parameter.copy_(torch.ldexp((mantissa * steps).round() / steps, exponent))
 
     def complaints(self, found: Difference, noise: Difference) -> list[str]:
         """What is out of bounds, in words. Comparisons are written so that NaN is out of bounds."""
@@ -204,7 +199,7 @@ class _Comparison:
             ("the loss differs", found.loss, least_loss, noise.loss),
             ("the gradient differs", found.gradient, least_gradient, noise.gradient),
             ("buffers differ", found.buffers, least_buffers, noise.buffers),
-            ("the parameters' movement differs", found.movement, THREE_STEPS_ERROR, noise.movement),
+            ("the parameters' movement differs", found.movement, MOVEMENT_ERROR, noise.movement),
         )
         out = []
         for what, error, least, floor in bounds:
@@ -221,7 +216,7 @@ class _Comparison:
     ) -> Run:
         """Accumulate and step once, and go on to `num_steps`; nothing is left on the device afterwards."""
         try:
-            with kept_matmul_precision():
+            with techniques.restored_settings():
                 return self._run(config, seed, prepare_model)
         finally:
             gc.collect()

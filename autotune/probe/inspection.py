@@ -10,7 +10,10 @@ from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Support
-from autotune.techniques.base import Setting, Technique
+from autotune.techniques.base import Technique
+from autotune.techniques.build import Setting
+
+CHANGES_LEARNING = "it changes what is learned"
 
 
 def inspect_task(
@@ -88,10 +91,22 @@ def _baseline(task: Any, dataset_size: int | None) -> Config:
 def _support(technique: Technique, setting: Setting) -> Support:
     """What of a technique applies. One whose trial fails on a task that trains is off: it alone is not to be had."""
     try:
-        return technique.support(setting)
+        support = technique.support(setting)
+        return _optional(technique, support) if technique.changes_learning else support
     except Exception as error:
         if setting.device.is_out_of_memory(error):
             raise
         first_line = (str(error).strip().splitlines() or [""])[0]
         what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
         return Support(choices=(technique.off,), reason=f"trying it raised {what}"[:300])
+
+
+def _optional(technique: Technique, support: Support) -> Support:
+    """A technique that changes what is learned is searched only when the user includes it, and is labelled."""
+    others = tuple(choice for choice in support.choices if choice != technique.off)
+    return Support(
+        choices=(technique.off,),
+        optional=(*others, *support.optional),
+        reason=support.reason or (CHANGES_LEARNING if others else ""),
+        note=support.note or f"{CHANGES_LEARNING}: compare validation results before you use it",
+    )

@@ -126,8 +126,7 @@ def _new_axes() -> Axes:
 
 def _group(config: dict[str, Choice]) -> str:
     """What stays the same along a line: every technique but the batch."""
-    words = describe({**config, "accumulation_steps": 1}).split(", ")[1:]
-    return ", ".join(["fp32", *words] if config.get("amp") == "off" else words)
+    return ", ".join(describe({**config, "accumulation_steps": 1}).split(", ")[1:]) or "plain training"
 
 
 def _errorbars(

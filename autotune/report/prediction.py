@@ -10,7 +10,8 @@ from rich.text import Text
 from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
 from autotune.records.config import Choice
 from autotune.report.text import heading, paragraph, table
-from autotune.report.words import describe, describe_batch, describe_choice
+from autotune.report.words import describe, describe_batch
+from autotune.techniques import label_of
 from autotune.units import GIB, MIB, format_bytes
 
 _PARTS = (
@@ -157,7 +158,7 @@ def _range(peak: PredictedPeak) -> str:
 
 
 def _words(choices: dict[str, Choice]) -> str:
-    words = ", ".join(describe_choice(name, choice) for name, choice in choices.items())
+    words = ", ".join(label_of(name, choice) for name, choice in choices.items())
     return words.replace("checkpoint segment", "segment")  # a row a combination, where the console is 80 wide
 
 

@@ -12,7 +12,8 @@ from autotune.records.config import Choice
 from autotune.records.result import Check, Dropped, Measured, Result
 from autotune.report.figures import counts, interval, measured_rate, plural, times
 from autotune.report.run_it import python_lines, verify_command
-from autotune.report.words import as_python, describe, describe_choice
+from autotune.report.words import as_python, describe
+from autotune.techniques import label_of
 from autotune.units import format_bytes, format_seconds
 
 MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make a wider dict
@@ -212,9 +213,7 @@ def _reasons(result: Result, console: Console) -> None:
         heading(console, "What each change did", "from probes that differ in it alone")
         made = table(("speed", "right"), ("memory", "right"), ("pairs", "right"), last="change")
         for effect in result.effects:
-            before, after = (
-                describe_choice(effect.technique, choice) for choice in (effect.baseline_choice, effect.choice)
-            )
+            before, after = (label_of(effect.technique, choice) for choice in (effect.baseline_choice, effect.choice))
             made.add_row(
                 "",
                 _ratio(effect.speed_ratio, more_is_better=True),
@@ -241,7 +240,7 @@ def _reasons(result: Result, console: Console) -> None:
 
 
 def _check_verdict(check: Check) -> Text:
-    what = "whole config" if check.technique == "config" else describe_choice(check.technique, check.choice)
+    what = "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
     bound = "exact" if check.exact else "reduced precision"
     names = "" if check.names_equal else ", parameter names changed"
     why = f": {check.reason}" if check.reason and not check.passed else ""

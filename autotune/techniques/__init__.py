@@ -1,9 +1,14 @@
-"""Every technique, by name. Adding one means adding its file and its line in `REGISTRY`."""
+"""Every technique, by name, and configs made of them.
+
+A technique is one file of this package, found by being there. Other packages add theirs through the entry point group
+`autotune.techniques`.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autotune.errors import ConfigError
@@ -17,19 +22,14 @@ from autotune.records.batch_plan import (
 )
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.amp import Amp
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError, whole_number
-from autotune.techniques.channels_last import ChannelsLast
-from autotune.techniques.checkpoint_segments import CheckpointSegments
-from autotune.techniques.matmul_precision import MatmulPrecision
-from autotune.techniques.num_workers import NumWorkers
-from autotune.techniques.optimizer_impl import OptimizerImpl
-from autotune.techniques.persistent_workers import PersistentWorkers
-from autotune.techniques.pin_memory import PinMemory
-from autotune.techniques.prefetch_factor import PrefetchFactor
+from autotune.techniques.base import Phase, Technique, UnsupportedError, plain_label, whole_number
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.discovery import Registry
+from autotune.techniques.expectation import Expectation, Factor
 
 __all__ = [
     "REGISTRY",
+    "Build",
     "Expectation",
     "Factor",
     "Phase",
@@ -40,24 +40,14 @@ __all__ = [
     "complete",
     "is_ordered",
     "known",
+    "label_of",
+    "restored_settings",
     "untraceable",
     "validate",
     "with_baseline_batch",
 ]
 
-_TECHNIQUES: tuple[Technique, ...] = (
-    Amp(),
-    MatmulPrecision(),
-    ChannelsLast(),
-    CheckpointSegments(),
-    OptimizerImpl(),
-    NumWorkers(),
-    PinMemory(),
-    PersistentWorkers(),
-    PrefetchFactor(),
-)
-
-REGISTRY: Mapping[str, Technique] = {technique.name: technique for technique in _TECHNIQUES}
+REGISTRY: Mapping[str, Technique] = Registry()
 
 
 def known(name: str) -> str:
@@ -115,3 +105,19 @@ def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] 
     """A partial config dict with the batch size of the task's baseline where it names none."""
     stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}
     return {**stated, **choices}
+
+
+def label_of(name: str, choice: Choice) -> str:
+    """A choice of any key of a config, in a word or two; also of a technique that is not installed here."""
+    if name == BATCH_SIZE:
+        return f"batch {choice}"
+    return REGISTRY[name].label(choice) if name in REGISTRY else plain_label(name, choice)
+
+
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Put the process-wide settings that techniques change back at the end."""
+    with ExitStack() as stack:
+        for technique in REGISTRY.values():
+            stack.enter_context(technique.restored())
+        yield

@@ -7,21 +7,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
 
 if TYPE_CHECKING:
     import torch
-
-    from autotune.session import Build
 
 
 class ChannelsLast(Technique):
     """Four-dimensional parameters and inputs in `torch.channels_last`."""
 
     name: ClassVar[str] = "channels_last"
-    summary: ClassVar[str] = "images with the channels innermost: faster convolutions on many devices, the same results"
+    summary: ClassVar[str] = "images with the channels innermost, as convolution kernels prefer: often faster"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "2-D convolutions on image batches"
     off: ClassVar[Choice] = False
     phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 20
+    likely: ClassVar[tuple[Choice, ...]] = (True,)
 
     def support(self, setting: Setting) -> Support:
         """Models with 2-D convolutions on 4-D floating tensors whose code does not `view` in the old layout."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError, whole_number
+from autotune.techniques.base import Phase, Technique, UnsupportedError, whole_number
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 
 if TYPE_CHECKING:
     import torch
 
-    from autotune.session import Build
     from autotune.task import Task
 
 _EVERY_CHOICE_UP_TO = 8
@@ -30,10 +32,15 @@ class CheckpointSegments(Technique):
     """
 
     name: ClassVar[str] = "checkpoint_segments"
-    summary: ClassVar[str] = "parts of the model run again in the backward pass: far fewer activations, more computing"
+    summary: ClassVar[str] = "blocks run again in the backward pass: far less memory, more computing"
+    listed_choices: ClassVar[str] = "0 to the number of blocks"
+    applies: ClassVar[str] = "a `Sequential` or `ModuleList` of blocks, found anywhere in the model"
     off: ClassVar[Choice] = 0
     phase: ClassVar[Phase] = Phase.MODEL
     ordered: ClassVar[bool] = True
+    order: ClassVar[int] = 30
+    keeps_random_masks: ClassVar[bool] = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TRANSFORMERS: Table({0: {"gradient_checkpointing": False}})}
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks, thinned when there are many."""
@@ -62,6 +69,26 @@ class CheckpointSegments(Technique):
             block = chain.blocks[i * num_blocks // num_segments]
             if not is_layer(block):
                 block.forward = _Checkpointed(block, segments)
+
+    def label(self, choice: Choice) -> str:
+        """`2 checkpoint segments`, `no checkpointing`."""
+        return f"{choice} checkpoint segment{'' if choice == 1 else 's'}" if choice else "no checkpointing"
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """Every block checkpointed."""
+        return max(choices, key=int)
+
+    def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:
+        """Hugging Face models checkpoint every block or none."""
+        if framework == TRANSFORMERS and choice and choice == max(choices, key=int, default=None):
+            return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        return super().write(framework, choice, choices)
+
+    def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
+        """Every block, where the number of blocks is known."""
+        if framework == TRANSFORMERS and arguments.get("gradient_checkpointing"):
+            return max(choices, key=int, default=None)
+        return super().read(framework, arguments, choices)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """A forward pass is about a third of a step, and is run again for the share of the model that is checkpointed."""

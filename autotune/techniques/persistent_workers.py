@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
 from autotune.techniques.num_workers import WITHOUT_DATASET
-
-if TYPE_CHECKING:
-    from autotune.session import Build
 
 
 class PersistentWorkers(Technique):
     """`DataLoader(persistent_workers=True)`."""
 
     name: ClassVar[str] = "persistent_workers"
-    summary: ClassVar[str] = "data-loading workers are started once, not once per epoch: saves time with short epochs"
+    summary: ClassVar[str] = "data-loading workers live on from epoch to epoch: saves time with short epochs"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "with workers"
     off: ClassVar[Choice] = False
     phase: ClassVar[Phase] = Phase.LOADER
+    order: ClassVar[int] = 30
+    keeps_random_masks: ClassVar[bool] = True
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Argument("dataloader_persistent_workers"),
+        DATALOADER: Argument("persistent_workers"),
+    }
 
     def support(self, setting: Setting) -> Support:
         """Tasks with a dataset."""

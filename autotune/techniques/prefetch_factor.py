@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, whole_number
+from autotune.techniques.base import Phase, Technique, whole_number
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
 from autotune.techniques.num_workers import WITHOUT_DATASET
-
-if TYPE_CHECKING:
-    from autotune.session import Build
 
 
 class PrefetchFactor(Technique):
@@ -19,9 +19,18 @@ class PrefetchFactor(Technique):
 
     name: ClassVar[str] = "prefetch_factor"
     summary: ClassVar[str] = "batches that each worker prepares ahead: evens out slow samples, takes host memory"
+    listed_choices: ClassVar[str] = "2 4 8"
+    applies: ClassVar[str] = "with workers"
     off: ClassVar[Choice] = 2  # torch's own default
     phase: ClassVar[Phase] = Phase.LOADER
     ordered: ClassVar[bool] = True
+    order: ClassVar[int] = 40
+    keeps_random_masks: ClassVar[bool] = True
+    # Both refuse a number without workers, so torch's own default is left unset.
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Argument("dataloader_prefetch_factor", unset=2),
+        DATALOADER: Argument("prefetch_factor", unset=2),
+    }
 
     def support(self, setting: Setting) -> Support:
         """Tasks with a dataset."""
@@ -33,6 +42,10 @@ class PrefetchFactor(Technique):
         """Set the workers' queue; DataLoader refuses the option without workers."""
         if build.config["num_workers"]:
             build.loader_options["prefetch_factor"] = choice
+
+    def label(self, choice: Choice) -> str:
+        """`prefetch 4`."""
+        return f"prefetch {choice}"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """A little less waiting where samples take unequally long."""

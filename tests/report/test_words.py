@@ -8,8 +8,8 @@ import json
 import pytest
 
 from autotune.records.config import Choice
-from autotune.report.words import as_json, as_python, describe, describe_choice
-from autotune.techniques import complete
+from autotune.report.words import as_json, as_python, describe
+from autotune.techniques import complete, label_of
 
 FULL = complete({"batch_size": 16, "amp": "bf16", "checkpoint_segments": 2, "optimizer_impl": "fused"}, global_batch=48)
 
@@ -46,7 +46,7 @@ def test_what_the_baseline_has_on_and_the_config_off_is_named() -> None:
     ],
 )
 def test_each_technique_has_its_words(name: str, choice: Choice, words: str) -> None:
-    assert describe_choice(name, choice) == words
+    assert label_of(name, choice) == words
 
 
 def test_the_python_literal_builds_the_same_config() -> None:
