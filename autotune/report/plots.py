@@ -1,4 +1,4 @@
-"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[plots]'`."""
+"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[notebook]'`."""
 
 from __future__ import annotations
 
@@ -119,15 +119,14 @@ def _new_axes() -> Axes:
         import matplotlib.pyplot as plt
     except ImportError:
         raise AutotuneError(
-            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[plots]'` adds it"
+            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[notebook]'` adds it"
         ) from None
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
 def _group(config: dict[str, Choice]) -> str:
     """What stays the same along a line: every technique but the batch."""
-    words = describe({**config, "accumulation_steps": 1}).split(", ")[1:]
-    return ", ".join(["fp32", *words] if config.get("amp") == "off" else words)
+    return ", ".join(describe({**config, "accumulation_steps": 1}).split(", ")[1:]) or "nothing switched on"
 
 
 def _errorbars(
