@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autotune.tuning.loop import Loop
+
 from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
@@ -17,7 +19,6 @@ from autotune.records.settings import ProbeSettings
 from autotune.space import Space, build_space
 from autotune.study.store import Store, place_of
 from autotune.tuning.events import Listener
-from autotune.tuning.loop import Loop
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB

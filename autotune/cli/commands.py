@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
     from autotune.records.result import Result
-    from autotune.report import export
+    from autotune.report.answer import answer_sections
+    from autotune.report.json import document
     from autotune.report.live import live_listener
     from autotune.tuning.answer import Interrupted
 
@@ -47,15 +48,13 @@ def search(options: argparse.Namespace) -> int:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
-    document = nothing if result is None else result.to_dict()
+    text = document(nothing if result is None else result.to_dict())
     if options.out:  # before it is printed: where this fails, the document that says so is the only one
-        _write(Path(options.out), export.document(document) + "\n")
+        _write(Path(options.out), text + "\n")
     if options.json:
-        print(export.document(document))
+        print(text)
     elif result is not None:
-        from autotune.report.text import render_result
-
-        render_result(result, _console(), model=options.model)
+        _print(answer_sections(result, model=options.model))
     return code
 
 
@@ -85,14 +84,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
-    from autotune.report import export
+    from autotune.report.json import document
+    from autotune.report.outcome import outcome_sections
 
     if options.json:
-        print(export.document({"config": config, **outcome.to_dict()}))
+        print(document({"config": config, **outcome.to_dict()}))
     else:
-        from autotune.report.outcome import render_outcome
-
-        render_outcome(outcome, config, _console())
+        _print(outcome_sections(outcome, config))
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
         return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE
@@ -100,17 +98,18 @@ def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Na
 
 def show(options: argparse.Namespace) -> int:
     """`autotune show`: what a study holds."""
-    from autotune.report import export
-    from autotune.report.study_text import render_study
+    from autotune.report.csv import study_csv
+    from autotune.report.json import study_json
+    from autotune.report.study import study_sections
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
     if options.json:
-        print(export.to_json(study))
+        print(study_json(study))
     elif options.csv:
-        sys.stdout.write(export.to_csv(study))
+        sys.stdout.write(study_csv(study))
     else:
-        render_study(study, _console(), model=study.attributes.get("model", "model.py"))
+        _print(study_sections(study, model=study.attributes.get("model", "model.py")))
     return ANSWERED
 
 
@@ -143,8 +142,8 @@ def sweep(options: argparse.Namespace) -> int:
 def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: what fits, before anything has run."""
     from autotune import api
-    from autotune.report import export
-    from autotune.report.prediction import render_prediction
+    from autotune.report.json import document
+    from autotune.report.prediction import prediction_sections
     from autotune.units import format_seconds
 
     prediction = api.predict(
@@ -160,9 +159,9 @@ def predict(options: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     if options.json:
-        print(export.document(prediction.to_dict()))
+        print(document(prediction.to_dict()))
     else:
-        render_prediction(prediction, _console())
+        _print(prediction_sections(prediction))
     return ANSWERED if prediction.fits else NOTHING_FEASIBLE
 
 
@@ -198,14 +197,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def _console() -> Any:
-    import io
+def _print(sections: Iterable[Any]) -> None:
+    from autotune.report.terminal import render, stdout_console
 
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode shows `?` for what it lacks
-        sys.stdout.reconfigure(errors="replace")
-    return Console(file=sys.stdout, highlight=False)
+    render(sections, stdout_console())
 
 
 def _config(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[plots]'`."""
+"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[notebook]'`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _new_axes() -> Axes:
         import matplotlib.pyplot as plt
     except ImportError:
         raise AutotuneError(
-            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[plots]'` adds it"
+            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[notebook]'` adds it"
         ) from None
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 

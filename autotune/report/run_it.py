@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 
 from autotune.records.options import words
+from autotune.report.sections import Code
 from autotune.report.words import AnyConfig, as_json
 
 VERIFY_STEPS = 100
 
 
-def python_lines(model: str, asked: Mapping[str, str | int], *, width: int = 80) -> str:
-    """A training loop, with the config in `config` (and a task built in Python in `task`), wrapped between arguments."""
-    task = json.dumps(model, ensure_ascii=False).replace(" ", "\0") if model else "task"
+def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:
+    """A training loop, with the config in `config`, and a task built in Python in `task`."""
+    task = json.dumps(model, ensure_ascii=False) if model else "task"
     options = [f"{name}={json.dumps(asked[name])}" for name in ("device", "global_batch") if name in asked]
-    call = "session\0=\0autotune.prepare("  # \0 is a space that no line is broken at
-    lines = textwrap.wrap(
-        f"{call}{', '.join([task, 'config', *options])})",
-        width,
-        subsequent_indent=" " * len(call),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join([*lines, "for batch in session.loader:", "    loss = session.step(batch)"]).replace("\0", " ")
+    call = Code("session = autotune.prepare(", (task, "config", *options), ")")
+    return call, Code("for batch in session.loader:"), Code("    loss = session.step(batch)")
 
 
 def verify_command(config: AnyConfig, model: str, asked: Mapping[str, str | int]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice, Config
+from autotune.report.sections import Code
 from autotune.techniques import REGISTRY, label_of
 
 AnyConfig = Config | Mapping[str, Choice]
@@ -50,18 +50,13 @@ def essentials(config: AnyConfig) -> dict[str, Choice]:
     }
 
 
-def as_python(config: AnyConfig, *, prefix: str = "", width: int = 80) -> str:
-    """`prefix` and the config's essentials as a dict literal, wrapped between its items."""
+def as_code(config: AnyConfig, head: str = "") -> Code:
+    """`head` and the config's essentials as a dict literal of Python."""
     literals = {
         name: json.dumps(choice) if isinstance(choice, str) else repr(choice)
         for name, choice in essentials(config).items()
     }
-    items = [f'"{name}":\0{literal}' for name, literal in literals.items()]
-    text = f"{prefix}{{{', '.join(items)}}}"
-    lines = textwrap.wrap(
-        text, width, subsequent_indent=" " * (len(prefix) + 1), break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines).replace("\0", " ")
+    return Code(f"{head}{{", tuple(f'"{name}": {literal}' for name, literal in literals.items()), "}")
 
 
 def as_json(config: AnyConfig) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import numpy as np
+from autotune.tuning.loop import Loop
 
 from autotune.predict.traces import Traces
 from autotune.proposers.design import starting_configs
@@ -35,7 +36,6 @@ from autotune.runners.replay import ReplayProber
 from autotune.runners.table import Table
 from autotune.study.store import Place, Store
 from autotune.tuning.events import Listener
-from autotune.tuning.loop import Loop
 from autotune.tuning.sweep import space_of
 from tests.benchmarks.memory import TABLES, traces_of
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from autotune.outcome import Kind
+from autotune.probe.settings import ProbeSettings
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
-from autotune.outcome import Kind
 from autotune.probe import measure, worker
 from autotune.probe.measure import dense_values
-from autotune.probe.settings import ProbeSettings
 from autotune.task import load_task
 from autotune.task.usercode import arose_in_autotune
 

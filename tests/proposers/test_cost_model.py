@@ -10,6 +10,7 @@ from statistics import median
 
 import optuna
 import pytest
+from autotune.tuning.loop import Loop
 
 from autotune.predict.memory import MemoryModel, PeakSource
 from autotune.predict.time import TimeModel
@@ -22,7 +23,6 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
 from autotune.records.settings import ProbeSettings
 from autotune.space import Space, build_space
-from autotune.tuning.loop import Loop
 from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormProber, inspection, make_loop
 from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber, rough_inspection
 

@@ -116,7 +116,18 @@ def test_the_signature_has_the_defaults_of_the_options() -> None:
 
 
 def test_what_was_given_on_the_command_line_is_what_the_options_are_made_of() -> None:
-    line = ["search", "model.py", "--memory-limit", "1GiB", "--fix", "amp=bf16", "--fix", "num_workers=2", "--seed", "7"]
+    line = [
+        "search",
+        "model.py",
+        "--memory-limit",
+        "1GiB",
+        "--fix",
+        "amp=bf16",
+        "--fix",
+        "num_workers=2",
+        "--seed",
+        "7",
+    ]
     parsed = build_parser().parse_args([*line, "--include", "amp", "--replay", "table.csv"])
     options = SearchOptions.of(given(parsed, SearchOptions))
     assert options == SearchOptions(

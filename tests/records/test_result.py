@@ -26,7 +26,9 @@ def test_a_finalist_that_was_dropped_stays_one() -> None:
 
 
 def test_a_result_of_an_earlier_format_opens() -> None:
-    data = {name: value for name, value in RESULT.to_dict().items() if name not in ("format", "first_probe_s", "split_s")}
+    data = {
+        name: value for name, value in RESULT.to_dict().items() if name not in ("format", "first_probe_s", "split_s")
+    }
     data["num_retired"] = 3
     assert Result.from_dict(data) == RESULT
 

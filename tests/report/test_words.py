@@ -8,7 +8,7 @@ import json
 import pytest
 
 from autotune.records.config import Choice
-from autotune.report.words import as_json, as_python, describe
+from autotune.report.words import as_code, as_json, describe
 from autotune.techniques import complete, label_of
 
 FULL = complete({"batch_size": 16, "amp": "bf16", "checkpoint_segments": 2, "optimizer_impl": "fused"}, global_batch=48)
@@ -50,7 +50,7 @@ def test_each_technique_has_its_words(name: str, choice: Choice, words: str) -> 
 
 
 def test_the_python_literal_builds_the_same_config() -> None:
-    text = as_python(FULL, prefix="config = ", width=60)
+    text = "\n".join(as_code(FULL, "config = ").lines(60))
     assert complete(ast.literal_eval(text.removeprefix("config = "))) == FULL
     assert all(len(line) <= 60 for line in text.splitlines()) and len(text.splitlines()) > 1
 

@@ -1,6 +1,5 @@
 """The search search: what is probed, in what order, and what never is."""
 
-import time
 from dataclasses import replace
 
 import pytest

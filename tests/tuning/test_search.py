@@ -6,17 +6,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from autotune.report.text import render_result
 from rich.console import Console
 
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check, Result
-from autotune.report.text import render_result
-from autotune.study.reading import load_study
 from autotune.records.trial import Proposal
+from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.recommend import Interrupted, NothingFeasible
-from autotune.tuning.search import answer
-from autotune.tuning.search import PLAY_OFF_INTERVAL
+from autotune.tuning.search import PLAY_OFF_INTERVAL, answer
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})

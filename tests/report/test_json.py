@@ -1,21 +1,18 @@
-"""A study as JSON and CSV."""
+"""A study as JSON."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import replace
 
-import pandas as pd
-
 from autotune.records.outcome import Outcome
-from autotune.report.export import document, to_csv, to_json
+from autotune.report.json import document, study_json
 from autotune.study.reading import Study
 
 
 def test_the_json_is_one_document_with_everything(study: Study) -> None:
-    data = json.loads(to_json(study))
+    data = json.loads(study_json(study))
     assert (data["study"], data["task"], data["memory_limit_bytes"]) == ("gpt", "gpt", study.memory_limit_bytes)
     assert (len(data["probes"]), data["num_running"], data["num_lost"]) == (len(study.probes), 1, 1)
     assert study.result is not None and data["result"]["config"] == study.result.config
@@ -23,34 +20,23 @@ def test_the_json_is_one_document_with_everything(study: Study) -> None:
 
 
 def test_a_probe_of_the_json_can_be_read_back(study: Study) -> None:
-    data = json.loads(to_json(study))
+    data = json.loads(study_json(study))
     assert [Outcome.from_dict(probe["outcome"]) for probe in data["probes"]] == [
         probe.outcome for probe in study.probes
     ]
 
 
 def test_a_study_without_an_answer_has_a_null_one(empty: Study) -> None:
-    data = json.loads(to_json(empty))
+    data = json.loads(study_json(empty))
     assert (data["result"], data["probes"], data["front"]) == (None, [], [])
 
 
 def test_what_json_has_no_word_for_becomes_null(study: Study) -> None:
     assert study.result is not None
     endless = replace(study, result=replace(study.result, speedup_ci=(0.0, math.inf), samples_per_s=math.nan))
-    data = json.loads(to_json(endless), parse_constant=lambda word: (_ for _ in ()).throw(ValueError(word)))
+    data = json.loads(study_json(endless), parse_constant=lambda word: (_ for _ in ()).throw(ValueError(word)))
     assert data["result"]["speedup_ci"] == [0.0, None] and data["result"]["samples_per_s"] is None
 
 
 def test_a_document_keeps_letters_as_they_are() -> None:
     assert json.loads(document({"task": "größer"})) == {"task": "größer"}
-
-
-def test_pandas_reads_the_csv_back(study: Study) -> None:
-    frame, back = study.frame(), pd.read_csv(io.StringIO(to_csv(study)))
-    assert list(back.columns) == list(frame.columns)
-    assert list(back["samples_per_s"].round(9).dropna()) == list(frame["samples_per_s"].round(9).dropna())
-    assert list(back["outcome"]) == list(frame["outcome"])
-
-
-def test_the_csv_of_a_study_without_probes_is_its_header(empty: Study) -> None:
-    assert to_csv(empty).count("\n") == 1

@@ -1,19 +1,17 @@
-"""An answer and a study as text for people."""
+"""What is told of an answer."""
 
 from __future__ import annotations
 
 import ast
-import io
 import math
 import shlex
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from autotune.records.result import Dropped, Result
-from autotune.report.study_text import render_study
-from autotune.report.text import render_result
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
 from autotune.study.reading import Study
 from autotune.techniques import complete
 from tests.report.sample_study import ANSWER, BASELINE
@@ -25,21 +23,8 @@ def result(study: Study) -> Result:
     return study.result
 
 
-def _console(width: int = 80, **options: bool) -> tuple[Console, io.StringIO]:
-    stream = io.StringIO()
-    return Console(file=stream, width=width, highlight=False, **options), stream  # type: ignore[arg-type]
-
-
 def text_of(result: Result, width: int = 80) -> str:
-    console, stream = _console(width)
-    render_result(result, console, model="models/my gpt.py")
-    return stream.getvalue()
-
-
-def study_text_of(study: Study, width: int = 80) -> str:
-    console, stream = _console(width)
-    render_study(study, console)
-    return stream.getvalue()
+    return as_text(answer_sections(result, model="models/my gpt.py"), width)
 
 
 def _flat(text: str) -> str:
@@ -72,10 +57,9 @@ def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: R
     assert 'autotune.prepare("models/my gpt.py", config)' in text_of(result, 120)
 
 
-def test_a_task_built_in_python_has_no_command(study: Study) -> None:
-    console, stream = _console()
-    render_study(study, console, model="")
-    assert "autotune.prepare(task, config)" in stream.getvalue() and "autotune verify" not in stream.getvalue()
+def test_a_task_built_in_python_has_no_command(result: Result) -> None:
+    text = as_text(answer_sections(result, model=""))
+    assert "autotune.prepare(task, config)" in text and "autotune verify" not in text
 
 
 def test_throughput_memory_and_step_stand_beside_the_baseline(result: Result) -> None:
@@ -110,9 +94,8 @@ def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_line_but_the_command_is_wider_than_the_terminal(study: Study, result: Result, width: int) -> None:
-    for text in (text_of(result, width), study_text_of(study, width)):
-        assert all(len(line) <= width for line in text.splitlines() if "autotune verify" not in line)
+def test_no_line_but_the_command_is_wider_than_the_terminal(result: Result, width: int) -> None:
+    assert all(len(line) <= width for line in text_of(result, width).splitlines() if "autotune verify" not in line)
 
 
 def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
@@ -164,68 +147,10 @@ def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
     )
 
 
-def test_text_that_looks_like_markup_is_printed_as_it_is(study: Study, result: Result) -> None:
+def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
     assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
-    assert "[in block.3]" in study_text_of(study)
 
 
-def test_a_study_shows_every_probe_with_what_was_changed_and_why(study: Study) -> None:
-    text = study_text_of(study, 120)
-    lines = text[text.index("Probes") : text.index("Failures")].splitlines()
-    rows = {
-        int(line.split()[0]): " ".join(line.split()) for line in lines if line.split() and line.split()[0].isdigit()
-    }
-    assert len(rows) == len(study.probes)
-    assert rows[0] == "0 baseline 16 x3 43.5 ±1.4% 1.33 GiB - what you run today"
-    assert rows[1] == "1 search 8 x6 timeout bf16, 4 segments, fused by gp"
-    assert rows[43] == "43 play-off 24 x2 75.2 ±1.4% 1.08 GiB bf16, fused round 1"
-
-
-def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
-    text = _flat(study_text_of(study, 120))
-    assert "oom needs 1920 MiB of 1500 MiB: DefaultCPUAllocator: can't allocate memory #33 #34 #39 #40 #42" in text
-    assert "timeout no end within 20 s #1" in text and "nonfinite the loss is nan at step 3 #4" in text
-
-
-def test_a_study_tells_of_trials_without_an_outcome_and_of_what_was_not_searched(study: Study) -> None:
-    text = _flat(study_text_of(study, 120))
-    assert "1 running or left running; 1 cut short without an outcome" in text
-    assert "channels_last the model has no 2-D convolution" in text
-
-
-def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
-    text = study_text_of(study)
-    assert text.count("Memory/throughput front") == 1
-    assert text.index("Probes") < text.index("Failures") < text.index("Memory/throughput front") < text.index("Answer")
-    assert "Faster: 1.73x" in text
-
-
-def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study, result: Result) -> None:
-    assert "came after this answer" not in study_text_of(study)
-    older = replace(study, result=replace(result, probes=result.probes - 2))
-    assert "A search went on since: 2 probes came after this answer." in study_text_of(older)
-
-
-def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:
-    text = study_text_of(unanswered)
-    assert "No answer yet" in text and "goes on where it stopped" in _flat(text)
-
-
-def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None:
-    nothing = replace(unanswered, probes=tuple(probe for probe in unanswered.probes if not probe.feasible))
-    text = study_text_of(nothing)
-    assert "Nothing feasible so far" in text and "Memory/throughput front" not in text
-
-
-def test_a_study_without_probes_says_so(empty: Study) -> None:
-    assert "No probe has ended yet" in study_text_of(empty)
-
-
-def test_no_color_leaves_out_colours(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    console, stream = _console(force_terminal=True)
-    render_result(result, console)
-    assert "\x1b[1;32m" in stream.getvalue()
-    monkeypatch.setenv("NO_COLOR", "1")
-    console, stream = _console(force_terminal=True)
-    render_result(result, console)
-    assert "\x1b[1;32m" not in stream.getvalue() and "32m" not in stream.getvalue()
+def test_where_the_time_went_is_told(result: Result) -> None:
+    text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "training": 99.1})))
+    assert "took 1m58s (import 3 s, training 1m39s), the first probe began after 4.2 s." in text

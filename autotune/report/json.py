@@ -1,4 +1,4 @@
-"""A study or an answer as JSON and CSV, for other programs."""
+"""A study or an answer as JSON, for other programs: figures and not their words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from autotune.study.reading import ProbeRecord, Study
 
 
-def to_json(study: Study) -> str:
+def study_json(study: Study) -> str:
     """The whole study as one JSON document: its attributes, every probe with all that was measured, front and answer.
 
     Keys: `study`, `storage`, the study's attributes (`task`, `objective`, `memory_limit_bytes`, ...), `num_running`,
@@ -28,11 +28,6 @@ def to_json(study: Study) -> str:
             "result": study.result.to_dict() if study.result else None,
         }
     )
-
-
-def to_csv(study: Study) -> str:
-    """Every probe as a line of CSV with a header: the columns of `autotune.report.frame.probe_frame`."""
-    return study.frame().to_csv(index=False)
 
 
 def document(data: dict[str, Any]) -> str:

@@ -1,0 +1,113 @@
+"""What is told, as plain data: sections of paragraphs, tables and code, which a renderer puts on a terminal or a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """What a piece of text is to its reader; a renderer gives it its look."""
+
+    PLAIN = ""
+    STRONG = "strong"
+    GOOD = "good"
+    BEST = "best"
+    BAD = "bad"
+    FAILED = "failed"
+    WARNING = "warning"
+    NOTE = "note"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text in one tone."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+Cell = str | Span | tuple[str | Span, ...]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Text that is wrapped. `mark` stands before it, as a bullet does."""
+
+    text: Cell
+    mark: Cell = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; `numbers` are aligned to the right. Those but the last are never wrapped."""
+
+    title: str
+    numbers: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells. Without a title in any column there is no head."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text to copy. Between `items`, which stand between `head` and `tail`, a line may be broken; elsewhere never."""
+
+    head: str
+    items: tuple[str, ...] = ()
+    tail: str = ""
+
+    def lines(self, width: int) -> list[str]:
+        """The text in lines of at most `width`, as far as it can be broken."""
+        lines, indent = [self.head], " " * len(self.head)
+        for number, item in enumerate(self.items):
+            piece = item + (self.tail if number == len(self.items) - 1 else ",")
+            if number == 0:
+                lines[-1] += piece
+            elif len(lines[-1]) + 1 + len(piece) <= width:
+                lines[-1] += f" {piece}"
+            else:
+                lines.append(indent + piece)
+        return lines if self.items else [self.head + self.tail]
+
+    def __str__(self) -> str:
+        return f"{self.head}{', '.join(self.items)}{self.tail}"
+
+
+Block = Paragraph | Table | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a title, with a note beside it; both may be empty."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    note: str = ""
+
+
+def table(columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]]) -> Table:
+    """A table of columns, where a title that begins with `>` is that of a column of numbers."""
+    made = (
+        column if isinstance(column, Column) else Column(column.removeprefix(">"), numbers=column.startswith(">"))
+        for column in columns
+    )
+    return Table(tuple(made), tuple(tuple(row) for row in rows))
+
+
+def pairs(rows: Mapping[str, Cell]) -> Table:
+    """A table of two columns without a head."""
+    return table(("", ""), rows.items())
+
+
+def plain(cell: Cell) -> str:
+    """A cell's text without its tones."""
+    parts = cell if isinstance(cell, tuple) else (cell,)
+    return "".join(part.text if isinstance(part, Span) else part for part in parts)
