@@ -19,7 +19,7 @@ from autotune.records.outcome import Kind, Outcome
 
 def exit_code(error: AutotuneError) -> int:
     """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.tuning.answer import NothingFeasible
+    from autotune.tuning.recommend import NothingFeasible
 
     return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
 
@@ -31,7 +31,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.answer import answer_sections
     from autotune.report.json import document
     from autotune.report.live import live_listener
-    from autotune.tuning.answer import Interrupted
+    from autotune.tuning.recommend import Interrupted
 
     if options.out:
         _require_writable(Path(options.out))

@@ -11,8 +11,8 @@ Choice = int | str | bool
 
 
 @dataclass(frozen=True)
-class Config:
-    """One point of the search space.
+class Config(Mapping[str, Choice]):
+    """One point of the search space, as a mapping from keys to choices.
 
     Attributes:
         choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the registry's order.
@@ -29,6 +29,9 @@ class Config:
 
     def __iter__(self) -> Iterator[str]:
         return (key for key, _ in self.choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
 
     @property
     def batch_size(self) -> int:

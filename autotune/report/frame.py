@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 
 from autotune.records.outcome import Measurement
+from autotune.records.trial import Trial
 from autotune.report.words import describe
-from autotune.study.reading import ProbeRecord, Study
+from autotune.study.reading import Study
 from autotune.units import MIB
 
 _FIGURES = {
@@ -106,12 +107,12 @@ def front_frame(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["description", *techniques, *figures])
 
 
-def _row(probe: ProbeRecord) -> dict[str, Any]:
+def _row(probe: Trial) -> dict[str, Any]:
     outcome = probe.outcome
     return {
         **probe.config,
         **(_figures(outcome.measurement) if outcome.measurement else {}),
-        **{f"predicted_{name}": getattr(probe.forecast, name, None) for name in _FORECAST},
+        **{f"predicted_{name}": getattr(probe.prediction, name, None) for name in _FORECAST},
         **{name: getattr(probe, name) for name in ("number", "stage", "round", "feasible", "score")},
         **{name: getattr(probe, name) for name in ("wall_s", "disturbed", "started", "reason")},
         "outcome": str(outcome.kind),

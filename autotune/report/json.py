@@ -7,7 +7,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from autotune.study.reading import ProbeRecord, Study
+from autotune.records.trial import Trial
+from autotune.study.reading import Study
 
 
 def study_json(study: Study) -> str:
@@ -35,8 +36,14 @@ def document(data: dict[str, Any]) -> str:
     return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _probe(probe: ProbeRecord) -> dict[str, Any]:
-    return {**asdict(probe), "outcome": probe.outcome.to_dict(), "started": probe.started.isoformat()}
+def _probe(probe: Trial) -> dict[str, Any]:
+    return {
+        **asdict(probe),
+        "config": probe.config.as_dict(),
+        "outcome": probe.outcome.to_dict(),
+        "started": probe.started.isoformat() if probe.started else None,
+        "wall_s": probe.wall_s,
+    }
 
 
 def _finite(value: Any) -> Any:

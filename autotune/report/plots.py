@@ -124,7 +124,7 @@ def _new_axes() -> Axes:
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
-def _group(config: dict[str, Choice]) -> str:
+def _group(config: Mapping[str, Choice]) -> str:
     """What stays the same along a line: every technique but the batch."""
     return ", ".join(describe({**config, "accumulation_steps": 1}).split(", ")[1:]) or "plain training"
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
+from autotune.records.trial import Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
 from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
 from autotune.report.words import describe, describe_batch
-from autotune.study.reading import ProbeRecord, Study
+from autotune.study.reading import Study
 from autotune.units import format_bytes, format_seconds
 
 
@@ -76,7 +77,7 @@ def _probes(study: Study) -> Section:
     return Section("Probes", (shown,), note)
 
 
-def _probe(probe: ProbeRecord, baseline: Mapping[str, Choice], fastest: float) -> tuple[Cell, ...]:
+def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tuple[Cell, ...]:
     found = probe.outcome.measurement
     is_best = found is not None and probe.feasible and found.samples_per_s == fastest
     return (
@@ -91,19 +92,19 @@ def _probe(probe: ProbeRecord, baseline: Mapping[str, Choice], fastest: float) -
     )
 
 
-def _what_and_why(probe: ProbeRecord, baseline: Mapping[str, Choice]) -> Cell:
+def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
     same_batch = {name: probe.config[name] for name in ("batch_size", "accumulation_steps")}
     changes = describe(probe.config, {**baseline, **same_batch} if baseline else None)
     flags = ", over the limit" if probe.outcome.measurement and not probe.feasible else ""
     flags += ", disturbed" if probe.disturbed else ""
-    why = "; ".join(filter(None, (probe.reason.removeprefix("proposed "), expected(probe.forecast))))
+    why = "; ".join(filter(None, (probe.reason.removeprefix("proposed "), expected(probe.prediction))))
     changed = "-" if changes == "as the baseline" else changes
     return changed, Span(flags, Tone.WARNING), Span(f"  {why}", Tone.NOTE)
 
 
 def _failures(study: Study) -> Iterator[Section]:
     """Each cause once, with the probes that it ended; causes that differ in figures alone are one."""
-    alike: dict[tuple[Kind, str], list[ProbeRecord]] = {}
+    alike: dict[tuple[Kind, str], list[Trial]] = {}
     for probe in study.probes:
         if not probe.outcome.ok:
             alike.setdefault((probe.outcome.kind, re.sub(r"\d+", "", probe.outcome.cause)), []).append(probe)

@@ -15,7 +15,7 @@ from autotune.records.trial import Proposal
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.recommend import Interrupted, NothingFeasible
-from autotune.tuning.search import PLAY_OFF_INTERVAL, answer
+from autotune.tuning.search import answer
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
