@@ -12,7 +12,7 @@ from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.errors import ConfigError
 from autotune.predict.answer import Prediction, answer
-from autotune.predict.cache import FOLDER, cached_traces
+from autotune.predict.cache import FOLDER, TraceCache
 from autotune.predict.cards import card_of
 from autotune.predict.targets import target_of
 from autotune.records.config import Choice, Config
@@ -21,26 +21,31 @@ from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import Runner, Stated
 from autotune.runners.table import Table
 from autotune.space import build_space
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.events import Listener
-from autotune.tuning.run import inspection_failed
-from autotune.tuning.run import search as run_search
+from autotune.tuning.opening import inspection_failed
+from autotune.tuning.search import search as run_search
+from autotune.tuning.tracing import Tracing
 
 INSPECT_TIMEOUT_S = 600.0
 LOGS = Path("studies")
 
 
 @takes(SearchOptions)
-def search(task: Task | str | Path, *, listener: Listener | None = None, **options: Any) -> Result:
+def search(
+    task: Task | str | Path, *, runner: Runner | None = None, listener: Listener | None = None, **options: Any
+) -> Result:
     """Find the config that trains `task` fastest on this machine within its memory.
 
     Args:
         task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
+        runner: runs the probes; by default processes on this machine.
         listener: watches the search.
         **options
 
@@ -48,7 +53,8 @@ def search(task: Task | str | Path, *, listener: Listener | None = None, **optio
         AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
-    return run_search(TaskSource.of(task), SearchOptions.of(options, total_bytes=_total_bytes), listener)
+    asked = SearchOptions.of(options, total_bytes=_total_bytes)
+    return run_search(TaskSource.of(task), asked, runner=runner, listener=listener)
 
 
 @takes(ProbeOptions)
@@ -89,16 +95,14 @@ def _run_one(
     num_steps: int,
     logs: Path,
 ) -> Outcome:
-    info = open_device(options.device).info()
-    settings = ProbeSettings(
-        device=info.name,
-        memory_limit_bytes=options.memory_limit_bytes or info.free_bytes,
-        num_steps=num_steps,
-        timeout_s=options.timeout_s,
-    )
     source = _source(task, options.global_batch)
-    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
-        return prober.run(_complete(config, prober), settings)
+    with LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs") as runner:
+        settings = ProbeSettings(
+            memory_limit_bytes=options.memory_limit_bytes or runner.device().free_bytes,
+            num_steps=num_steps,
+            timeout_s=options.timeout_s,
+        )
+        return runner.probe(_complete(config, runner.stated), settings)
 
 
 @takes(SweepOptions)
@@ -142,32 +146,27 @@ def predict(
     asked = PredictOptions.of(options, total_bytes=lambda device: info.total_bytes)
     limit = asked.memory_limit_bytes or info.free_bytes
     source = _source(task, asked.global_batch)
-    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
-        only = None if config is None else _complete(config, prober)
+    with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
+        only = None if config is None else _complete(config, runner.stated)
         absent = None if gpu is None else info
-        inspection = prober.inspect(info.name, None, INSPECT_TIMEOUT_S, absent=absent)
+        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=INSPECT_TIMEOUT_S, absent=absent)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
-        tracing = time.monotonic()
-        traces = cached_traces(
-            prober,
-            [only] if only is not None else space.tracing(),
-            target_of(info),
-            facts=inspection.facts,
-            folder=logs / FOLDER,
-            timeout_s=asked.timeout_s,
-        )
-    trace_s = time.monotonic() - tracing
+        configs = [only] if only is not None else list(space.tracing())
+        target = target_of(info)
+        cache = TraceCache(logs / FOLDER, inspection.facts, target, [config.batch_size for config in configs])
+        tracing = Tracing(runner, lambda: configs, target, cache, asked.timeout_s)
+        tracing.advance(asked.timeout_s)
     return answer(
         inspection,
         space,
-        traces,
+        tracing.traces,
         only,
         memory_limit_bytes=limit,
         headroom=asked.headroom,
         timeout_s=asked.timeout_s,
-        trace_s=trace_s,
+        trace_s=tracing.wall_s,
         wall_s=time.monotonic() - started,
     )
 
@@ -197,14 +196,14 @@ def _source(task: Task | str | Path, global_batch: int | None) -> TaskSource:
     return source if global_batch is None else source.with_global_batch(global_batch)
 
 
-def _complete(config: Mapping[str, Choice], prober: ProcessProber) -> Config:
+def _complete(config: Mapping[str, Choice], stated: Stated) -> Config:
     """A full config, with the baseline's batch where it names none.
 
     Raises:
         ConfigError: it does not keep the global batch.
     """
-    given = prober.global_batch
-    complete = techniques.complete(techniques.with_baseline_batch(config, prober.baseline), global_batch=given)
+    given = stated.global_batch
+    complete = techniques.complete(techniques.with_baseline_batch(config, stated.baseline), global_batch=given)
     if given is not None and complete.samples_per_step != given:
         raise ConfigError(
             f"batch_size {complete.batch_size} x accumulation_steps {complete.accumulation_steps} is {complete.samples_per_step} "

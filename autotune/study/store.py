@@ -108,7 +108,7 @@ class Store:
         """
         self._study.enqueue_trial(space.params(proposal.config))
         trial = self._study.ask(distributions_of(space))
-        described = {
+        described: dict[str, Any] = {
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,
             "reason": proposal.reason or (prediction.reason if prediction else ""),

@@ -101,7 +101,7 @@ def opened(
             history=history,
             inspection=inspection,
             options=options,
-            settings=_settings(options, device, limit_bytes, budget),
+            settings=_settings(options, limit_bytes, budget),
             budget=budget,
             tracing=tracing,
             cost_model=CostModel(
@@ -123,9 +123,8 @@ def _required(source: TaskSource | None) -> TaskSource:
     return source
 
 
-def _settings(options: SearchOptions, device: DeviceInfo, limit_bytes: int, budget: Budget) -> ProbeSettings:
+def _settings(options: SearchOptions, limit_bytes: int, budget: Budget) -> ProbeSettings:
     return ProbeSettings(
-        device=device.name,
         memory_limit_bytes=limit_bytes,
         seed=options.seed,
         timeout_s=budget.first_timeout_s,
@@ -200,13 +199,11 @@ def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any
 
 def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
     """What whoever runs the answer has to ask for as well: nothing of what is a default."""
+    asked = options.asked()
+    if source is not None and source.overrides.get("global_batch") is not None:
+        asked["global_batch"] = source.overrides["global_batch"]
     earlier = stored.get("asked", {}).get("memory_limit")  # goes on to hold when the study is resumed without one
-    asked = {
-        "device": None if options.device == "auto" else options.device,
-        "global_batch": source.overrides.get("global_batch") if source is not None else None,
-        "memory_limit": options.memory_limit_bytes or earlier,
-    }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {"memory_limit": earlier, **asked} if earlier is not None else asked
 
 
 def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: int) -> dict[str, Any]:

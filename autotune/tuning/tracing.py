@@ -75,10 +75,8 @@ class Tracing:
             self.traces = self._kept.merged(self.traces)
 
     def _trace(self, configs: list[Config], known: Traces, slice_s: float) -> None:
-        found = self._runner.trace(
-            configs, self._target, known=known, slice_s=slice_s, timeout_s=max(0.0, self.max_s - self.wall_s)
-        )
-        self.traces = known.merged(found)
+        left_s = max(0.0, self.max_s - self.wall_s)
+        self.traces = self._runner.trace(configs, self._target, left_s, known=known, slice_s=slice_s)
 
     def _missing(self) -> bool:
         return bool(plan_traces(self._configs()).without(self.traces).labels())

@@ -18,7 +18,7 @@ from autotune.records.result import Result
 from autotune.study.store import Store, place_of, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
-from autotune.tuning.run import _asked, _fingerprint, _memory_limit
+from autotune.tuning.opening import _asked, _fingerprint, _memory_limit
 from tests.closed_form import inspection
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
