@@ -6,23 +6,29 @@ import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from autotune.tuning.loop import Loop
+from typing import Any
 
 from autotune import techniques
 from autotune.predict.traces import Traces
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.objective import Objective
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.instant import InstantRunner
 from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
-from autotune.study.store import Store, place_of
-from autotune.tuning.events import Listener
+from autotune.study.history import History
+from autotune.study.place import place_of
+from autotune.study.store import Store
+from autotune.tuning.budget import Budget
+from autotune.tuning.events import Listener, Note
+from autotune.tuning.state import Search
+from autotune.tuning.tracing import Tracing
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB
@@ -44,6 +50,7 @@ class ClosedFormRunner(InstantRunner):
     seed: int = 0
     seconds: float = 0.0  # of real time that a probe takes
     configs: list[Config] = field(default_factory=list)
+    waited_s: float = 0.0  # by which its clock is ahead
 
     task_name = "closed"
 
@@ -52,7 +59,7 @@ class ClosedFormRunner(InstantRunner):
         self._random = random.Random(self.seed)
 
     def now_s(self) -> float:
-        return time.monotonic()
+        return time.monotonic() + self.waited_s
 
     def device(self) -> DeviceInfo:
         return inspection().device
@@ -137,32 +144,45 @@ def inspection(**changes: object) -> Inspection:
     return Inspection(**{**base, **changes})  # type: ignore[arg-type]
 
 
-def make_loop(folder: Path, prober: ClosedFormRunner, **changes: object) -> Loop:
-    """A loop over the closed form, with its study in `folder`."""
-    fix = changes.pop("fix", {})
+def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Search:
+    """A search over the closed form, with its study in `folder`; `changes` are options, or parts of the search."""
     found = changes.pop("inspection", inspection())
-    assert isinstance(found, Inspection) and isinstance(fix, dict)
-    space, _ = build_space(found, fix=fix, include=(), exclude=())
+    peaks = changes.pop("peaks", None)
+    options = SearchOptions(
+        budget_s=changes.pop("budget_s", 1000.0),
+        probe_timeout_s=changes.pop("timeout_s", None),
+        **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
+        sampler=changes.pop("sampler", "gp"),
+    )
+    space, _ = build_space(found, fix=options.fix, include=(), exclude=())
+    objective = Objective(name=options.objective, memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    budget = Budget(
+        budget_s=options.budget_s,
+        probe_timeout_s=options.probe_timeout_s,
+        now_s=runner.now_s,
+        started_s=runner.now_s(),
+        num_trials=options.num_trials,
+    )
     store = Store(
         place_of(str(folder / "closed.db"), None, "closed"),
         {"task": "abc"},
         {"baseline_config": space.baseline.as_dict()},
     )
-    settings = {
-        "prober": prober,
-        "store": store,
-        "space": space,
-        "objective": Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05),
-        "settings": ProbeSettings(memory_limit_bytes=LIMIT_BYTES),
-        "listener": Listener(),
-        "interrupted": lambda: False,
-        "budget_s": 1000.0,
-        "started": time.monotonic(),
-        "num_trials": None,
-        "sampler": "gp",
-        "seed": 0,
-        "timeout_s": None,
-        "peaks": None,
-        "outside_bytes": 200 * MIB,
-    }
-    return Loop(**{**settings, **changes})  # type: ignore[arg-type]
+    listener = changes.pop("listener", Listener())
+    cost_model = CostModel(
+        lambda: peaks, 200 * MIB, options.seed, tell=lambda text: listener.on(Note(text=text, warning=True))
+    )
+    return Search(
+        runner=runner,
+        store=store,
+        history=History(space, objective, store.trials(), budget.timeout_s),
+        inspection=found,
+        options=options,
+        settings=ProbeSettings(memory_limit_bytes=LIMIT_BYTES),
+        budget=budget,
+        tracing=Tracing(runner, lambda: (), "cpu", None, 0.0),
+        cost_model=cost_model,
+        listener=listener,
+        interrupted=changes.pop("interrupted", lambda: False),
+        **changes,
+    )

@@ -62,7 +62,7 @@ def _runner(options: argparse.Namespace) -> dict[str, Any]:
     """What runs the probes, where that is not this machine."""
     if options.replay is None:
         return {}
-    from autotune.runners.replay import ReplayRunner  # type: ignore[attr-defined]
+    from autotune.runners.replay import ReplayRunner
 
     return {"runner": ReplayRunner(options.replay)}
 

@@ -14,10 +14,10 @@ MODEL = Path(__file__).parent.parent / "predict" / "models" / "recurrent.py"
 
 
 def test_an_lstm_in_bf16_is_unsupported_with_avx2(avx2, tmp_path):
-    settings = ProbeSettings(device="cpu", memory_limit_bytes=2**30, max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
+    settings = ProbeSettings(memory_limit_bytes=2**30, max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
     with LocalRunner(TaskSource.of(MODEL), logs=tmp_path) as prober:
         plain, short = (
-            prober.run(techniques.complete({"amp": amp}, global_batch=32), settings) for amp in ("off", "bf16")
+            prober.probe(techniques.complete({"amp": amp}, global_batch=32), settings) for amp in ("off", "bf16")
         )
     assert plain.kind is Kind.OK, plain
     if short.ok:

@@ -396,10 +396,15 @@ def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path, monkeypatch):
     search = make_search(tmp_path, runner := ClosedFormRunner())
     baseline = search.history.space.baseline
     number = search.store.begin(Proposal(config=baseline, stage="baseline"), None, search.history.space)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(optuna.Study, "tell", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
-        outcome = runner.probe(baseline, search.settings)
-        search.store.finish(number, outcome, search.history.objective, worst=0.0, disturbed=False)
+    outcome = runner.probe(baseline, search.settings)
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optuna.Study, "tell", killed)
+        with pytest.raises(KeyboardInterrupt):
+            search.store.finish(number, outcome, search.history.objective, worst=0.0, disturbed=False)
     resumed = make_search(tmp_path, ClosedFormRunner())
     assert [trial.config for trial in resumed.history.searched] == [baseline]
 

@@ -1,17 +1,16 @@
 """From a finished search to a recommendation: what is said of a play-off that was cut short, of failures, of checks."""
 
-import io
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from autotune.report.text import render_result
-from rich.console import Console
 
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check, Result
 from autotune.records.trial import Proposal
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.recommend import Interrupted, NothingFeasible
@@ -79,9 +78,8 @@ class Listed:
 
 
 def text_of(result):
-    stream = io.StringIO()
-    render_result(result, Console(file=stream, width=120))
-    return " ".join(stream.getvalue().split())
+
+    return " ".join(as_text(answer_sections(result), width=120).split())
 
 
 def assert_unconfirmed(result, search):
