@@ -21,7 +21,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.space import build_space
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -117,12 +117,9 @@ def probe(
     Raises:
         AutotuneError: as `search` does. What happens in the run itself is in the outcome.
     """
-    opened = open_device(device)
-    info = opened.info()
-    limit = memory_limit_bytes(memory_limit, device) or info.free_bytes
+    limit = memory_limit_bytes(memory_limit, device) or open_device(device).info().free_bytes
     default_timeout_s = VERIFY_TIMEOUT_S if steps else PROBE_TIMEOUT_S
     settings = ProbeSettings(
-        device=info.name,
         memory_limit_bytes=limit,
         num_steps=steps,
         timeout_s=default_timeout_s if timeout is None else _parsed(parse_seconds, timeout),
@@ -130,11 +127,12 @@ def probe(
     source = TaskSource.of(task)
     if global_batch is not None:
         source = source.with_global_batch(global_batch)
-    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
-        given = prober.global_batch
-        complete = techniques.complete(techniques.with_baseline_batch(config, prober.baseline), global_batch=given)
+    with LocalRunner(source, device=device, logs=logs / f"{source.name}.logs") as runner:
+        given = runner.stated.global_batch
+        asked = techniques.with_baseline_batch(config, runner.stated.baseline)
+        complete = techniques.complete(asked, global_batch=given)
         _require_global_batch(complete, given)
-        return prober.run(complete, settings)
+        return runner.probe(complete, settings)
 
 
 def verify(task: Task | str | Path, config: Mapping[str, Choice], *, steps: int, **options: Any) -> Outcome:
@@ -182,20 +180,23 @@ def predict(
     source = TaskSource.of(task)
     if global_batch is not None:
         source = source.with_global_batch(global_batch)
-    with ProcessProber(source, logs=logs / f"{source.name}.logs") as prober:
-        given = prober.global_batch
+    here = device if gpu is None else "cpu"
+    with LocalRunner(source, device=here, logs=logs / f"{source.name}.logs") as runner:
+        given = runner.stated.global_batch
         asked = None
         if config is not None:
-            asked = techniques.complete(techniques.with_baseline_batch(config, prober.baseline), global_batch=given)
+            asked = techniques.complete(
+                techniques.with_baseline_batch(config, runner.stated.baseline), global_batch=given
+            )
             _require_global_batch(asked, given)
         absent = None if gpu is None else info
-        inspection = prober.inspect(info.name, None, PROBE_TIMEOUT_S, absent=absent)
+        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=PROBE_TIMEOUT_S, absent=absent)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         tracing = time.monotonic()
         traces = cached_traces(
-            prober,
+            runner,
             [asked] if asked is not None else space.tracing(),
             target_of(info),
             facts=inspection.facts,

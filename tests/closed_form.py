@@ -1,4 +1,4 @@
-"""A prober that computes instead of training, to test search logic alone: same interface, known optimum, no process."""
+"""A runner that computes instead of training, to test search logic alone: a known optimum and no process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune import techniques
+from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.runners.instant import InstantRunner
+from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
 from autotune.study.store import Store, place_of
 from autotune.tuning.events import Listener
@@ -32,7 +36,7 @@ SUPPORT = {
 
 
 @dataclass
-class ClosedFormProber:
+class ClosedFormRunner(InstantRunner):
     """Speed rises with the batch towards a plateau, bf16 gains 1.4x, checkpointing costs time and saves memory."""
 
     noise: float = 0.0
@@ -40,10 +44,34 @@ class ClosedFormProber:
     seconds: float = 0.0  # of real time that a probe takes
     configs: list[Config] = field(default_factory=list)
 
+    task_name = "closed"
+
     def __post_init__(self) -> None:
+        super().__init__()
         self._random = random.Random(self.seed)
 
-    def run(self, config: Config, settings: ProbeSettings) -> Outcome:
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def device(self) -> DeviceInfo:
+        return inspection().device
+
+    def result_of(self, job: Job) -> JobResult:
+        match job:
+            case InspectJob():
+                return inspection()
+            case ProbeJob():
+                return self.outcome_of(job.config, job.settings)
+            case CheckJob():
+                return self.check_of(job.config, job.settings, job.batch_size)
+            case TraceJob():
+                return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), "nothing is traced"))
+
+    def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome | NotCompared:
+        """Tests of checks say what is found."""
+        return NotCompared(reason="a closed form has no gradients")
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
         """The outcome of the closed form, with noise between processes."""
         self.configs.append(config)
         time.sleep(self.seconds)
@@ -107,7 +135,7 @@ def inspection(**changes: object) -> Inspection:
     return Inspection(**{**base, **changes})  # type: ignore[arg-type]
 
 
-def make_loop(folder: Path, prober: ClosedFormProber, **changes: object) -> Loop:
+def make_loop(folder: Path, prober: ClosedFormRunner, **changes: object) -> Loop:
     """A loop over the closed form, with its study in `folder`."""
     fix = changes.pop("fix", {})
     found = changes.pop("inspection", inspection())
@@ -123,7 +151,7 @@ def make_loop(folder: Path, prober: ClosedFormProber, **changes: object) -> Loop
         "store": store,
         "space": space,
         "objective": Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05),
-        "settings": ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES),
+        "settings": ProbeSettings(memory_limit_bytes=LIMIT_BYTES),
         "listener": Listener(),
         "interrupted": lambda: False,
         "budget_s": 1000.0,

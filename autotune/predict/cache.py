@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune import __version__, techniques
+from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
+from autotune.units import format_seconds
 
 FOLDER = ".traces"  # beside the study's database
 
 
 class TracingProber(Protocol):
-    """What traces: `autotune.runners.local.ProcessProber`."""
+    """What traces: a runner (`autotune.runners.runner`)."""
 
     def trace(self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None) -> Traces:
         """Trace configs; neither raises nor takes longer than `timeout_s`."""
@@ -61,6 +63,9 @@ def cached_traces(
             return plain  # what is kept may be right, and is left for a time when this can be told
         traces = kept.merged(plain) if _agrees(plain, kept) else replace(plain, variety=None)
     traces = prober.trace(configs, target, max(0.0, deadline - time.monotonic()), known=traces)
+    not_reached = plan_traces(configs).without(traces).labels()
+    why = f"the {format_seconds(timeout_s)} for tracing had passed"
+    traces = traces.merged(Traces(target=target, failures=dict.fromkeys(not_reached, why)))
     if kept is None or traces != replace(kept, failures=traces.failures):
         _write(path, traces)
     return traces

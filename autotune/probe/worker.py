@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.task import Task
 from autotune.units import format_bytes
 
-Report = Callable[[str, float], None]
+Report = Callable[[Progress], None]
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
 _PR_SET_PDEATHSIG = 1
 
@@ -50,6 +51,15 @@ class Channel:
         finally:
             os.close(descriptor)
 
+    def offer(self, message: dict[str, Any]) -> None:
+        """Send one short message, or drop it where nobody reads the pipe and it is full: it must not hold up training."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                os.write(descriptor, json.dumps(message).encode() + b"\n")  # whole or not at all, up to PIPE_BUF bytes
+        finally:
+            os.close(descriptor)
+
 
 def run_job(task: Task, request: dict[str, Any]) -> None:
     """Run one job and leave the process. Never returns.
@@ -61,11 +71,9 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
     """
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
-    stage = ["setup", 0.0]
 
-    def report(name: str, train_s: float) -> None:
-        stage[:] = [name, train_s]
-        channel.send({"stage": name, "train_s": train_s})
+    def report(progress: Progress) -> None:
+        channel.offer({"progress": progress.to_dict()})
 
     if request["widest"] is not None:
         task.use_widest(request["widest"])
@@ -75,7 +83,7 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
         message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:
         del reserve
-        message = {"outcome": _failure(error, str(stage[0]), float(stage[1])).to_dict()}  # type: ignore[arg-type]
+        message = {"outcome": _failure(error, "setup", 0.0).to_dict()}
     channel.send({"result": message})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -99,14 +107,14 @@ def enter(request: dict[str, Any]) -> None:
 
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Measure one config: arguments `config` and `settings`."""
+    """Measure one config: arguments `config`, `device` and `settings`."""
     from autotune.devices import open_device
     from autotune.devices.oom import attempted_bytes
     from autotune.probe.measure import NonFiniteError, Run
     from autotune.session import prepare
 
     settings = ProbeSettings(**arguments["settings"])
-    device = open_device(settings.device)
+    device = open_device(arguments["device"])
     seed_everything(settings.seed)
     if settings.memory_limit_bytes is not None:
         device.limit_memory(settings.memory_limit_bytes)
@@ -119,8 +127,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     except BaseException as error:
         oom = device.is_out_of_memory(error)
         kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
-        train_s = run.train_s if run else 0.0
-        stage = "setup" if run is None else "warmup" if run.num_steps < 1 else "timing"
+        stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
         attempted = attempted_bytes(error) if oom else 0
         # read now: `_failure` clears the error's frames, and with them what the training held
         held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
@@ -151,14 +158,21 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Trace configs without running them: arguments `plan`, `target`, and `channel`, by which each finished group is told."""
+    """Trace configs without running them: arguments `plan`, `target`, `channel`, by which each finished group
+    is told, and `slice_s`, after which none is begun.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tracing for a GPU must not touch one
     from autotune.predict.job import trace_plan
     from autotune.predict.plan import Plan
 
     seed_everything(0)
     channel = Channel(arguments["channel"])
+    started, num_begun = time.monotonic(), 0
     for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"]):
+        if "begun" in message:
+            if num_begun and time.monotonic() >= started + arguments["slice_s"]:
+                break
+            num_begun += 1
         channel.send(message)
     return {"done": True}
 

@@ -1,16 +1,20 @@
-"""`ReplayProber`: a recorded table in the place of a device, so that a search strategy is measured without one."""
+"""`ReplayRunner`: a recorded table in the place of a device, so that a search strategy is measured without one."""
 
 from __future__ import annotations
 
 import random
 
+from autotune.predict.traces import Traces
 from autotune.records.config import Config
+from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.instant import InstantRunner
+from autotune.runners.runner import CheckJob, Job, JobResult, NotCompared, ProbeJob, Stated, TraceJob
 from autotune.runners.table import Row, Table, TableError
 
 
-class ReplayProber:
+class ReplayRunner(InstantRunner):
     """Answers from a table: each probe of a config is one of its recorded repeats, drawn without replacement.
 
     A memory limit below a config's recorded peak makes it run out of memory, as it would have.
@@ -20,16 +24,49 @@ class ReplayProber:
     """
 
     def __init__(self, table: Table, *, seed: int = 0) -> None:
+        super().__init__()
+        header = table.header
+        self.task_name = header.task
+        self.stated = Stated(global_batch=header.global_batch, baseline=header.baseline)
         self._table = table
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
+        self._now_s = 0.0
 
-    def run(self, config: Config, settings: ProbeSettings) -> Outcome:
-        """The outcome of one recorded repeat within the settings' memory limit.
+    def now_s(self) -> float:
+        """Recorded seconds of the probes so far."""
+        return self._now_s
 
-        Raises:
-            TableError: the table does not hold the config.
-        """
+    def device(self) -> DeviceInfo:
+        """The device that the table was recorded on."""
+        header = self._table.header
+        return DeviceInfo(
+            name=header.device,
+            model=header.model,
+            total_bytes=header.total_bytes,
+            free_bytes=header.memory_limit_bytes,
+            num_threads=header.num_threads,
+            driver=header.driver,
+            torch_version=header.torch,
+        )
+
+    def result_of(self, job: Job) -> JobResult:
+        """The recorded result of a job. Raises TableError when the table does not hold it."""
+        match job:
+            case ProbeJob():
+                outcome = self._probe(job.config, job.settings)
+                self._now_s += outcome.wall_s
+                return outcome
+            case CheckJob():
+                return NotCompared(reason="a recorded table holds no gradients")
+            case TraceJob():
+                why = "a recorded table holds no traces"
+                return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), why))
+            case _:
+                raise NotImplementedError
+
+    def _probe(self, config: Config, settings: ProbeSettings) -> Outcome:
+        """One recorded repeat, within the settings' memory limit."""
         rows = self._table.repeats.get(config)
         if rows is None:
             raise TableError(

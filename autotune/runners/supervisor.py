@@ -45,11 +45,34 @@ def main() -> None:
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
-    reader = connection.makefile("r")
-    while "error" not in hello and (line := reader.readline()):
-        request = json.loads(line) | {"blas_threads": blas_threads, "source": source}
-        _send(connection, _serve(request, task, connection))
+    inbox = Inbox(connection)
+    while "error" not in hello and (request := inbox.next()) is not None:
+        if "cancel" not in request:  # else the job had ended by itself
+            request |= {"blas_threads": blas_threads, "source": source}
+            _send(connection, _serve(request, task, inbox))
     os._exit(0)  # a thread that the user's module started would keep the interpreter alive
+
+
+class Inbox:
+    """Reads the search's messages, one JSON object a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._unread = b""
+
+    def receive(self) -> bool:
+        """Wait for more to come. False when the search has closed the socket."""
+        data = self.connection.recv(65536)
+        self._unread += data
+        return bool(data)
+
+    def next(self, *, wait: bool = True) -> dict[str, Any] | None:
+        """The next message; None when the search has closed the socket, or, without `wait`, when no whole line has come."""
+        while b"\n" not in self._unread:
+            if not wait or not self.receive():
+                return None
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)  # type: ignore[no-any-return]
 
 
 def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -108,14 +131,14 @@ def _has_cuda_context() -> bool:
     return False
 
 
-def _serve(request: dict[str, Any], task: Any, connection: socket.socket) -> dict[str, Any]:
+def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
     """Run one request in a process of its own, and report how that process ended. Nothing of it is left running."""
     from autotune.devices.oom import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
     started = time.monotonic()
-    pid = _fork(task, request, connection) if task is not None else _spawn(request)
-    ended_by = _wait(pid, started + request["timeout_s"], connection)
+    pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)
+    ended_by = _wait(pid, started + request["timeout_s"], inbox)
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
@@ -127,6 +150,7 @@ def _serve(request: dict[str, Any], task: Any, connection: socket.socket) -> dic
     return {
         "exit_code": os.waitstatus_to_exitcode(status),
         "timed_out": ended_by == "timeout",
+        "cancelled": ended_by == "cancel",
         "oom_killed": kernel_oom_kills() > kills_before,
         "wall_s": wall_s,
     }
@@ -158,19 +182,25 @@ def _spawn(request: dict[str, Any]) -> int:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid
 
 
-def _wait(pid: int, deadline: float, connection: socket.socket) -> str:
-    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout` or `closed` (the search is gone)."""
+def _wait(pid: int, deadline: float, inbox: Inbox) -> str:
+    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout`, `cancel` or `closed` (the search is gone)."""
     process = os.pidfd_open(pid)
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        poll.register(connection.fileno(), select.POLLIN | select.POLLHUP)
-        ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+        poll.register(inbox.connection.fileno(), select.POLLIN | select.POLLHUP)
+        while True:
+            if inbox.next(wait=False) is not None:  # while a job runs nothing but its cancellation is sent
+                return "cancel"
+            ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+            if process in ready:
+                return "exit"
+            if not ready:
+                return "timeout"
+            if not inbox.receive():
+                return "closed"
     finally:
         os.close(process)
-    if process in ready:
-        return "exit"
-    return "closed" if ready else "timeout"
 
 
 def _reap_descendants() -> None:

@@ -12,7 +12,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome
 from autotune.records.result import Check, Measured, Result
-from autotune.runners.local import ProcessProber
+from autotune.runners.runner import NotCompared, Runner
 from autotune.tuning import why
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.exactness import Exactness, to_compare
@@ -46,7 +46,7 @@ class Recommender:
     def __init__(
         self,
         loop: Loop,
-        prober: ProcessProber,
+        prober: Runner,
         inspection: Inspection,
         listener: Listener,
         warnings: list[str],
@@ -255,6 +255,9 @@ class Recommender:
         if self.interrupted():
             return ()
         check = self.exactness.check(answer, self.loop.settings.timeout_s)
+        if isinstance(check, NotCompared):
+            self.warn(f"the answer's gradients were not compared with plain fp32: {check.reason}")
+            return ()
         if isinstance(check, Outcome):
             self.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
             return ()

@@ -10,7 +10,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check
-from autotune.runners.local import ProbeFault, ProcessProber
+from autotune.runners.runner import NotCompared, ProbeFault, Runner
 from autotune.tuning.loop import Loop
 from autotune.tuning.why import OWN_STUDY
 
@@ -41,7 +41,7 @@ class Finding:
 class Exactness:
     """Compares configs with plain fp32, each in a process of its own, and keeps in the study what was found."""
 
-    def __init__(self, loop: Loop, prober: ProcessProber, inspection: Inspection) -> None:
+    def __init__(self, loop: Loop, prober: Runner, inspection: Inspection) -> None:
         self._loop = loop
         self._prober = prober
         self._inspection = inspection
@@ -75,7 +75,7 @@ class Exactness:
         """Why a choice could not be compared in this search; None where it was, or was not asked for."""
         return self._not_compared.get(_key(name, choice))
 
-    def check(self, config: Config, timeout_s: float) -> Check | Outcome:
+    def check(self, config: Config, timeout_s: float) -> Check | Outcome | NotCompared:
         """Run the checks in a process of their own, within the time that is left."""
         settings = self._loop.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, self._loop.left_s)))
         small = not self._inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
@@ -92,6 +92,8 @@ class Exactness:
         if self._loop.elapsed_s > self._loop.budget_s:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
         check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * self._loop.budget_s))
+        if isinstance(check, NotCompared):
+            return Finding(exact=None, reason=check.reason, remedy="run the search on the device itself")
         if isinstance(check, Outcome):
             ended = f"{check.kind}: {check.cause}"
             if check.kind in (Kind.OOM, Kind.TIMEOUT):

@@ -18,8 +18,7 @@ from autotune.records.objective import Objective
 from autotune.records.options import COST_MODEL
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProbeFault
-from autotune.runners.runner import Prober
+from autotune.runners.runner import ProbeFault, Runner
 from autotune.space import Space, SpaceExhausted
 from autotune.study.history import what_stands
 from autotune.study.known_oom import MemoryWalls
@@ -55,7 +54,7 @@ class Loop:
         starting: the configs to begin with where the sampler has no knowledge of its own.
     """
 
-    prober: Prober
+    prober: Runner
     store: Store
     space: Space
     objective: Objective
@@ -363,7 +362,7 @@ class Loop:
 
     def _run(self, config: Config, settings: ProbeSettings) -> Outcome:
         left_s = max(1.0, self._deadline_s - self.elapsed_s)
-        outcome = self.prober.run(config, settings.replace(timeout_s=min(settings.timeout_s, left_s)))
+        outcome = self.prober.probe(config, settings.replace(timeout_s=min(settings.timeout_s, left_s)))
         self.wall_s.append(outcome.wall_s)
         return outcome
 

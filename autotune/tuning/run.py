@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from autotune import __version__, techniques
-from autotune.devices import open_device
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import cached_traces
 from autotune.predict.targets import target_of
@@ -23,7 +22,8 @@ from autotune.records.options import OBJECTIVES, SAMPLERS, SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import Runner
 from autotune.space import Space, build_space
 from autotune.study.store import Place, Store, locked, place_of, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
@@ -50,31 +50,28 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     watch = listener or Listener()
-    device = open_device(options.device)
-    info = device.info()
+    import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
+    place = place_of(options.storage, options.study, source.name)
+    runner = LocalRunner(source, device=options.device, logs=place.logs, import_timeout_s=import_timeout_s)
+    info = runner.device()
     with contextlib.ExitStack() as stack:
         stack.enter_context(watch)
-        place = place_of(options.storage, options.study, source.name)
         stack.enter_context(locked(place))
         stack.enter_context(storage_errors(place))
         stored = stored_attributes(place)
         limit = _memory_limit(options, place, stored, info.free_bytes)
         timeout_s = options.probe_timeout_s or max(MIN_TIMEOUT_S, 0.4 * options.budget_s)
         settings = ProbeSettings(
-            device=info.name,
             memory_limit_bytes=limit,
             seed=options.seed,
             timeout_s=timeout_s,
             max_timed_s=min(10.0, max(1.0, options.budget_s / 60)),
             max_warmup_s=min(20.0, max(2.0, options.budget_s / 60)),
         )
-        import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
-        prober = stack.enter_context(ProcessProber(source, logs=place.logs, import_timeout_s=import_timeout_s))
-        if prober.mode_reason:
-            watch.on(Note(text=f"every probe starts a new interpreter: {prober.mode_reason}", warning=True))
-        for note in info.notes:
+        prober = stack.enter_context(runner)
+        for note in (*prober.notes, *info.notes):
             watch.on(Note(text=note, warning=True))
-        inspection = prober.inspect(info.name, limit, timeout_s)
+        inspection = prober.inspect(memory_limit_bytes=limit, timeout_s=timeout_s)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
@@ -140,7 +137,7 @@ def search(source: TaskSource, options: SearchOptions, listener: Listener | None
 
 
 def _trace_memory(
-    prober: ProcessProber,
+    prober: Runner,
     inspection: Inspection,
     space: Space,
     store: Store,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune import __version__, techniques
-from autotune.devices import open_device
 from autotune.errors import ConfigError
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import Runner
 from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
 from autotune.space import ACCUMULATION, Space, build_space, distributions_of
 from autotune.task.source import TaskSource
@@ -73,19 +73,21 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     """
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    info = open_device(options.device).info()
+    logs = options.out.with_suffix(".logs")
+    runner = LocalRunner(source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S)
     begun = table.read(options.out) if options.out.exists() else None
-    limit_bytes = options.memory_limit_bytes or (begun.header.memory_limit_bytes if begun else info.free_bytes)
+    limit_bytes = options.memory_limit_bytes or (
+        begun.header.memory_limit_bytes if begun else runner.device().free_bytes
+    )
     settings = ProbeSettings(
-        device=info.name,
         memory_limit_bytes=limit_bytes,
         max_timed_s=options.max_timed_s,
         max_warmup_s=options.max_warmup_s,
         timeout_s=options.probe_timeout_s,
         seed=options.seed,
     )
-    with ProcessProber(source, logs=options.out.with_suffix(".logs"), import_timeout_s=INSPECT_TIMEOUT_S) as prober:
-        inspection = prober.inspect(info.name, limit_bytes, INSPECT_TIMEOUT_S)
+    with runner:
+        inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=INSPECT_TIMEOUT_S)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
@@ -100,7 +102,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             # every round draws other samples, the same for all of its configs
             seeded = settings.replace(seed=options.seed + number)
             for position, config in enumerate(todo, start=1):
-                row = Row(config=config, repeat=number, outcome=_run(prober, config, seeded))
+                row = Row(config=config, repeat=number, outcome=_run(runner, config, seeded))
                 rows.append(row)
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
@@ -132,10 +134,10 @@ def _wants(known: Figure | None, options: SweepOptions) -> bool:
     return known.num_repeats < MIN_REPEATS or known.half_width > options.interval
 
 
-def _run(prober: ProcessProber, config: Config, settings: ProbeSettings) -> Outcome:
-    outcome = prober.run(config, settings)
+def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
+    outcome = runner.probe(config, settings)
     disturbed = outcome.measurement is not None and outcome.measurement.disturbances
-    return calmer(outcome, prober.run(config, settings)) if disturbed else outcome
+    return calmer(outcome, runner.probe(config, settings)) if disturbed else outcome
 
 
 def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:

@@ -26,7 +26,7 @@ from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.runners import table
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.runners.table import Table
 from autotune.task import load_task
 from autotune.task.source import TaskSource
@@ -47,8 +47,10 @@ def traces_of(recorded: Table, folder: Path | None = None) -> tuple[Traces, floa
     """The traces of a table's configs, and the seconds that tracing them took; kept in `folder`, if given."""
     source = TaskSource.of(study_file(recorded.path))
     target = CPU if recorded.header.device == "cpu" else CUDA
-    with tempfile.TemporaryDirectory() as logs, ProcessProber(source, logs=Path(logs)) as prober:
-        inspection = prober.inspect("cpu", None, TRACE_TIMEOUT_S)  # of the dataset: which samples are the widest
+    with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as prober:
+        inspection = prober.inspect(
+            memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S
+        )  # of the dataset: which samples are the widest
         assert isinstance(inspection, Inspection), inspection
         started = time.monotonic()
         traces = cached_traces(

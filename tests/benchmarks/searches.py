@@ -1,6 +1,6 @@
 """How good each search strategy is, over recorded tables of real training: run by `make bench-searches`.
 
-Every strategy runs the product's own search loop; a `ReplayProber` answers from the table in the place of the device, each
+Every strategy runs the product's own search loop; a `ReplayRunner` answers from the table in the place of the device, each
 probe with one of the recorded repeats, drawn by the seed. Each table is searched without a memory limit that binds, and
 within one that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
 doubled until it fails. With `--write` a table and a plot go into `studies/README.md`; with `--keep FILE` searches that FILE
@@ -31,7 +31,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.replay import ReplayProber
+from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Table
 from autotune.study.store import Place, Store
 from autotune.tuning.events import Listener
@@ -168,11 +168,11 @@ def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
     space = space_of(truth.table.header)
     place = Place(storage="sqlite:///:memory:", study="replay", file=None)
     return Loop(
-        prober=ReplayProber(truth.table, seed=seed),
+        prober=ReplayRunner(truth.table, seed=seed),
         store=Store(place, {"seed": seed}, {"baseline_config": space.baseline.as_dict()}),
         space=space,
         objective=Objective(name="throughput", memory_limit_bytes=truth.limit_bytes, headroom=HEADROOM),
-        settings=ProbeSettings(device="cpu", memory_limit_bytes=truth.limit_bytes),
+        settings=ProbeSettings(memory_limit_bytes=truth.limit_bytes),
         listener=Listener(),
         interrupted=lambda: False,
         budget_s=1e6,

@@ -8,7 +8,7 @@ import pytest
 
 from autotune import techniques
 from autotune.predict.traces import Traces
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 MODELS = Path(__file__).parent / "models"
@@ -25,7 +25,7 @@ def config(**choices):
 
 @pytest.fixture
 def prober(tmp_path):
-    with ProcessProber(source("faulty.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("faulty.py"), logs=tmp_path) as prober:
         yield prober
 
 
@@ -36,7 +36,7 @@ def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(t
         for amp in ("off", "bf16")
         for implementation in ("default", "foreach")
     ]
-    with ProcessProber(source("partly_frozen.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
         traces = prober.trace(configs, "cpu", timeout_s=100)
     assert traces.failures == {}
     assert len(traces.models) == len(traces.updates) == 2
@@ -54,11 +54,22 @@ def test_a_group_that_cannot_be_traced_a_crash_and_the_others_are_told_apart(pro
     assert len(traces.failures) == 2
 
 
-def test_a_time_out_keeps_what_was_found(prober):
+def test_a_time_out_keeps_what_was_found_and_another_call_goes_on(prober):
     traces = prober.trace([config(), config(checkpoint_segments=2), config(channels_last=True)], "cpu", timeout_s=8)
     assert traces.peak(config()) is not None
-    assert traces.failures.keys() == {"model: checkpoint_segments=2", "model: channels_last=True"}
-    assert sorted(traces.failures.values()) == ["killed after 8 s of tracing", "the 8 s for tracing had passed"]
+    assert traces.failures.keys() == {"model: checkpoint_segments=2"}
+    assert "killed after 8" in traces.failures["model: checkpoint_segments=2"]
+    assert traces.peak(config(channels_last=True)) is None
+    more = prober.trace([config(), config(channels_last=True)], "cpu", timeout_s=100, known=traces)
+    assert more.peak(config(channels_last=True)) is not None
+
+
+def test_no_group_is_begun_after_the_slice_but_one_that_each_slice_gets_further_by(prober):
+    configs, traces = [config(), config(channels_last=True)], None
+    for known in range(1, 4):
+        traces = prober.trace(configs, "cpu", timeout_s=100, slice_s=1e-6, known=traces)
+        assert len(traces.models) + len(traces.updates) == known
+    assert traces.failures == {} and traces.peak(configs[1]) is not None
 
 
 def test_what_is_known_is_not_traced_again(prober):
@@ -67,8 +78,8 @@ def test_what_is_known_is_not_traced_again(prober):
 
 
 def test_a_prober_that_fails_is_a_failure_of_the_groups(prober):
-    prober._process.kill()
-    prober._process.wait()
+    prober._connection._process.kill()
+    prober._connection._process.wait()
     traces = prober.trace([config()], "cpu", timeout_s=100)
     assert traces.peak(config()) is not None  # by the process that was started in its place
 
@@ -82,7 +93,7 @@ def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
 
 
 def test_the_widths_of_the_samples_are_found_beside(tmp_path):
-    with ProcessProber(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
+    with LocalRunner(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
         traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
     assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
     assert traces.peak(config(amp="bf16")).kernels_bytes > traces.peak(config()).kernels_bytes == 0
@@ -90,7 +101,7 @@ def test_the_widths_of_the_samples_are_found_beside(tmp_path):
 
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_recurrence_on_lines_of_unequal_length_is_traced_with_its_kernels(tmp_path, amp):
-    with ProcessProber(source("padded_recurrent.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("padded_recurrent.py"), logs=tmp_path) as prober:
         traces = prober.trace([config(amp=amp)], "cpu", timeout_s=100)
     assert traces.failures == {}
     assert traces.peak(config(amp=amp)).kernels_bytes > 0
@@ -100,7 +111,7 @@ def test_what_was_traced_outlives_a_measurement_of_kernels_that_fails(tmp_path):
     padded = (MODELS / "padded_recurrent.py").read_text()
     crash = "import autotune.predict.kernel_memory as memory, os\nmemory._run = lambda operator, args: os.abort()\n"
     (tmp_path / "model.py").write_text(padded + crash)
-    with ProcessProber(TaskSource.of(tmp_path / "model.py"), logs=tmp_path) as prober:
+    with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path) as prober:
         traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
     assert traces.failures == {}
     assert traces.peak(config(amp="bf16")).kernels_bytes > 0

@@ -33,9 +33,9 @@ def fail(monkeypatch):
 
         monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
         monkeypatch.setattr(autotune.session, "prepare", prepare)
-        settings = ProbeSettings(device="cuda:0", memory_limit_bytes=None)
-        arguments = {"config": techniques.complete({}).as_dict(), "settings": settings.to_dict()}
-        return worker._probe(None, arguments, lambda stage, train_s: None)["outcome"]
+        settings = ProbeSettings(memory_limit_bytes=None)
+        arguments = {"config": techniques.complete({}).as_dict(), "device": "cuda:0", "settings": settings.to_dict()}
+        return worker._probe(None, arguments, lambda progress: None)["outcome"]
 
     return probe
 

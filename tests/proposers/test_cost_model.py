@@ -23,10 +23,10 @@ from autotune.records.prediction import Forecast
 from autotune.records.settings import ProbeSettings
 from autotune.space import Space, build_space
 from autotune.tuning.loop import Loop
-from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormProber, inspection, make_loop
-from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber, rough_inspection
+from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormRunner, inspection, make_loop
+from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner, rough_inspection
 
-SETTINGS = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES)
+SETTINGS = ProbeSettings(memory_limit_bytes=LIMIT_BYTES)
 Probes = list[tuple[Config, Outcome]]
 
 
@@ -43,14 +43,14 @@ def advisor(space: Space, peaks: PeakSource | None, goal: Objective | None = Non
 
 
 def search(
-    prober: ClosedFormProber,
+    prober: ClosedFormRunner,
     space: Space,
     peaks: PeakSource | None,
     goal: Objective | None = None,
     run: Callable[[Config], Outcome] | None = None,
 ) -> Probes:
     """Every probe until nothing promises more, at most 40, the baseline's first."""
-    run = run or (lambda config: prober.run(config, SETTINGS))
+    run = run or (lambda config: prober.probe(config, SETTINGS))
     advice, probes = advisor(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
     while len(probes) < 40:
         tried = {config for config, _ in probes}
@@ -61,7 +61,7 @@ def search(
     return probes
 
 
-def probes_until_near(prober: ClosedFormProber, space: Space, probes: Probes, share: float = 0.98) -> int:
+def probes_until_near(prober: ClosedFormRunner, space: Space, probes: Probes, share: float = 0.98) -> int:
     """How many probes it took to run a config with that share of the best one's throughput; 40 if none did."""
     usable = objective().usable_bytes
     best = prober.best_samples_per_s(space, usable)
@@ -76,7 +76,7 @@ def num_oom(probes: Probes) -> int:
 
 
 def test_what_usually_helps_is_tried_together_at_once() -> None:
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     probes = search(prober, space, NoisyPeaks(prober))
     assert probes[0][0] == space.baseline
     second = probes[1][0]
@@ -88,7 +88,7 @@ def test_what_usually_helps_is_tried_together_at_once() -> None:
 def test_the_closed_forms_best_is_found_in_a_few_probes(traced: bool) -> None:
     space, found, stopped, out_of_memory = plain_space(), [], [], []
     for seed in range(5):
-        prober = ClosedFormProber(noise=0.03, seed=seed)
+        prober = ClosedFormRunner(noise=0.03, seed=seed)
         probes = search(prober, space, NoisyPeaks(prober) if traced else None)
         found.append(probes_until_near(prober, space, probes))
         stopped.append(len(probes))
@@ -100,7 +100,7 @@ def test_rough_worlds_are_searched_in_a_few_probes() -> None:
     space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
     found, stopped, out_of_memory = [], [], []
     for world in range(7):
-        prober = RoughProber(noise=0.03, seed=world, world=world)
+        prober = RoughRunner(noise=0.03, seed=world, world=world)
         probes = search(prober, space, NoisyPeaks(prober))
         found.append(probes_until_near(prober, space, probes, share=0.96))  # single probes differ by 3 %
         stopped.append(len(probes))
@@ -112,25 +112,25 @@ def test_rough_worlds_are_searched_in_a_few_probes() -> None:
 def test_the_least_memory_is_looked_for_when_the_baseline_does_not_fit() -> None:
     large = inspection(baseline=inspection().baseline | {"batch_size": 48, "accumulation_steps": 2})
     space = build_space(large, fix={}, include=(), exclude=())[0]
-    for peaks in (None, NoisyPeaks(ClosedFormProber())):
-        probes = search(ClosedFormProber(), space, peaks)
+    for peaks in (None, NoisyPeaks(ClosedFormRunner())):
+        probes = search(ClosedFormRunner(), space, peaks)
         assert probes[0][1].kind is Kind.OOM and num_oom(probes) <= 2
-        assert probes_until_near(ClosedFormProber(), space, probes) <= 10
+        assert probes_until_near(ClosedFormRunner(), space, probes) <= 10
 
 
 def test_what_fails_is_not_tried_again_and_again_in_other_sizes() -> None:
     def run(config: Config) -> Outcome:
         failed = Outcome(kind=Kind.NONFINITE, cause="the loss was nan")
-        return failed if config["amp"] == "bf16" else prober.run(config, SETTINGS)
+        return failed if config["amp"] == "bf16" else prober.probe(config, SETTINGS)
 
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), run=run)
     assert sum(outcome.kind is Kind.NONFINITE for _, outcome in probes) <= 5
     assert max(prober.samples_per_s(c) for c, o in probes if o.ok) > 90
 
 
 def test_the_memory_objective_finds_the_smallest_that_is_fast_enough() -> None:
-    prober, space = ClosedFormProber(noise=0.005), plain_space()
+    prober, space = ClosedFormRunner(noise=0.005), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), objective("memory"))
     needed = 0.97 * prober.samples_per_s(space.baseline)
     smallest = min(prober.peak_bytes(c) for c in space if prober.samples_per_s(c) >= needed)
@@ -142,7 +142,7 @@ def test_the_balanced_objective_weighs_both() -> None:
     def merit(config: Config) -> float:
         return prober.samples_per_s(config) / math.sqrt(prober.peak_bytes(config))
 
-    prober, space = ClosedFormProber(noise=0.005), plain_space()
+    prober, space = ClosedFormRunner(noise=0.005), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), objective("balanced"))
     best = max(merit(config) for config in space if prober.peak_bytes(config) <= 0.95 * LIMIT_BYTES)
     assert max(merit(config) for config, _ in probes) >= 0.97 * best and len(probes) <= 20
@@ -162,18 +162,18 @@ def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     changes = {"global_batch": None, "baseline": base.baseline | {"accumulation_steps": 1}}
     space = build_space(inspection(support=base.support | loading, **changes), fix=fix, include=(), exclude=())[0]
     assert space.num_combinations > MAX_ENUMERATED
-    prober = ClosedFormProber(noise=0.01)
+    prober = ClosedFormRunner(noise=0.01)
     probes = search(prober, space, NoisyPeaks(prober))
     assert probes_until_near(prober, space, probes) <= 12
 
 
 def test_a_forecast_says_what_was_expected_and_why() -> None:
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     advice = advisor(space, NoisyPeaks(prober))
     first = advice.forecast(space.baseline, [])
     assert first.reason == "what you run today"
     assert first.samples_per_s is None and first.chance_to_win is None and first.peak_bytes is not None
-    probes = [(space.baseline, prober.run(space.baseline, SETTINGS))]
+    probes = [(space.baseline, prober.probe(space.baseline, SETTINGS))]
     second = advice.next(probes, lambda config: config != space.baseline)
     assert second is not None
     forecast = advice.forecast(second, probes)
@@ -185,9 +185,11 @@ def test_a_forecast_says_what_was_expected_and_why() -> None:
 
 
 def test_the_ranking_does_not_fall_for_one_lucky_probe() -> None:
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     configs = random.Random(1).sample([c for c in space if prober.peak_bytes(c) < 0.9 * LIMIT_BYTES], 30)
-    probes = [(config, ClosedFormProber(noise=0.06, seed=n).run(config, SETTINGS)) for n, config in enumerate(configs)]
+    probes = [
+        (config, ClosedFormRunner(noise=0.06, seed=n).probe(config, SETTINGS)) for n, config in enumerate(configs)
+    ]
     first = advisor(space, NoisyPeaks(prober)).ranked(probes)[0]
     assert prober.samples_per_s(first) >= 0.97 * max(map(prober.samples_per_s, configs))
 
@@ -199,7 +201,7 @@ def sampled(loop: Loop, forgiven: Collection[int] = ()) -> CostModelSampler:
         loop.space,
         loop.objective,
         lambda config: config not in known,
-        peaks=NoisyPeaks(ClosedFormProber()),
+        peaks=NoisyPeaks(ClosedFormRunner()),
         outside_bytes=OUTSIDE_BYTES,
         seed=0,
         forgiven=forgiven,
@@ -207,13 +209,13 @@ def sampled(loop: Loop, forgiven: Collection[int] = ()) -> CostModelSampler:
 
 
 def finish(loop: Loop, trial: optuna.trial.Trial, config: Config) -> None:
-    outcome = loop.prober.run(config, SETTINGS)
+    outcome = loop.prober.probe(config, SETTINGS)
     loop.store.describe(trial, config, stage="search", reason="test", forecast=None)
     loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
 
 
 def ready(folder: Path) -> Loop:
-    loop = make_loop(folder, ClosedFormProber(noise=0.02))
+    loop = make_loop(folder, ClosedFormRunner(noise=0.02))
     loop.measure_baseline(given=True)
     return loop
 
@@ -272,7 +274,7 @@ def test_the_search_ends_when_nothing_promises_more(tmp_path: Path) -> None:
         loop.space,
         loop.objective,
         lambda config: config not in tried,
-        peaks=NoisyPeaks(ClosedFormProber()),
+        peaks=NoisyPeaks(ClosedFormRunner()),
         outside_bytes=OUTSIDE_BYTES,
         seed=0,
     )
@@ -283,12 +285,12 @@ def test_the_search_ends_when_nothing_promises_more(tmp_path: Path) -> None:
             tried.add(config)
             finish(loop, trial, config)
     assert len(tried) <= 20
-    best = ClosedFormProber().best_samples_per_s(loop.space, loop.objective.usable_bytes)
-    assert max(map(ClosedFormProber().samples_per_s, tried)) >= 0.98 * best
+    best = ClosedFormRunner().best_samples_per_s(loop.space, loop.objective.usable_bytes)
+    assert max(map(ClosedFormRunner().samples_per_s, tried)) >= 0.98 * best
 
 
 def test_a_single_config_that_is_left_ends_the_search_at_once() -> None:
     fixed = {name: support.choices[0] for name, support in SUPPORT.items() if name != "accumulation_steps"}
     space = build_space(inspection(), fix=fixed | {"batch_size": 4}, include=(), exclude=())[0]
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     assert [config for config, _ in search(prober, space, None)] == [space.baseline]

@@ -9,21 +9,21 @@ import pytest
 from autotune import techniques
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 MODEL = Path(__file__).parent.parent / "models" / "faulty.py"
-SETTINGS = ProbeSettings(device="cpu", memory_limit_bytes=2**30, max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
+SETTINGS = ProbeSettings(memory_limit_bytes=2**30, max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
 
 
 @pytest.fixture(scope="module")
 def prober(tmp_path_factory):
-    with ProcessProber(TaskSource.of(MODEL), logs=tmp_path_factory.mktemp("logs")) as prober:
+    with LocalRunner(TaskSource.of(MODEL), device="cpu", logs=tmp_path_factory.mktemp("logs")) as prober:
         yield prober
 
 
 def run(prober, batch_size, *, amp="off", **changes):
-    return prober.run(techniques.complete({"batch_size": batch_size, "amp": amp}), SETTINGS.replace(**changes))
+    return prober.probe(techniques.complete({"batch_size": batch_size, "amp": amp}), SETTINGS.replace(**changes))
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from autotune.tuning.answer import Interrupted, NothingFeasible, Recommender
 from autotune.tuning.events import Listener
 from autotune.tuning.loop import PLAY_OFF_INTERVAL
 from autotune.units import MIB, format_bytes
-from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_loop
 from tests.rough_world import NoisyPeaks
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
@@ -24,7 +24,7 @@ OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)
 UNTRUE = ("did not run", "does not run", "Keep what you have", "more than the memory limit")
 
 
-class Staged(ClosedFormProber):
+class Staged(ClosedFormRunner):
     """Knows which of its probes are the play-off's; `in_play_off` may give them another outcome."""
 
     def __post_init__(self):
@@ -32,8 +32,8 @@ class Staged(ClosedFormProber):
         self.played = []
         self.checked = []
 
-    def run(self, config, settings):
-        outcome = super().run(config, settings)
+    def outcome_of(self, config, settings):
+        outcome = super().outcome_of(config, settings)
         if settings.interval != PLAY_OFF_INTERVAL:
             return outcome
         self.played.append(config)
@@ -42,7 +42,7 @@ class Staged(ClosedFormProber):
     def in_play_off(self, config, settings, outcome):
         return outcome
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return passed_check()
 
@@ -227,8 +227,8 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
 )
 def test_a_baseline_that_alone_ran_and_then_fails_is_no_answer(tmp_path, ends, cause):
     class Alone(Staged):
-        def run(self, config, settings):
-            outcome = super().run(config, settings)
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
             return outcome if config == made.loop.space.baseline else OOM
 
         def in_play_off(self, config, settings, outcome):
@@ -296,7 +296,7 @@ class Checked(Staged):
 
     outcome = Outcome(kind=Kind.TIMEOUT, cause="killed after 10 s, during checks")
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return self.outcome if config["amp"] == "off" else passed_check()
 
@@ -370,7 +370,7 @@ class Substituted(Staged):
     def in_play_off(self, config, settings, outcome):
         return OOM if config in self.failing else outcome
 
-    def check(self, config, settings, batch_size):
+    def check_of(self, config, settings, batch_size):
         self.checked.append(config)
         return self.exact if config["amp"] == "off" else passed_check()
 

@@ -9,9 +9,9 @@ from autotune.proposers.design import one_change_back
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProbeFault
+from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
-from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_loop
 from tests.rough_world import NoisyPeaks
 
 
@@ -23,14 +23,14 @@ def finish(loop):
 
 
 def test_the_baseline_is_probed_first(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=3)
     finish(loop)
     assert prober.configs[0] == loop.space.baseline
 
 
 def test_no_config_is_probed_twice_outside_the_play_off(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=20)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -39,7 +39,7 @@ def test_no_config_is_probed_twice_outside_the_play_off(tmp_path):
 
 
 def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=40, sampler="random")
     loop.measure_baseline(given=True)
     loop.explore()
@@ -53,7 +53,7 @@ def test_nothing_larger_than_what_ran_out_of_memory_is_probed(tmp_path):
 
 
 def test_a_change_is_not_undone_where_that_is_predicted_not_to_fit(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, sampler="cost-model", peaks=NoisyPeaks(prober))
     loop.measure_baseline(given=True)
     best = loop.space.complete({"amp": "bf16", "optimizer_impl": "fused", "batch_size": 16})
@@ -67,14 +67,14 @@ def test_a_change_is_not_undone_where_that_is_predicted_not_to_fit(tmp_path):
 
 
 def test_every_config_keeps_the_global_batch(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     finish(make_loop(tmp_path, prober, num_trials=30, sampler="random"))
     assert {config.samples_per_step for config in prober.configs} == {96}
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_the_answer_is_within_three_percent_of_the_optimum_in_thirty_probes(tmp_path, sampler):
-    prober = ClosedFormProber(noise=0.005)
+    prober = ClosedFormRunner(noise=0.005)
     loop = make_loop(tmp_path, prober, num_trials=30, sampler=sampler)
     standing = finish(loop)
     optimum = prober.best_samples_per_s(loop.space, loop.objective.usable_bytes)
@@ -83,7 +83,7 @@ def test_the_answer_is_within_three_percent_of_the_optimum_in_thirty_probes(tmp_
 
 def test_a_grid_covers_the_whole_space(tmp_path):
     fix = {"checkpoint_segments": 0, "optimizer_impl": "default", "amp": "off"}
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, sampler="grid", fix=fix)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -94,14 +94,14 @@ def test_a_grid_covers_the_whole_space(tmp_path):
 
 
 def test_the_budget_ends_the_search(tmp_path):
-    prober = ClosedFormProber(seconds=0.05)
+    prober = ClosedFormRunner(seconds=0.05)
     loop = make_loop(tmp_path, prober, budget_s=2.0, sampler="random")
     finish(loop)
     assert loop.elapsed_s < 4
 
 
 def test_the_number_of_trials_ends_the_search(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=5)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -110,11 +110,11 @@ def test_the_number_of_trials_ends_the_search(tmp_path):
 
 
 def test_a_resumed_search_measures_nothing_again(tmp_path):
-    first = ClosedFormProber()
+    first = ClosedFormRunner()
     loop = make_loop(tmp_path, first, num_trials=8)
     loop.measure_baseline(given=True)
     loop.explore()
-    second = ClosedFormProber()
+    second = ClosedFormRunner()
     resumed = make_loop(tmp_path, second, num_trials=8)
     assert len(resumed.probed()) == 8
     resumed.measure_baseline(given=True)
@@ -123,9 +123,9 @@ def test_a_resumed_search_measures_nothing_again(tmp_path):
 
 
 def test_trials_left_running_by_a_dead_search_are_closed(tmp_path):
-    loop = make_loop(tmp_path, ClosedFormProber())
+    loop = make_loop(tmp_path, ClosedFormRunner())
     loop.store.begin(loop.space.baseline, loop.space)
-    resumed = make_loop(tmp_path, ClosedFormProber())
+    resumed = make_loop(tmp_path, ClosedFormRunner())
     resumed.measure_baseline(given=True)
     import optuna
 
@@ -141,7 +141,7 @@ def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
     found = inspection(
         baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict(), baseline_given=False
     )
-    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found)
+    loop = make_loop(tmp_path, ClosedFormRunner(), inspection=found)
     loop.measure_baseline(given=False)
     assert loop.space.baseline.batch_size == 12
     assert loop.baseline is not None and loop.baseline.ok
@@ -151,7 +151,7 @@ def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_find
     from autotune import techniques
 
     found = inspection(baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict())
-    loop = make_loop(tmp_path, ClosedFormProber(), inspection=found, num_trials=10)
+    loop = make_loop(tmp_path, ClosedFormRunner(), inspection=found, num_trials=10)
     standing = finish(loop)
     assert loop.baseline is not None and loop.baseline.kind is Kind.OOM
     assert standing.answer is not None and standing.gain is None
@@ -160,7 +160,7 @@ def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_find
 def test_infeasible_trials_are_complete_with_a_positive_constraint(tmp_path):
     import optuna
 
-    loop = make_loop(tmp_path, ClosedFormProber(), num_trials=30, sampler="random")
+    loop = make_loop(tmp_path, ClosedFormRunner(), num_trials=30, sampler="random")
     loop.measure_baseline(given=True)
     loop.explore()
     trials = optuna.load_study(study_name="closed", storage=loop.store.place.storage).trials
@@ -172,7 +172,7 @@ def test_infeasible_trials_are_complete_with_a_positive_constraint(tmp_path):
 
 
 def test_the_best_is_compared_with_each_of_its_changes_undone(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=25)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -185,7 +185,7 @@ def test_the_best_is_compared_with_each_of_its_changes_undone(tmp_path):
 
 
 def test_an_interrupt_ends_the_search_after_the_running_probe(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, interrupted=lambda: len(prober.configs) >= 3)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -193,11 +193,11 @@ def test_an_interrupt_ends_the_search_after_the_running_probe(tmp_path):
 
 
 def test_a_fault_of_the_machinery_is_no_outcome_and_three_end_the_search(tmp_path):
-    class Broken(ClosedFormProber):
-        def run(self, config, settings) -> Outcome:
+    class Broken(ClosedFormRunner):
+        def outcome_of(self, config, settings) -> Outcome:
             if len(self.configs) >= 2:
                 raise ProbeFault("the fork server died")
-            return super().run(config, settings)
+            return super().outcome_of(config, settings)
 
     loop = make_loop(tmp_path, Broken(), sampler="random")
     loop.measure_baseline(given=True)
@@ -208,9 +208,9 @@ def test_a_fault_of_the_machinery_is_no_outcome_and_three_end_the_search(tmp_pat
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_baseline_is_probed_again_after_a_fault_of_the_machinery(tmp_path, given):
-    class Flaky(ClosedFormProber):
-        def run(self, config, settings) -> Outcome:
-            outcome = super().run(config, settings)
+    class Flaky(ClosedFormRunner):
+        def outcome_of(self, config, settings) -> Outcome:
+            outcome = super().outcome_of(config, settings)
             if len(self.configs) < 3:
                 raise ProbeFault("the fork server died")
             return outcome
@@ -223,9 +223,9 @@ def test_a_baseline_is_probed_again_after_a_fault_of_the_machinery(tmp_path, giv
 
 
 def test_three_faults_of_the_baseline_end_the_search(tmp_path):
-    class Broken(ClosedFormProber):
-        def run(self, config, settings) -> Outcome:
-            super().run(config, settings)
+    class Broken(ClosedFormRunner):
+        def outcome_of(self, config, settings) -> Outcome:
+            super().outcome_of(config, settings)
             raise ProbeFault("the fork server died")
 
     with pytest.raises(ProbeFault):
@@ -237,7 +237,7 @@ def test_the_same_seed_gives_the_same_search(tmp_path):
     runs = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        prober = ClosedFormProber()
+        prober = ClosedFormRunner()
         loop = make_loop(tmp_path / name, prober, num_trials=15, seed=3)
         loop.measure_baseline(given=True)
         loop.explore()
@@ -246,7 +246,7 @@ def test_the_same_seed_gives_the_same_search(tmp_path):
 
 
 def test_a_fixed_technique_is_in_every_config_but_the_baseline(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=12, fix={"amp": "bf16"})
     finish(loop)
     assert {c["amp"] for c in prober.configs if c != loop.space.baseline} == {"bf16"}
@@ -256,7 +256,7 @@ def test_a_fixed_technique_is_in_every_config_but_the_baseline(tmp_path):
 def test_an_unstated_baseline_is_halved_until_it_leaves_the_headroom(tmp_path):
     from autotune import techniques
 
-    class Tight(ClosedFormProber):
+    class Tight(ClosedFormRunner):
         def peak_bytes(self, config):
             return int(0.97 * LIMIT_BYTES) if config.batch_size == 12 else super().peak_bytes(config)
 
@@ -269,28 +269,28 @@ def test_an_unstated_baseline_is_halved_until_it_leaves_the_headroom(tmp_path):
 
 
 def test_a_baseline_that_timed_out_is_tried_again_with_more_patience(tmp_path):
-    class Slow(ClosedFormProber):
-        def run(self, config, settings):
+    class Slow(ClosedFormRunner):
+        def outcome_of(self, config, settings):
             self.configs.append(config)
             return Outcome(kind=Kind.TIMEOUT, cause="killed", wall_s=settings.timeout_s)
 
-    hasty = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=20)
+    hasty = ProbeSettings(memory_limit_bytes=LIMIT_BYTES, timeout_s=20)
     make_loop(tmp_path, Slow(), settings=hasty).measure_baseline(given=True)
-    patient = ClosedFormProber()
+    patient = ClosedFormRunner()
     loop = make_loop(tmp_path, patient, settings=hasty.replace(timeout_s=200))
     loop.measure_baseline(given=True)
     assert loop.baseline is not None and loop.baseline.ok
 
 
-class Failing(ClosedFormProber):
+class Failing(ClosedFormRunner):
     """Some configs end otherwise than by running."""
 
     def __init__(self, fails, kind=Kind.CRASHED, wall_s=0.1):
         super().__init__()
         self.fails, self.kind, self.wall_s = fails, kind, wall_s
 
-    def run(self, config, settings):
-        outcome = super().run(config, settings)
+    def outcome_of(self, config, settings):
+        outcome = super().outcome_of(config, settings)
         return Outcome(kind=self.kind, cause="it did", wall_s=self.wall_s) if self.fails(config) else outcome
 
 
@@ -303,7 +303,7 @@ def test_what_crashed_may_be_probed_again_when_the_search_is_resumed(tmp_path, s
     first = Failing(uses_bf16)
     finish(make_loop(tmp_path, first, num_trials=12, sampler=sampler))
     crashed = {config for config in first.configs if uses_bf16(config)}
-    healthy = ClosedFormProber()
+    healthy = ClosedFormRunner()
     loop = make_loop(tmp_path, healthy, num_trials=12, sampler=sampler)
     standing = finish(loop)
     assert crashed & set(healthy.configs)
@@ -338,7 +338,7 @@ def test_a_time_out_is_tried_again_with_more_patience_only(tmp_path):
     tried = []
     for timeout_s in (20.0, 20.0, 60.0, 60.0):
         prober = Failing(uses_bf16, Kind.TIMEOUT, wall_s=timeout_s)
-        settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=timeout_s)
+        settings = ProbeSettings(memory_limit_bytes=LIMIT_BYTES, timeout_s=timeout_s)
         loop = make_loop(tmp_path, prober, sampler="grid", fix=fix, timeout_s=timeout_s, settings=settings)
         loop.measure_baseline(given=True)
         loop.explore()
@@ -349,7 +349,7 @@ def test_a_time_out_is_tried_again_with_more_patience_only(tmp_path):
 def test_a_time_out_is_held_against_the_patience_that_the_baseline_asks_for(tmp_path):
     """The time-out before the baseline is measured is a longer one."""
     fix = {"checkpoint_segments": 0, "optimizer_impl": "default"}
-    settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
+    settings = ProbeSettings(memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
     tried = []
     for _ in range(2):
         prober = Failing(uses_bf16, Kind.TIMEOUT, wall_s=20.0)
@@ -364,14 +364,14 @@ def test_a_time_out_is_held_against_the_patience_that_the_baseline_asks_for(tmp_
 def test_a_baseline_that_failed_is_probed_again_when_the_search_is_resumed(tmp_path, kind):
     for _ in range(2):
         make_loop(tmp_path, Failing(lambda config: True, kind, wall_s=60.0)).measure_baseline(given=True)
-    loop = make_loop(tmp_path, ClosedFormProber())
+    loop = make_loop(tmp_path, ClosedFormRunner())
     loop.measure_baseline(given=True)
     assert loop.baseline is not None and loop.baseline.ok
 
 
 def test_a_baseline_that_ran_out_of_memory_is_not(tmp_path):
     make_loop(tmp_path, Failing(lambda config: True, Kind.OOM)).measure_baseline(given=True)
-    loop = make_loop(tmp_path, prober := ClosedFormProber())
+    loop = make_loop(tmp_path, prober := ClosedFormRunner())
     loop.measure_baseline(given=True)
     assert not prober.configs and loop.baseline.kind is Kind.OOM
 
@@ -380,34 +380,34 @@ def test_with_the_objective_memory_what_is_known_is_held_against_a_baseline_that
     from autotune.records.objective import Objective
 
     objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
-    baseline = make_loop(tmp_path, ClosedFormProber()).space.baseline
+    baseline = make_loop(tmp_path, ClosedFormRunner()).space.baseline
     first = make_loop(tmp_path, Failing(lambda config: config == baseline), objective=objective, num_trials=8)
     first.measure_baseline(given=True)
     first.explore()
-    loop = make_loop(tmp_path, ClosedFormProber(), objective=objective)
+    loop = make_loop(tmp_path, ClosedFormRunner(), objective=objective)
     loop.measure_baseline(given=True)
     assert loop.best is not None and loop.objective.feasible(loop.best[1])
 
 
 def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path):
     """A search may be killed between the two."""
-    loop = make_loop(tmp_path, ClosedFormProber())
+    loop = make_loop(tmp_path, ClosedFormRunner())
     trial = loop.store.begin(loop.space.baseline, loop.space)
     loop.store.describe(trial, loop.space.baseline, stage="baseline", reason="", forecast=None)
-    outcome = ClosedFormProber().run(loop.space.baseline, loop.settings)
+    outcome = ClosedFormRunner().probe(loop.space.baseline, loop.settings)
     for key, value in {"score": 50.0, "feasible": True, "disturbed": False, "outcome": outcome.to_dict()}.items():
         trial.set_user_attr(key, value)
-    resumed = make_loop(tmp_path, ClosedFormProber())
+    resumed = make_loop(tmp_path, ClosedFormRunner())
     assert [probe.config for probe in resumed.probed()] == [resumed.space.baseline]
 
 
 def test_a_probe_never_gets_more_time_than_the_budget_and_one_time_out(tmp_path):
-    class Watching(ClosedFormProber):
+    class Watching(ClosedFormRunner):
         timeouts: list[float]
 
-        def run(self, config, settings):
+        def outcome_of(self, config, settings):
             self.timeouts = [*getattr(self, "timeouts", []), settings.timeout_s]
-            return super().run(config, settings)
+            return super().outcome_of(config, settings)
 
     prober = Watching()
     started = time.monotonic() - 130
@@ -417,7 +417,7 @@ def test_a_probe_never_gets_more_time_than_the_budget_and_one_time_out(tmp_path)
 
 
 def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=15)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -430,7 +430,7 @@ def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
 def test_with_the_objective_memory_smaller_batches_and_checkpointing_come_first(tmp_path):
     from autotune.records.objective import Objective
 
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
     loop = make_loop(tmp_path, prober, objective=objective, num_trials=10)
     standing = finish(loop)
@@ -440,7 +440,7 @@ def test_with_the_objective_memory_smaller_batches_and_checkpointing_come_first(
 
 def test_the_sum_of_what_usually_helps_is_taken_apart(tmp_path):
     """Before the sampler: one of the parts may hurt here."""
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     loop = make_loop(tmp_path, prober, num_trials=14)
     loop.measure_baseline(given=True)
     loop.explore()
@@ -451,7 +451,7 @@ def test_the_sum_of_what_usually_helps_is_taken_apart(tmp_path):
 
 
 def test_every_probe_but_the_play_offs_keeps_what_was_predicted_of_it(tmp_path):
-    loop = make_loop(tmp_path, ClosedFormProber(noise=0.01), sampler="cost-model")
+    loop = make_loop(tmp_path, ClosedFormRunner(noise=0.01), sampler="cost-model")
     finish(loop)
     probes = load_study(tmp_path / "closed.db").probes
     assert {probe.stage for probe in probes if probe.forecast is None} == {"play-off"}
@@ -462,7 +462,7 @@ def test_every_probe_but_the_play_offs_keeps_what_was_predicted_of_it(tmp_path):
 
 
 def test_the_cost_model_ends_the_search_when_nothing_is_likely_to_win(tmp_path):
-    prober = ClosedFormProber(noise=0.005)
+    prober = ClosedFormRunner(noise=0.005)
     loop = make_loop(tmp_path, prober, sampler="cost-model")
     loop.measure_baseline(given=True)
     loop.explore()
@@ -472,20 +472,20 @@ def test_the_cost_model_ends_the_search_when_nothing_is_likely_to_win(tmp_path):
 
 
 def test_a_config_that_only_just_fitted_is_confirmed_after_those_that_surely_fit(tmp_path):
-    loop = make_loop(tmp_path, ClosedFormProber(noise=0.005), sampler="cost-model")
+    loop = make_loop(tmp_path, ClosedFormRunner(noise=0.005), sampler="cost-model")
     loop.measure_baseline(given=True)
     loop.explore()
     finalists = loop.finalists()
-    tight = [ClosedFormProber().peak_bytes(config) > 0.97 * loop.objective.usable_bytes for config in finalists]
+    tight = [ClosedFormRunner().peak_bytes(config) > 0.97 * loop.objective.usable_bytes for config in finalists]
     assert len(finalists) > 1 and tight == sorted(tight)
 
 
 @pytest.mark.parametrize("anything_fits", [True, False])
 def test_while_nothing_fits_no_time_is_left_for_a_play_off(tmp_path, anything_fits):
     class TakingTime(Failing):
-        def run(self, config, settings):
+        def outcome_of(self, config, settings):
             loop.started -= 10
-            return replace(super().run(config, settings), wall_s=10.0)
+            return replace(super().outcome_of(config, settings), wall_s=10.0)
 
     prober = TakingTime(lambda config: not anything_fits, Kind.NONFINITE)
     loop = make_loop(tmp_path, prober, budget_s=200.0, sampler="random")
@@ -496,7 +496,7 @@ def test_while_nothing_fits_no_time_is_left_for_a_play_off(tmp_path, anything_fi
 
 def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_take(tmp_path):
     prober = Failing(lambda config: config.batch_size == 4, Kind.OOM)  # the baseline's
-    settings = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
+    settings = ProbeSettings(memory_limit_bytes=LIMIT_BYTES, timeout_s=120.0)
     loop = make_loop(tmp_path, prober, settings=settings, num_trials=4, budget_s=300.0)
     loop.measure_baseline(given=True)
     assert not loop.baseline.ok and loop.settings.timeout_s == 45.0
