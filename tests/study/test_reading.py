@@ -28,8 +28,8 @@ def test_every_finished_probe_is_read_with_what_the_search_noted(file: Path) -> 
     study = load_study(file)
     first, last = study.probes[0], study.probes[-1]
     assert (first.number, first.stage, first.reason, first.round) == (0, "baseline", "what you run today", None)
-    assert first.config == BASELINE.as_dict() and first.outcome == measured(BASELINE) and first.feasible
-    assert (last.stage, last.round, last.config) == ("play-off", 2, BASELINE.as_dict())
+    assert first.config == BASELINE and first.outcome == measured(BASELINE) and first.feasible
+    assert (last.stage, last.round, last.config) == ("play-off", 2, BASELINE)
     assert {probe.outcome.kind for probe in study.probes} == set(Kind) - {Kind.UNSUPPORTED}
 
 
@@ -42,7 +42,7 @@ def test_trials_without_an_outcome_are_counted_and_are_no_probes(file: Path) -> 
 def test_the_attributes_and_the_answer_are_read(file: Path) -> None:
     study = load_study(file)
     assert study.name == "gpt" and study.storage == str(file)
-    assert (study.memory_limit_bytes, study.headroom, study.baseline_config) == (LIMIT, HEADROOM, BASELINE.as_dict())
+    assert (study.memory_limit_bytes, study.headroom, study.baseline_config) == (LIMIT, HEADROOM, BASELINE)
     assert study.result is not None and study.result.config == ANSWER.as_dict()
 
 
@@ -86,7 +86,7 @@ def test_a_failure_that_passed_when_it_was_tried_again_does_not_count(file: Path
     tried_again = replace(study, probes=(crashed, *study.probes))
     assert tried_again.measured_configs() == study.measured_configs()
     failed_last = replace(study, probes=(*study.probes, replace(crashed, stage="play-off")))
-    assert BASELINE.as_dict() not in [measured.config for measured in failed_last.measured_configs()]
+    assert BASELINE not in [measured.config for measured in failed_last.measured_configs()]
 
 
 def test_a_study_with_no_finished_probe_is_read(tmp_path: Path) -> None:

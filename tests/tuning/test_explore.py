@@ -123,9 +123,9 @@ def test_a_resumed_search_measures_nothing_again(tmp_path):
     explore(search, search.proposer())
     second = ClosedFormRunner()
     resumed = make_search(tmp_path, second, num_trials=8)
-    assert len(resumed.probed()) == 8
-    resumed.measure_baseline(given=True)
-    resumed.explore()
+    assert len(resumed.history.searched) == 8
+    measure_baseline(resumed)
+    explore(resumed, resumed.proposer())
     assert not set(first.configs) & set(second.configs)
 
 
@@ -133,7 +133,7 @@ def test_trials_left_running_by_a_dead_search_are_closed(tmp_path):
     search = make_search(tmp_path, ClosedFormRunner())
     search.store.begin(Proposal(config=search.history.space.baseline, stage="baseline"), None, search.history.space)
     resumed = make_search(tmp_path, ClosedFormRunner())
-    resumed.measure_baseline(given=True)
+    measure_baseline(resumed)
     import optuna
 
     states = [
@@ -380,10 +380,10 @@ def test_a_baseline_that_ran_out_of_memory_is_not(tmp_path):
 
 
 def test_with_the_objective_memory_what_is_known_is_held_against_a_baseline_that_is_measured_late(tmp_path):
-    baseline = make_search(tmp_path, ClosedFormRunner()).space.baseline
+    baseline = make_search(tmp_path, ClosedFormRunner()).history.space.baseline
     first = make_search(tmp_path, Failing(lambda config: config == baseline), objective="memory", num_trials=8)
-    first.measure_baseline(given=True)
-    first.explore()
+    measure_baseline(first)
+    explore(first, first.proposer())
     search = make_search(tmp_path, ClosedFormRunner(), objective="memory")
     measure_baseline(search)
     assert search.history.best is not None and search.history.objective.feasible(search.history.best[1])
@@ -459,9 +459,9 @@ def test_every_probe_but_the_play_offs_keeps_what_was_predicted_of_it(tmp_path):
     search = make_search(tmp_path, ClosedFormRunner(noise=0.01), sampler="cost-model")
     finish(search)
     probes = load_study(tmp_path / "closed.db").probes
-    assert {probe.stage for probe in probes if probe.forecast is None} == {"play-off"}
-    assert all(probe.stage != "play-off" for probe in probes if probe.forecast)
-    later = [probe.forecast for probe in probes if probe.stage == "search" and probe.forecast]
+    assert {probe.stage for probe in probes if probe.prediction is None} == {"play-off"}
+    assert all(probe.stage != "play-off" for probe in probes if probe.prediction)
+    later = [probe.prediction for probe in probes if probe.stage == "search" and probe.prediction]
     assert len(later) > 2
     assert all(f.samples_per_s and f.peak_bytes and f.chance_to_win and f.reason for f in later)
 

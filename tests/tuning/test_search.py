@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
+from autotune.tuning.explore import explore
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
@@ -154,7 +154,7 @@ def test_a_play_off_that_the_time_does_not_suffice_for_is_not_held(tmp_path, see
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path, seed):
+def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path, monkeypatch, seed):
     class Endless(Staged):
         """Late in the budget, a run of the baseline takes all the time that is left."""
 
@@ -165,15 +165,12 @@ def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path
             return Outcome(kind=Kind.TIMEOUT, cause="killed", wall_s=settings.timeout_s)
 
     made = recommender(tmp_path, runner := Endless(), seed=seed)
-    proposer = made.proposer()
 
-    def propose_for_long(history):
-        found = proposer.propose(history)
-        if found is None:
-            runner.waited_s += made.budget.left_s - 5
-        return found
+    def explore_for_long(search, proposer):
+        explore(search, proposer)
+        runner.waited_s += made.budget.left_s - 5
 
-    made.proposer = lambda: SimpleNamespace(propose=propose_for_long)
+    monkeypatch.setattr("autotune.tuning.search.explore", explore_for_long)
     assert_unconfirmed(answer(made), made)
     study = load_study(tmp_path / "closed.db")
     assert study.num_lost == 1 and all(probe.outcome.ok for probe in study.probes if probe.stage == "play-off")
@@ -337,17 +334,14 @@ def test_a_comparison_that_runs_out_of_memory_asks_for_memory(tmp_path):
     )
 
 
-def test_a_technique_for_which_no_time_is_left_is_named(tmp_path):
+def test_a_technique_for_which_no_time_is_left_is_named(tmp_path, monkeypatch):
     made = recommender(tmp_path, runner := Staged(), fix={"optimizer_impl": "fused"})
-    proposer = made.proposer()
 
-    def propose_for_long(history):
-        found = proposer.propose(history)
-        if found is None:
-            runner.waited_s += made.budget.budget_s + 1
-        return found
+    def explore_for_long(search, proposer):
+        explore(search, proposer)
+        runner.waited_s += made.budget.budget_s + 1
 
-    made.proposer = lambda: SimpleNamespace(propose=propose_for_long)
+    monkeypatch.setattr("autotune.tuning.search.explore", explore_for_long)
     result = answer(made)
     assert not [config for config in runner.checked if config["amp"] == "off"]
     assert any("optimizer_impl=fused" in text and "budget was spent" in text for text in result.warnings)
