@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
-from autotune.records.trial import Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
 from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
 from autotune.report.words import describe, describe_batch
+from autotune.records.trial import Trial
 from autotune.study.reading import Study
 from autotune.units import format_bytes, format_seconds
 
