@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError
-from autotune.records.config import Choice
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.outcome import Kind
 from autotune.records.result import Measured
-from autotune.report.words import describe
+from autotune.report.words import AnyConfig, as_dict, describe
 from autotune.study.reading import Study
 from autotune.units import MIB
 
@@ -125,9 +124,9 @@ def _new_axes() -> Axes:
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
-def _group(config: Mapping[str, Choice]) -> str:
+def _group(config: AnyConfig) -> str:
     """What stays the same along a line: every technique but the batch."""
-    return ", ".join(describe({**config, "accumulation_steps": 1}).split(", ")[1:]) or "plain training"
+    return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 
 def _errorbars(

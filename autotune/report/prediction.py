@@ -138,8 +138,7 @@ def _range(peak: PredictedPeak) -> str:
 
 
 def _words(choices: Mapping[str, Choice]) -> str:
-    words = ", ".join(label_of(name, choice) for name, choice in choices.items())
-    return words.replace("checkpoint segment", "segment")  # a row a combination, where the console is 80 wide
+    return ", ".join(label_of(name, choice) for name, choice in choices.items())
 
 
 def _changes(group: GroupPrediction) -> list[Changes]:

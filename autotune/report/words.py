@@ -35,10 +35,11 @@ def describe(config: AnyConfig, baseline: AnyConfig | None = None) -> str:
     return ", ".join(words) if words else "as the baseline"
 
 
-def describe_batch(config: Mapping[str, Choice]) -> str:
+def describe_batch(config: AnyConfig) -> str:
     """`batch 16 x3`: 16 samples a micro batch, accumulated over three."""
-    steps = config.get(ACCUMULATION, 1)
-    return label_of(BATCH_SIZE, config[BATCH_SIZE]) + ("" if steps == 1 else f" x{steps}")
+    full = as_dict(config)
+    steps = full.get(ACCUMULATION, 1)
+    return label_of(BATCH_SIZE, full[BATCH_SIZE]) + ("" if steps == 1 else f" x{steps}")
 
 
 def essentials(config: AnyConfig) -> dict[str, Choice]:
