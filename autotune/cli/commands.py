@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import given
-from autotune.errors import AutotuneError, ConfigError
+from autotune.errors import AutotuneError, ConfigError, StudyError
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
 from autotune.records.outcome import Kind, Outcome
 
@@ -113,6 +113,26 @@ def show(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def export(options: argparse.Namespace) -> int:
+    """`autotune export`: the answer in other words, on stdout or in a file; what cannot be said there, on stderr."""
+    from autotune.export import export
+    from autotune.study.reading import load_study
+
+    study = load_study(options.study_file, study=options.study)
+    if study.result is None:
+        raise StudyError(
+            f"the study {study.name} has no answer yet; the same `autotune search` command goes on with it"
+        )
+    exported = export(study.result, options.to, space=study.attributes.get("space"))
+    for name, why in exported.unsaid.items():
+        print(f"not said: {name}: {why}", file=sys.stderr)
+    if options.out:
+        _write(Path(options.out), exported.text + "\n")
+    else:
+        print(exported.text)
+    return ANSWERED
+
+
 def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
@@ -190,6 +210,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "probe": probe,
     "verify": verify,
     "show": show,
+    "export": export,
     "sweep": sweep,
     "predict": predict,
     "devices": devices,
