@@ -74,7 +74,7 @@ def _a(base: type) -> str:
 def _loaded(entry: EntryPoint, base: type[T], required: tuple[str, ...]) -> T:
     kind: Any = entry.load()
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise TypeError(f"{entry.value} is not a subclass of {base.__module__.removesuffix(".base")}.{base.__name__}")
+        raise TypeError(f"{entry.value} is not a subclass of {base.__module__.removesuffix('.base')}.{base.__name__}")
     if missing := [name for name in required if not hasattr(kind, name)]:
         raise TypeError(f"{kind.__name__} does not say its {', '.join(missing)}")
     return kind()

@@ -137,7 +137,7 @@ def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
     from autotune.report.live import summary
-    from autotune.report.words import describe
+    from autotune.techniques.labels import describe
     from autotune.tuning.sweep import Progress
 
     def show(progress: Progress) -> None:

@@ -8,7 +8,7 @@ from autotune.records.config import Choice
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Code, Section, Span, Tone, pairs
-from autotune.report.words import describe
+from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds
 
 

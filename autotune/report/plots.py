@@ -8,8 +8,8 @@ from autotune.errors import AutotuneError
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.outcome import Kind
 from autotune.records.result import Measured
-from autotune.report.words import AnyConfig, as_dict, describe
 from autotune.study.reading import Study
+from autotune.techniques.labels import AnyConfig, as_dict, describe
 from autotune.units import MIB
 
 if TYPE_CHECKING:

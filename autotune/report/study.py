@@ -13,8 +13,8 @@ from autotune.records.trial import Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
 from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
-from autotune.report.words import describe, describe_batch
 from autotune.study.reading import Study
+from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds
 
 

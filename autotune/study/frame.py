@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import pandas as pd
 
+from autotune.records.config import Choice
 from autotune.records.outcome import Measurement
 from autotune.records.prediction import Forecast
 from autotune.records.result import Measured
 from autotune.records.trial import Trial
-from autotune.report.words import describe
-from autotune.study.reading import Study
+from autotune.techniques.labels import describe
 from autotune.units import MIB
 
 
@@ -38,8 +38,8 @@ _AFTER = {
 }
 
 
-def probe_frame(study: Study) -> pd.DataFrame:
-    """One row a finished probe.
+def probe_frame(probes: Sequence[Trial], baseline: Mapping[str, Choice]) -> pd.DataFrame:
+    """One row a finished probe; without any, the columns of the baseline's config.
 
     Columns: `number`, `stage`, `round`; every key of a config by its name; `outcome`, `cause`, `feasible`, `score`; the
     figures of a `Measurement` under the same names with `peak_mib` beside `peak_bytes`, missing where the probe did not
@@ -47,23 +47,22 @@ def probe_frame(study: Study) -> pd.DataFrame:
     `predicted_samples_per_s`, ..., missing where nothing was; `train_s`, `wall_s`, `disturbed`, `started`, `reason`,
     `log`. Times are seconds, memory is bytes except for `peak_mib`.
     """
-    keys = _in_order(probe.config for probe in study.probes) or list(study.baseline_config)
-    phases = _in_order(probe.outcome.measurement.phases_s for probe in study.probes if probe.outcome.measurement)
+    keys = _in_order(probe.config for probe in probes) or list(baseline)
+    phases = _in_order(probe.outcome.measurement.phases_s for probe in probes if probe.outcome.measurement)
     phase_columns = {f"phase_{name}_s": "float64" for name in phases}
     types = {**_BEFORE, **dict.fromkeys(keys, "object"), **_FOUND, **_FIGURES, **phase_columns, **_PREDICTED, **_AFTER}
-    frame = pd.DataFrame([_row(probe) for probe in study.probes], columns=list(types)).astype(types)
+    frame = pd.DataFrame([_row(probe) for probe in probes], columns=list(types)).astype(types)
     frame[keys] = frame[keys].infer_objects()
     return frame
 
 
-def front_frame(study: Study) -> pd.DataFrame:
+def front_frame(front: Sequence[Measured], baseline: Mapping[str, Choice]) -> pd.DataFrame:
     """One row for each config of the memory/throughput front, by increasing memory.
 
     Columns: `description`, every key of a config by its name, `samples_per_s` with its 95 % interval `samples_per_s_low`
     and `samples_per_s_high`, `step_s`, `peak_bytes`, `peak_mib`, `num_processes` (fresh processes behind the figures).
     """
-    front = study.front_configs()
-    keys = _in_order(measured.config for measured in front) or list(study.baseline_config)
+    keys = _in_order(measured.config for measured in front) or list(baseline)
     bounds = ("samples_per_s_low", "samples_per_s_high")
     columns = ["description", *keys, "samples_per_s", *bounds, "step_s", "peak_bytes", "peak_mib", "num_processes"]
     return pd.DataFrame([_front_row(measured, bounds) for measured in front], columns=columns)
