@@ -62,9 +62,10 @@ def _runner(options: argparse.Namespace) -> dict[str, Any]:
     """What runs the probes, where that is not this machine."""
     if options.replay is None:
         return {}
+    from autotune.runners import table
     from autotune.runners.replay import ReplayRunner
 
-    return {"runner": ReplayRunner(options.replay)}
+    return {"runner": ReplayRunner(table.read(options.replay))}
 
 
 def probe(options: argparse.Namespace) -> int:
