@@ -12,16 +12,9 @@ from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import given
-from autotune.errors import AutotuneError, ConfigError, StudyError
+from autotune.errors import ConfigError, StudyError
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
 from autotune.records.outcome import Kind, Outcome
-
-
-def exit_code(error: AutotuneError) -> int:
-    """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.tuning.recommend import NothingFeasible
-
-    return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
 
 
 def search(options: argparse.Namespace) -> int:
@@ -264,6 +257,3 @@ def _write(path: Path, content: str) -> None:
         path.write_text(content)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None
-
-
-__all__ = ["COMMANDS", "exit_code"]
