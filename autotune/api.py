@@ -15,6 +15,7 @@ from autotune.predict.answer import Prediction, answer
 from autotune.predict.cache import FOLDER, TraceCache
 from autotune.predict.cards import card_of
 from autotune.predict.targets import target_of
+from autotune.proposers import sampler_names
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions, takes
@@ -54,6 +55,8 @@ def search(
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
+    if asked.sampler not in sampler_names():
+        raise ConfigError(f"sampler: {asked.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
     return run_search(TaskSource.of(task), asked, runner=runner, listener=listener)
 
 

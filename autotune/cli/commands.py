@@ -12,16 +12,9 @@ from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import given
-from autotune.errors import AutotuneError, ConfigError
+from autotune.errors import ConfigError, StudyError
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
 from autotune.records.outcome import Kind, Outcome
-
-
-def exit_code(error: AutotuneError) -> int:
-    """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.tuning.recommend import NothingFeasible
-
-    return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
 
 
 def search(options: argparse.Namespace) -> int:
@@ -62,9 +55,10 @@ def _runner(options: argparse.Namespace) -> dict[str, Any]:
     """What runs the probes, where that is not this machine."""
     if options.replay is None:
         return {}
+    from autotune.runners import table
     from autotune.runners.replay import ReplayRunner
 
-    return {"runner": ReplayRunner(options.replay)}
+    return {"runner": ReplayRunner(table.read(options.replay))}
 
 
 def probe(options: argparse.Namespace) -> int:
@@ -113,11 +107,31 @@ def show(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def export(options: argparse.Namespace) -> int:
+    """`autotune export`: the answer in other words, on stdout or in a file; what cannot be said there, on stderr."""
+    from autotune.export import export
+    from autotune.study.reading import load_study
+
+    study = load_study(options.study_file, study=options.study)
+    if study.result is None:
+        raise StudyError(
+            f"the study {study.name} has no answer yet; the same `autotune search` command goes on with it"
+        )
+    exported = export(study.result, options.to, space=study.attributes.get("space"))
+    for name, why in exported.unsaid.items():
+        print(f"not said: {name}: {why}", file=sys.stderr)
+    if options.out:
+        _write(Path(options.out), exported.text + "\n")
+    else:
+        print(exported.text)
+    return ANSWERED
+
+
 def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
     from autotune.report.live import summary
-    from autotune.report.words import describe
+    from autotune.techniques.labels import describe
     from autotune.tuning.sweep import Progress
 
     def show(progress: Progress) -> None:
@@ -190,6 +204,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "probe": probe,
     "verify": verify,
     "show": show,
+    "export": export,
     "sweep": sweep,
     "predict": predict,
     "devices": devices,
@@ -242,6 +257,3 @@ def _write(path: Path, content: str) -> None:
         path.write_text(content)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None
-
-
-__all__ = ["COMMANDS", "exit_code"]

@@ -74,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
     form = show.add_mutually_exclusive_group()
     _add_json(form)
     form.add_argument("--csv", action="store_true", help="one line per probe")
+    export = command("export", "the answer in the words of a framework")
+    _add_study(export)
+    export.add_argument(
+        "--to", required=True, metavar="NAME", help="env, json, transformers, or another that is installed"
+    )
+    export.add_argument("--out", metavar="FILE", help="write it there instead of to stdout")
     predict = command("predict", "what fits into a memory, without training and without a GPU", PredictOptions)
     predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)

@@ -47,7 +47,7 @@ def path(metavar: str) -> Kind:
     return Kind(read=Path, python="str | Path", metavar=metavar)
 
 
-def one_of(choices: tuple[str, ...], metavar: str = "") -> Kind:
+def one_of(choices: tuple[str, ...]) -> Kind:
     """One of a few words."""
 
     def read(value: Any) -> str:
@@ -55,7 +55,7 @@ def one_of(choices: tuple[str, ...], metavar: str = "") -> Kind:
             raise ValueError(f"{value!r} is not known; expected one of {', '.join(choices)}")
         return str(value)
 
-    return Kind(read=read, python="str", metavar=metavar or "|".join(choices))
+    return Kind(read=read, python="str", metavar="|".join(choices))
 
 
 def whole(low: int, expected: str, high: float = math.inf) -> Kind:

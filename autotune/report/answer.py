@@ -9,8 +9,9 @@ from autotune.records.result import Check, Dropped, Measured, Result
 from autotune.report.figures import counts, interval, measured_rate, plural, times
 from autotune.report.run_it import python_lines, verify_command
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
-from autotune.report.words import as_code, describe
+from autotune.report.words import as_code
 from autotune.techniques import label_of
+from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds
 
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from autotune.devices import available, nvml
 from autotune.devices.base import Telemetry
@@ -18,7 +19,7 @@ from autotune.records.device import DeviceInfo
 from autotune.report.figures import plural
 from autotune.report.json import document
 from autotune.report.sections import Paragraph, Section, table
-from autotune.report.terminal import as_text, renderable
+from autotune.report.terminal import as_text
 from autotune.units import format_bytes
 
 PIPE_WIDTH = 160  # wraps nothing that a device usually says
@@ -61,7 +62,7 @@ def watch_devices(stream: TextIO | None = None, interval_s: float = REFRESH_S) -
                 time.sleep(interval_s)
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
-                live.update(renderable(_sections(*_read()), console.width), refresh=True)
+                live.update(Text(as_text(_sections(*_read()), console.width)), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         return

@@ -37,13 +37,8 @@ def document(data: dict[str, Any]) -> str:
 
 
 def _probe(probe: Trial) -> dict[str, Any]:
-    return {
-        **asdict(probe),
-        "config": probe.config.as_dict(),
-        "outcome": probe.outcome.to_dict(),
-        "started": probe.started.isoformat() if probe.started else None,
-        "wall_s": probe.wall_s,
-    }
+    started = probe.started.isoformat() if probe.started else None
+    return {**asdict(probe), "config": probe.config.as_dict(), "started": started, "wall_s": probe.wall_s}
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TextIO
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.report.figures import expected, measured_rate
-from autotune.report.words import describe
+from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
 from autotune.units import format_bytes, format_seconds
 

@@ -8,7 +8,6 @@ from autotune.records.config import Choice
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Code, Section, Span, Tone, pairs
-from autotune.report.words import describe
 from autotune.units import format_bytes, format_seconds
 
 
@@ -21,8 +20,7 @@ def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator
         rows |= {"outcome": Span("ok", Tone.GOOD), **_figures(outcome.measurement)}
     if outcome.log:
         rows["log"] = outcome.log
-    title = describe(config) if "batch_size" in config else ""
-    yield Section(title, (pairs(rows),))
+    yield Section("", (pairs(rows),))
     if outcome.measurement is None and outcome.detail and outcome.kind is not Kind.OOM:
         yield Section("In detail", tuple(Code(line) for line in outcome.detail.rstrip().splitlines()))
 

@@ -8,8 +8,8 @@ from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
 from autotune.records.config import Choice
 from autotune.report.answer import limit_words, warnings_section
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
-from autotune.report.words import describe, describe_batch
 from autotune.techniques import label_of
+from autotune.techniques.labels import describe, describe_batch
 from autotune.units import GIB, MIB, format_bytes
 
 _PARTS = (
@@ -138,8 +138,7 @@ def _range(peak: PredictedPeak) -> str:
 
 
 def _words(choices: Mapping[str, Choice]) -> str:
-    words = ", ".join(label_of(name, choice) for name, choice in choices.items())
-    return words.replace("checkpoint segment", "segment")  # a row a combination, where the console is 80 wide
+    return ", ".join(label_of(name, choice) for name, choice in choices.items())
 
 
 def _changes(group: GroupPrediction) -> list[Changes]:

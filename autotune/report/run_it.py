@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from autotune.records.options import words
 from autotune.report.sections import Code
-from autotune.report.words import AnyConfig, as_json
+from autotune.report.words import as_json
+from autotune.techniques.labels import AnyConfig
 
 VERIFY_STEPS = 100
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,18 +41,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table; `numbers` are aligned to the right. Those but the last are never wrapped."""
-
-    title: str
-    numbers: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
-    """Rows of cells. Without a title in any column there is no head."""
+    """Rows of cells under titles; there is no head where all titles are empty. The last column alone is wrapped.
 
-    columns: tuple[Column, ...]
+    Attributes:
+        titles: one that begins with `>` is that of a column of numbers, which are aligned to the right.
+    """
+
+    titles: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
 
@@ -93,13 +89,9 @@ class Section:
     note: str = ""
 
 
-def table(columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]]) -> Table:
-    """A table of columns, where a title that begins with `>` is that of a column of numbers."""
-    made = (
-        column if isinstance(column, Column) else Column(column.removeprefix(">"), numbers=column.startswith(">"))
-        for column in columns
-    )
-    return Table(tuple(made), tuple(tuple(row) for row in rows))
+def table(titles: Iterable[str], rows: Iterable[Iterable[Cell]]) -> Table:
+    """A table of whatever can be iterated over."""
+    return Table(tuple(titles), tuple(map(tuple, rows)))
 
 
 def pairs(rows: Mapping[str, Cell]) -> Table:

@@ -6,14 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
 from autotune.records.trial import Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
 from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
-from autotune.report.words import describe, describe_batch
 from autotune.study.reading import Study
+from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds
 
 
@@ -93,7 +94,7 @@ def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tupl
 
 
 def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
-    same_batch = {name: probe.config[name] for name in ("batch_size", "accumulation_steps")}
+    same_batch = {name: probe.config[name] for name in BATCH_KEYS}
     changes = describe(probe.config, {**baseline, **same_batch} if baseline else None)
     flags = ", over the limit" if probe.outcome.measurement and not probe.feasible else ""
     flags += ", disturbed" if probe.disturbed else ""

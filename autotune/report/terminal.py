@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from rich import table as rich_table
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -48,11 +48,6 @@ def as_text(sections: Iterable[Section], width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
 
 
-def renderable(sections: Iterable[Section], width: int) -> RenderableType:
-    """The same as one thing that `rich` can draw again and again."""
-    return Group(*(part for section in sections for part in _section(section, width)))
-
-
 def styled(cell: Cell) -> Text:
     """A cell in its colours. Nothing in it is taken for markup."""
     parts = cell if isinstance(cell, tuple) else (cell,)
@@ -82,18 +77,14 @@ def _paragraph(paragraph: Paragraph, width: int) -> Iterable[Text]:
 
 def _table(table: Table) -> RenderableType:
     made = rich_table.Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=False)
-    made.show_header = any(column.title for column in table.columns)
-    for number, column in enumerate(table.columns):
-        last = number == len(table.columns) - 1
-        made.add_column(
-            column.title,
-            justify="right" if column.numbers else "left",
-            no_wrap=not last,
-            overflow="fold" if last else "ellipsis",
-        )
+    made.show_header = any(table.titles)
+    for title in table.titles:
+        made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
+    last = made.columns[-1]
+    last.no_wrap, last.overflow = False, "fold"
     for row in table.rows:
-        made.add_row(*(styled(cell) for cell in row))
-    return Padding(made, (0, 0, 0, 2))
+        made.add_row(*map(styled, row))
+    return Padding(made, (0, 0, 0, 2), expand=False)
 
 
 _MEASURING = Console(file=io.StringIO(), highlight=False)

@@ -71,16 +71,16 @@ class Study:
         return float(self.attributes.get("headroom", 0.0))
 
     def frame(self) -> pd.DataFrame:
-        """One row a probe, one column a technique or figure; `autotune.report.frame.probe_frame` lists them."""
-        from autotune.report.frame import probe_frame
+        """One row a probe, one column a technique or figure; `autotune.study.frame.probe_frame` lists them."""
+        from autotune.study.frame import probe_frame
 
-        return probe_frame(self)
+        return probe_frame(self.probes, self.baseline_config)
 
     def front(self) -> pd.DataFrame:
         """One row for each config of `front_configs`, by increasing memory."""
-        from autotune.report.frame import front_frame
+        from autotune.study.frame import front_frame
 
-        return front_frame(self)
+        return front_frame(self.front_configs(), self.baseline_config)
 
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran, once each; a failure that passed when it was tried again is forgotten.

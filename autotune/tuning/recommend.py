@@ -28,7 +28,9 @@ Ratio = tuple[float, float, float]  # with its 95 % interval
 
 
 class NothingFeasible(AutotuneError):
-    """No config ran within the limits. Exit code 1."""
+    """No config ran within the limits."""
+
+    exit_code = 1
 
 
 class Interrupted(AutotuneError):

@@ -31,9 +31,9 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.report.figures import rate, times
-from autotune.report.words import describe
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds, parse_bytes
 
 ROOT = Path(__file__).parent.parent.parent

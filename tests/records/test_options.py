@@ -64,7 +64,6 @@ def test_one_name_is_a_list_of_one_name() -> None:
     ("option", "value", "expected"),
     [
         ("objective", "speed", "objective: 'speed' is not known; expected one of throughput, memory, balanced"),
-        ("sampler", "psychic", "sampler: 'psychic' is not known; expected one of cost-model, gp, tpe, random, grid"),
         ("budget", "soon", "budget: 'soon' is not a duration; expected seconds or a value such as 90s"),
         ("budget", 0, "budget: 0 is not possible; expected more than 0 seconds"),
         ("budget", None, "budget: None is not possible; expected more than 0 seconds"),

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from autotune.report.sections import Code, Paragraph, Section, Span, Tone, pairs, plain, table
-from autotune.report.terminal import as_text, render, renderable
+from autotune.report.terminal import as_text, render
 
 SECTIONS = [
     Section(
@@ -62,12 +62,6 @@ def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[1;32mok" in drawn()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "32m" not in drawn()
-
-
-def test_the_same_can_be_drawn_as_one_thing() -> None:
-    stream = io.StringIO()
-    Console(file=stream, width=24, color_system=None).print(renderable(SECTIONS, 24))
-    assert [line.rstrip() for line in stream.getvalue().strip().splitlines()] == as_text(SECTIONS, 24).splitlines()
 
 
 def test_a_cell_is_its_text_without_its_tones() -> None:

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from autotune.records.config import Choice
-from autotune.report.words import as_code, as_json, describe
+from autotune.report.words import as_code, as_json
 from autotune.techniques import complete, label_of
+from autotune.techniques.labels import describe
 
 FULL = complete({"batch_size": 16, "amp": "bf16", "checkpoint_segments": 2, "optimizer_impl": "fused"}, global_batch=48)
 
