@@ -1,4 +1,4 @@
-"""Runs a few optimizer steps of a task with one config after another, always from the same weights on the same samples."""
+"""Runs a few optimizer steps with one config after another, always from the same weights and on the same samples."""
 
 from __future__ import annotations
 

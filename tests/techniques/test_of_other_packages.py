@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import autotune
+from autotune.errors import ConfigError
+from autotune.techniques.discovery import Registry
 
 PACKAGE = Path(autotune.__file__).parent
 NAME = "skip_naps"
@@ -168,11 +170,19 @@ def test_no_file_of_the_package_names_it() -> None:
     ],
 )  # fmt: skip
 def test_one_that_is_broken_is_an_error_that_says_how_to_get_rid_of_it(
-    tmp_path: Path, source: str, expected: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: str
 ) -> None:
     install(tmp_path, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "naps", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        len(Registry())
+    assert expected in str(caught.value) and "`pip uninstall naps-for-autotune`" in str(caught.value)
+
+
+def test_the_command_line_tells_of_a_broken_one_without_a_traceback(tmp_path: Path) -> None:
+    install(tmp_path, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", "import missing_library")
     (tmp_path / "model.py").write_text(MODEL)
     done = run("autotune", "search", "model.py", "--device", "cpu", installed=tmp_path, cwd=tmp_path)
     assert done.returncode == 2
-    assert expected in done.stderr and "`pip uninstall naps-for-autotune`" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "`pip uninstall naps-for-autotune`" in done.stderr and "Traceback" not in done.stderr, done.stderr
