@@ -102,7 +102,7 @@ class Session:
 
 
 def _shares(weights: list[float]) -> list[float]:
-    """What each micro batch counts in the mean over all; the same where none has a term."""
+    """Each micro batch's weight in the mean over all; equal weights where none has a term."""
     total = sum(weights)
     return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
 
@@ -141,7 +141,7 @@ class StepLoader:
         return -(-len(self._micro_loader) // self._config.accumulation_steps)
 
     def micro_batches(self) -> Iterator[Any]:
-        """Single micro batches, before they are grouped."""
+        """Yield single micro batches, before they are grouped."""
         if self._micro_loader is not None:
             yield from self._micro_loader
         else:

@@ -17,7 +17,7 @@ from autotune.records.inspection import Inspection
 
 
 class SpaceExhausted(Exception):
-    """Every config of the space is measured or ruled out."""
+    """No config of the space is left to probe: each was measured or ruled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Space:
         return frozenset(filter(techniques.is_ordered, self.choices))
 
     def complete(self, choices: Mapping[str, Choice]) -> Config:
-        """A full config: what is missing is as fixed, or else as in the baseline; accumulation follows."""
+        """Fill a partial config up: with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
         fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
         full = {**self.baseline.as_dict(), **fixed, **choices}
         if self.global_batch is not None:
@@ -70,8 +70,8 @@ class Space:
                 yield config
 
     def tracing(self) -> Iterator[Config]:
-        """Configs that between them show a tracer everything: the baseline, each combination of the techniques of a phase
-        that shapes memory, and each batch size.
+        """Configs whose traces cover the space: the baseline, each combination of the techniques of one phase that shape
+        memory, and each batch size.
         """
         yield self.baseline
         together: dict[techniques.Phase, list[str]] = {}
@@ -84,7 +84,7 @@ class Space:
 
     @property
     def num_combinations(self) -> int:
-        """Size of the product of choices: an upper bound on the number of configs."""
+        """How many combinations of choices there are, which is an upper bound on the number of configs."""
         return math.prod(len(choices) for choices in self.choices.values())
 
     def without(self, name: str, dropped: set[Choice]) -> Space:
@@ -93,8 +93,9 @@ class Space:
         return replace(self, choices={**self.choices, name: kept})
 
     def with_smaller_baseline(self) -> Space | None:
-        """The space with the baseline's batch halved (or the next divisor of the global batch below), and with that batch for
-        all other configs, too; None at one.
+        """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
+
+        The smaller batch size may be searched with every technique. None where the batch is one sample already.
         """
         if self.baseline.batch_size == 1:
             return None
@@ -120,7 +121,7 @@ class Space:
         return {name: config[name] for name in self.supported}
 
     def nearest(self, proposal: Mapping[str, Any], admissible: Callable[[Config], bool]) -> Config:
-        """The admissible config nearest to a proposal: snapped to the choices, then outwards one step at a time.
+        """The admissible config nearest to a proposal, which is snapped to the choices and then moved one step at a time.
 
         Raises:
             SpaceExhausted: there is none.
@@ -154,7 +155,10 @@ class Space:
 def build_space(
     inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> tuple[Space, list[str]]:
-    """The space of a task on a device, with what the user fixed, included and excluded, and notes on what was left out.
+    """Make the space of a task on a device from what is supported and what the user fixed, included and excluded.
+
+    Returns:
+        The space, and notes for the user on what was left out.
 
     Raises:
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
@@ -231,7 +235,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
 
 
 def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
-    """A fixed batch takes as many micro steps as the global batch has of it."""
+    """Refuse a fixed batch size whose accumulation steps are not searched."""
     assert inspection.global_batch is not None
     steps = BatchPlan.keeping(inspection.global_batch, batch_size).accumulation_steps
     if steps not in accumulations:

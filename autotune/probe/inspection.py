@@ -1,4 +1,4 @@
-"""What a task is and which techniques apply to it, found out in a process of its own and handed on as plain data."""
+"""Finds out, in a process of its own, what a task is and which techniques apply to it, as plain data."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _baseline(task: Any, dataset_size: int | None) -> Config:
 
 
 def _support(technique: Technique, setting: Setting) -> Support:
-    """What of a technique applies. One whose trial fails on a task that trains is off: it alone is not to be had."""
+    """What of a technique applies. A technique whose trial raises is off, with the reason; all others are searched."""
     try:
         support = technique.support(setting)
         return _optional(technique, support) if technique.changes_learning else support

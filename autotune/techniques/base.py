@@ -131,11 +131,8 @@ class Technique(ABC):
         """Whether its choices change what a training step holds on the device."""
         return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
 
-    def traced_as(self, choice: Choice) -> Choice | None:
-        """The choice whose memory, traced without running, stands for this one; None: only probes can tell.
-
-        Asked where the technique shapes memory. A choice that needs the same memory as another names that one.
-        """
+    def traced_as(self, choice: Choice) -> Choice:
+        """The choice whose traced memory also stands for `choice`, since both need the same."""
         return choice
 
     def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ class ChannelsLast(Technique):
     likely: ClassVar[tuple[Choice, ...]] = (True,)
 
     def support(self, setting: Setting) -> Support:
-        """Models with 2-D convolutions on 4-D floating tensors whose code does not `view` in the old layout."""
+        """It applies to 2-D convolutions on 4-D floating tensors, unless the model's code calls `view` in the old layout."""
         import torch
 
         from autotune.task.batches import map_tensors, tensors
@@ -54,7 +54,7 @@ class ChannelsLast(Technique):
         return Support(choices=(False, True))
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """The layout of most fast convolutions, yet some kernels have none for it."""
+        """Most fast convolutions use this layout, yet some kernels do not have it."""
         return Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
 
     def apply(self, build: Build, choice: Choice) -> None:

@@ -34,7 +34,7 @@ class MatmulPrecision(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """CUDA with compute capability 8.0 or newer."""
+        """It applies to CUDA devices of compute capability 8.0 or newer."""
         if setting.device.kind != "cuda":
             return Support(choices=("highest",), reason="TF32 exists on NVIDIA GPUs only")
         capability = setting.device.info().capability
@@ -72,7 +72,7 @@ class MatmulPrecision(Technique):
         return 11 if choice == "tf32" else super().mantissa_bits(choice)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Faster matrix products; nothing is left to gain where they are computed in bf16 or fp16 already."""
+        """Matrix products are faster. Nothing is left to gain where they are computed in bf16 or fp16 already."""
         return Expectation(compute=Factor(typical=0.85, spread=1.2))
 
     def validate(self, choice: Any) -> Choice:
@@ -81,10 +81,10 @@ class MatmulPrecision(Technique):
 
 
 def _setting() -> tuple[Any, str]:
-    """Where torch keeps it, and under which name.
+    """The object that holds the setting, and the attribute's name.
 
-    torch 2.9 and newer have `fp32_precision`; once that was written, reading the older `allow_tf32` raises. So one of
-    them is used throughout.
+    torch 2.9 and newer have `fp32_precision`. Reading the older `allow_tf32` raises once the newer one was written, so
+    only one of them is ever used.
     """
     import torch
 

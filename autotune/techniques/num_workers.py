@@ -35,7 +35,7 @@ class NumWorkers(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """0 and powers of two up to the processors this process may use; at most 1 for an iterable dataset."""
+        """0 and powers of two, up to the processors that this process may use; at most 1 for an iterable dataset."""
         from torch.utils.data import IterableDataset
 
         dataset = setting.task.dataset()
@@ -67,7 +67,7 @@ class NumWorkers(Technique):
         return f"{choice} worker{'' if choice == 1 else 's'}"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Loading is hidden, unless the workers take the processors that train."""
+        """Workers hide the loading, unless they take the processors that train."""
         return Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
 
     def validate(self, choice: Any) -> Choice:
@@ -79,7 +79,7 @@ WITHOUT_DATASET = "the task has no train_dataset, so nothing is loaded"
 
 
 def num_processors() -> int:
-    """Processors that this process may use: those it may run on, or its control group's quota if that is less."""
+    """How many processors this process may use: its affinity, or its control group's quota if that is less."""
     from autotune.devices import cgroup
 
     there_are = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

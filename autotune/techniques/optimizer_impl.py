@@ -43,7 +43,7 @@ class OptimizerImpl(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """The implementations of `setting.optimizer` that it does not use already and that work on its parameters."""
+        """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""
         optimizer = setting.optimizer
         if reason := _why_not(optimizer):
             return Support(choices=(self.off,), reason=reason)
@@ -79,7 +79,7 @@ class OptimizerImpl(Technique):
         return f"{choice} optimizer" if choice == self.off else str(choice)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """One kernel beats lists of tensors, which beat a loop; lists take memory for their results."""
+        """One kernel is faster than lists of tensors, and those than a loop. Lists take memory for their results."""
         typical = {"fused": 0.6, "foreach": 0.8, "for-loop": 1.2}.get(str(choice), 1.0)
         return Expectation(
             compute=Factor(typical=0.99, spread=1.03),
@@ -93,7 +93,7 @@ class OptimizerImpl(Technique):
 
 
 def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> str:
-    """What the optimizer does as the user built it: its flags, else foreach on a GPU and for-loop on a CPU."""
+    """The implementation that the user built: by its flags, else foreach on a GPU and for-loop on a CPU."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"

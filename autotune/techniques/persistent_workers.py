@@ -31,7 +31,7 @@ class PersistentWorkers(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """Tasks with a dataset."""
+        """It applies to tasks with a dataset."""
         if setting.task.dataset() is None:
             return Support(choices=(False,), reason=WITHOUT_DATASET)
         return Support(choices=(False, True))
@@ -42,7 +42,7 @@ class PersistentWorkers(Technique):
             build.loader_options["persistent_workers"] = True
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Only the first batches of a pass over the dataset wait less."""
+        """Only the first batches of each pass over the dataset wait less."""
         return Expectation(data=Factor(typical=0.97, spread=1.1))
 
     def is_redundant(self, config: Config) -> bool:

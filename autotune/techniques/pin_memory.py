@@ -31,7 +31,7 @@ class PinMemory(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """Tasks with a dataset on CUDA."""
+        """It applies to tasks with a dataset on CUDA."""
         if setting.device.kind != "cuda":
             return Support(choices=(False,), reason="there is no copy to a GPU to speed up")
         if setting.task.dataset() is None:
@@ -43,7 +43,7 @@ class PinMemory(Technique):
         return "pinned" if choice else super().label(choice)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Copies that overlap wait less."""
+        """Training waits less for copies that overlap with it."""
         return Expectation(data=Factor(typical=0.9, spread=1.15))
 
     def apply(self, build: Build, choice: Choice) -> None:

@@ -33,7 +33,7 @@ class PrefetchFactor(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """Tasks with a dataset."""
+        """It applies to tasks with a dataset."""
         if setting.task.dataset() is None:
             return Support(choices=(2,), reason=WITHOUT_DATASET)
         return Support(choices=(2, 4, 8))
@@ -48,7 +48,7 @@ class PrefetchFactor(Technique):
         return f"prefetch {choice}"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """A little less waiting where samples take unequally long."""
+        """Training waits a little less where samples take unequally long."""
         return Expectation(data=Factor(typical=0.97, spread=1.1))
 
     def validate(self, choice: Any) -> Choice:

@@ -9,7 +9,7 @@ from autotune.probe.checks import EXACT_ERROR, check_choice, run_checks
 from autotune.probe.dropout_off import dropout_off
 from autotune.task import Task
 from autotune.techniques import REGISTRY
-from autotune.techniques.checkpoint_segments import _Buffers
+from autotune.techniques.recomputed import _Buffers
 
 torch.set_num_threads(1)
 

@@ -94,3 +94,13 @@ def test_a_baseline_that_is_no_config_of_the_task_is_refused(baseline, global_ba
         inspected(task)
     for text in ("the baseline", *expected, "correct"):
         assert text in str(caught.value), str(caught.value)
+
+
+def test_a_technique_that_changes_what_is_learned_is_optional_and_labelled(monkeypatch):
+    monkeypatch.setattr(ChannelsLast, "changes_learning", True)
+    convolution = dataclasses.replace(
+        on_images(), build_model=lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    )
+    support = inspected(convolution)["channels_last"]
+    assert support["choices"] == (False,) and support["optional"] == (True,)
+    assert "changes what is learned" in support["reason"] and "validation" in support["note"]

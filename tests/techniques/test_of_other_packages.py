@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import autotune
+from autotune.errors import ConfigError
+from autotune.techniques.discovery import Registry
 
 PACKAGE = Path(autotune.__file__).parent
 NAME = "skip_naps"
@@ -59,7 +61,7 @@ from torch import nn
 class Napping(nn.Module):
     def __init__(self):
         super().__init__()
-        self.nap_s = 0.02
+        self.nap_s = 0.2
         self.head = nn.Linear(16, 4)
 
     def forward(self, x):
@@ -104,7 +106,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subp
     install(installed, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", TECHNIQUE)
     (folder / "model.py").write_text(MODEL)
     rest = [name for name in ("amp", "optimizer_impl", "batch_size", "channels_last") for name in ("--exclude", name)]
-    search = ["autotune", "search", "model.py", "--device", "cpu", "--budget", "20s", "--study", "naps", *rest]
+    search = ["autotune", "search", "model.py", "--device", "cpu", "--budget", "40s", "--study", "naps", *rest]
     done = run(*search, "--storage", "sqlite:///naps.db", installed=installed, cwd=folder)
     assert done.returncode == 0, done.stderr
     return installed, folder, done
@@ -130,10 +132,9 @@ def test_it_is_applied_in_the_probes_processes(searched: tuple[Path, Path, Any])
 
 
 def test_it_is_named_in_the_report_and_in_the_explanation(searched: tuple[Path, Path, Any]) -> None:
-    assert f"{NAME} alone" in searched[2].stderr
-    assert "wide awake" in searched[2].stdout
-    text = shown(searched)
-    assert "wide awake" in text and "naps" in text
+    assert "wide awake" in searched[2].stderr
+    for text in (searched[2].stdout, shown(searched)):
+        assert "naps -> wide awake" in text and f'"{NAME}": True' in text.replace("true", "True")
 
 
 def test_its_gradients_are_compared_with_plain_training(searched: tuple[Path, Path, Any]) -> None:
@@ -169,11 +170,19 @@ def test_no_file_of_the_package_names_it() -> None:
     ],
 )  # fmt: skip
 def test_one_that_is_broken_is_an_error_that_says_how_to_get_rid_of_it(
-    tmp_path: Path, source: str, expected: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: str
 ) -> None:
     install(tmp_path, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "naps", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        len(Registry())
+    assert expected in str(caught.value) and "`pip uninstall naps-for-autotune`" in str(caught.value)
+
+
+def test_the_command_line_tells_of_a_broken_one_without_a_traceback(tmp_path: Path) -> None:
+    install(tmp_path, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", "import missing_library")
     (tmp_path / "model.py").write_text(MODEL)
     done = run("autotune", "search", "model.py", "--device", "cpu", installed=tmp_path, cwd=tmp_path)
     assert done.returncode == 2
-    assert expected in done.stderr and "`pip uninstall naps-for-autotune`" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "`pip uninstall naps-for-autotune`" in done.stderr and "Traceback" not in done.stderr, done.stderr
