@@ -196,6 +196,7 @@ def _failure(
 ) -> Outcome:
     from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
     from autotune.errors import AutotuneError
+    from autotune.task.usercode import arose_in_autotune
     from autotune.techniques.base import UnsupportedError
 
     if kind is None and is_out_of_memory(error):
@@ -212,10 +213,16 @@ def _failure(
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
+    if own_fault:
+        cause = f"a fault of autotune itself: {cause}"
     if attempted:
         cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
-    ours = isinstance(error, AutotuneError | UnsupportedError)
-    detail = getattr(error, "frames", "") if ours else _frames(error)[-8000:]
+    if isinstance(error, AutotuneError | UnsupportedError):
+        detail = getattr(error, "frames", "")
+    else:
+        frames = "".join(traceback.format_tb(error.__traceback__)) + cause if own_fault else _frames(error)
+        detail = frames[-8000:]
     for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
@@ -227,6 +234,7 @@ def _failure(
         train_s=train_s,
         peak_bytes=peak_bytes,
         attempted_bytes=attempted,
+        own_fault=own_fault,
     )
 
 
