@@ -107,6 +107,8 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     settings = ProbeSettings(**arguments["settings"])
     device = open_device(settings.device)
+    if device.kind != "cuda":
+        hide_gpus()
     seed_everything(settings.seed)
     if settings.memory_limit_bytes is not None:
         device.limit_memory(settings.memory_limit_bytes)
@@ -130,8 +132,11 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Validate the task and say what applies to it: arguments `device`, `memory_limit_bytes`."""
+    from autotune.devices import open_device
     from autotune.probe.inspection import inspect_task
 
+    if arguments["absent"] is not None or open_device(arguments["device"]).kind != "cuda":
+        hide_gpus()
     seed_everything(0)
     return {"inspection": inspect_task(task, **arguments)}
 
@@ -144,6 +149,8 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     seed_everything(0)
     device = open_device(arguments["device"])
+    if device.kind != "cuda":
+        hide_gpus()
     if arguments["memory_limit_bytes"] is not None:
         device.limit_memory(arguments["memory_limit_bytes"])
     config = techniques.complete(arguments["config"])
@@ -152,7 +159,7 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Trace configs without running them: arguments `plan`, `target`, and `channel`, by which each finished group is told."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tracing for a GPU must not touch one
+    hide_gpus()  # tracing for a GPU must not touch one
     from autotune.predict.job import trace_plan
     from autotune.predict.plan import Plan
 
@@ -169,6 +176,15 @@ JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
     "check": _check,
     "trace": _trace,
 }
+
+
+def hide_gpus() -> None:
+    """Let this process, which has one job and needs no GPU for it, and its data workers see none.
+
+    An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
+    user's module is loaded: that may ask for the number of GPUs.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _restore_blas_threads(num_threads: int) -> None:
