@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
@@ -37,7 +37,7 @@ def python(program):
 def test_warming_up_initialises_no_cuda_and_leaves_the_gpu_visible():
     done = python(
         "import os\n"
-        "from autotune.probe.supervisor import _import_everything\n"
+        "from autotune.runners.supervisor import _import_everything\n"
         "_import_everything()\n"
         "print(torch.cuda.is_available(), torch.cuda.device_count(), os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     )
