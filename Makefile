@@ -10,7 +10,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: demo test lint bench bench-searches bench-memory bench-peers clean
+.PHONY: demo test test-avx2 lint bench bench-searches bench-memory bench-peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed  ## search on a shipped case study
@@ -18,6 +18,12 @@ demo: $(VENV)/.installed  ## search on a shipped case study
 
 test: $(VENV)/.installed-dev  ## PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# ONEDNN_MAX_CPU_ISA=AVX2 makes a processor with bf16 arithmetic behave like one that emulates it.
+test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic once more, with less of it
+	@if $(RUN)/python -c 'import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then \
+		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(PYTEST_ARGS); \
+	else echo "this processor emulates bf16: make test has run these tests so"; fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .

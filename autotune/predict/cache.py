@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune import __version__, techniques
+from autotune.devices.cpu import processor_model
+from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
 
@@ -76,7 +78,9 @@ def _agrees(plain: Traces, kept: Traces) -> bool:
 def _key(facts: Mapping[str, Any], target: str, batch_sizes: list[int]) -> str:
     """Of everything that the traces depend on and that is known without tracing."""
     versions = [__version__, metadata.version("torch")]
-    known = [facts["source_hash"], facts["num_parameters"], target, batch_sizes, *versions]
+    # what can be traced depends on the processor's arithmetic, and several machines may share the folder
+    processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
+    known = [facts["source_hash"], facts["num_parameters"], target, batch_sizes, *versions, *processor]
     return f"{facts['name']}-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from autotune import techniques
 from autotune.predict.kernel_memory import KernelMemory
 from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
 from autotune.predict.onednn_kernels import most_kernels
@@ -70,8 +71,11 @@ class _Job:
         return Traces(target=self.target, updates={group: trace})
 
     def model(self, group: Group) -> Traces:
-        """Trace the micro batches of one group."""
-        micro = self.tracer.micro_steps(config_of(group), self.sizes)
+        """Trace the micro batches of one group, unless a technique says that this cannot be done."""
+        config = config_of(group)
+        if reason := techniques.untraceable(config, "cpu" if self.target == CPU else "cuda"):
+            raise TraceError(reason)
+        micro = self.tracer.micro_steps(config, self.sizes)
         factors: tuple[tuple[int, float, float], ...] = ()
         if self.target != CPU:
             factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))

@@ -210,6 +210,7 @@ def seed_everything(seed: int) -> None:
 def _failure(
     error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
 ) -> Outcome:
+    from autotune.devices.no_kernel import missing_kernel
     from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
     from autotune.errors import AutotuneError
     from autotune.task.usercode import arose_in_autotune
@@ -218,14 +219,17 @@ def _failure(
     if kind is None and is_out_of_memory(error):
         kind = Kind.OOM
     attempted = attempted_bytes(error) if kind is Kind.OOM else 0
+    missing = missing_kernel(error) if kind is None else ""
     if kind is None:
-        kind = Kind.UNSUPPORTED if isinstance(error, UnsupportedError) else Kind.ERROR
+        kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
         if isinstance(error, SystemExit):
             kind = Kind.CRASHED
     if isinstance(error, SystemExit):
         cause = f"the training code called sys.exit({error.code!r})"
     elif isinstance(error, AutotuneError | UnsupportedError):
         cause = str(error)
+    elif missing:
+        cause = f"torch's CPU library oneDNN has no such kernel for this processor: {missing}"
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -34,6 +34,7 @@ __all__ = [
     "complete",
     "divisors",
     "known",
+    "untraceable",
     "validate",
     "with_baseline_batch",
 ]
@@ -100,6 +101,12 @@ def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> 
         if "accumulation_steps" not in given:
             full["accumulation_steps"] = global_batch // batch_size
     return Config(tuple(full.items()))
+
+
+def untraceable(config: Config, device_kind: str) -> str:
+    """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
+    on = (t for t in REGISTRY.values() if config[t.name] != t.off)
+    return "; ".join(filter(None, (t.untraceable(config[t.name], device_kind) for t in on)))
 
 
 def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:

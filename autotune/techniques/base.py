@@ -147,6 +147,16 @@ class Technique(ABC):
         """
         return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
 
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why the memory of a config with `choice` cannot be traced without running it; empty where it can.
+
+        It is then learned from probes. Asked only for `choice != off`, on the machine that is to train.
+
+        Args:
+            device_kind: torch's type of the device that is to train: `cpu` or `cuda`.
+        """
+        return ""
+
     def is_redundant(self, config: Config) -> bool:
         """Whether `config` is the same training as one with this technique off, and so need not be searched."""
         return False

@@ -91,6 +91,17 @@ def test_another_task_target_or_space_has_traces_of_its_own(tmp_path):
     assert len(list((tmp_path / "traces").iterdir())) == 4
 
 
+def test_a_processor_with_other_arithmetic_has_traces_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    ask(tmp_path, Prober())
+    ask(tmp_path, Prober(), target="cuda")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    for target, num_asked in (("cpu", 1), ("cuda", 2)):  # what a GPU allocates does not depend on the processor
+        prober = Prober()
+        ask(tmp_path, prober, target=target)
+        assert len(prober.asked) == num_asked
+
+
 def test_a_broken_or_foreign_file_is_replaced(tmp_path):
     first = ask(tmp_path, Prober())
     (file,) = (tmp_path / "traces").iterdir()

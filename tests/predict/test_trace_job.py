@@ -10,6 +10,7 @@ from autotune import techniques
 from autotune.predict.traces import Traces
 from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
+from tests.arithmetic import needs_bf16_arithmetic, skip_without_arithmetic
 
 MODELS = Path(__file__).parent / "models"
 STUDIES = Path(__file__).parent.parent.parent / "studies"
@@ -31,9 +32,9 @@ def prober(tmp_path):
 
 def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(tmp_path):
     configs = [
-        config(batch_size=size, amp=amp, optimizer_impl=implementation)
+        config(batch_size=size, checkpoint_segments=segments, optimizer_impl=implementation)
         for size in (1, 4, 16)
-        for amp in ("off", "bf16")
+        for segments in (0, 2)
         for implementation in ("default", "foreach")
     ]
     with ProcessProber(source("partly_frozen.py"), logs=tmp_path) as prober:
@@ -45,13 +46,25 @@ def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(t
 
 def test_a_group_that_cannot_be_traced_a_crash_and_the_others_are_told_apart(prober):
     configs = [config(), config(amp="fp16"), config(amp="bf16"), config(optimizer_impl="fused")]
-    traces = prober.trace(configs, "cpu", timeout_s=100)
+    traces = prober.trace(configs, "cuda", timeout_s=100)  # for a CPU that emulates bf16 there is no tracing it
     assert traces.peak(config()) is not None
     assert traces.peak(config(optimizer_impl="fused")) is not None
     assert traces.peak(config(amp="fp16")) is None
     assert "SIGABRT" in traces.failures["model: amp=fp16"]
     assert "depends on the values" in traces.failures["model: amp=bf16"]
     assert len(traces.failures) == 2
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_what_the_processor_emulates_is_not_traced_and_the_reason_is_said(avx2, tmp_path, amp):
+    with ProcessProber(source("partly_frozen.py"), logs=tmp_path) as prober:
+        traces = prober.trace([config(), config(amp=amp)], "cpu", timeout_s=100)
+        on_gpu = prober.trace([config(amp=amp)], "cuda", timeout_s=100)
+    assert traces.peak(config()) is not None
+    assert traces.peak(config(amp=amp)) is None
+    assert f"emulates {amp}" in traces.failures[f"model: amp={amp}"]
+    assert on_gpu.peak(config(amp=amp)) is not None  # its arithmetic is not this processor's
 
 
 def test_a_time_out_keeps_what_was_found(prober):
@@ -90,12 +103,14 @@ def test_the_widths_of_the_samples_are_found_beside(tmp_path):
 
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_recurrence_on_lines_of_unequal_length_is_traced_with_its_kernels(tmp_path, amp):
+    skip_without_arithmetic(amp)
     with ProcessProber(source("padded_recurrent.py"), logs=tmp_path) as prober:
         traces = prober.trace([config(amp=amp)], "cpu", timeout_s=100)
     assert traces.failures == {}
     assert traces.peak(config(amp=amp)).kernels_bytes > 0
 
 
+@needs_bf16_arithmetic
 def test_what_was_traced_outlives_a_measurement_of_kernels_that_fails(tmp_path):
     padded = (MODELS / "padded_recurrent.py").read_text()
     crash = "import autotune.predict.kernel_memory as memory, os\nmemory._run = lambda operator, args: os.abort()\n"

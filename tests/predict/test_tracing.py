@@ -18,8 +18,10 @@ from autotune.predict.traces import Traces
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.records.config import Config
 from autotune.task import Task, load_task
+from tests.arithmetic import skip_without_arithmetic
 from tests.predict.real_memory import real_peak_bytes
 
+pytestmark = pytest.mark.arithmetic
 MODELS = Path(__file__).parent / "models"
 KINDS = ("transformer", "residual", "recurrent", "unet", "sparse", "partly_frozen")
 SWITCHED = (
@@ -62,7 +64,7 @@ def impossible(kind: str, choices) -> bool:
         return True  # no blocks
     if choices.get("optimizer_impl") == "fused" and kind == "sparse":
         return True  # no sparse gradients
-    return kind == "recurrent" and choices.get("amp") == "fp16"  # needs a processor with fp16 arithmetic
+    return kind == "recurrent" and choices.get("amp") == "fp16"  # oneDNN trains no LSTM in fp16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,6 +72,7 @@ def impossible(kind: str, choices) -> bool:
 def test_the_traced_peak_is_the_real_allocators(kind, choices):
     if impossible(kind, choices):
         pytest.skip("the model cannot be trained so")
+    skip_without_arithmetic(choices.get("amp", "off"))
     task, traces = model(kind)
     wanted = config(choices)
     peak = traces.peak(wanted)

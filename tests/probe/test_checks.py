@@ -62,6 +62,7 @@ def test_exact_techniques_are_found_exact_with_dropout_live(build_model, name, c
     assert (check.technique, check.choice) == (name, choice)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp):
     check = run_checks(task_of(), {"amp": amp}, "cpu", batch_size=8)
@@ -85,6 +86,7 @@ def test_accumulation_with_batch_norm_is_another_problem_and_says_so():
     assert "expected: batch normalisation" in check.reason
 
 
+@pytest.mark.arithmetic
 def test_a_whole_config_is_compared_at_once():
     config = {
         "batch_size": 8,
