@@ -14,7 +14,14 @@ from autotune.techniques import REGISTRY
 
 PACKAGE = Path(autotune.__file__).parent
 TECHNIQUES = PACKAGE / "techniques"
-PROTOCOL = {"base", "build", "discovery", "expectation", "frameworks"}  # files of the room that are no technique's
+PROTOCOL = {
+    "base",
+    "build",
+    "discovery",
+    "expectation",
+    "frameworks",
+    "labels",
+}  # files of the room that are no technique's
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
 
 

@@ -45,12 +45,12 @@ class Trial:
     number: int
     stage: str
     config: Config
-    reason: str
-    prediction: Forecast | None
-    round: int | None
     outcome: Outcome
     feasible: bool
-    score: float
+    score: float = 0.0
+    reason: str = ""
+    prediction: Forecast | None = None
+    round: int | None = None
     disturbed: bool = False
     started: datetime | None = None
 

@@ -27,12 +27,13 @@ def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[flo
 def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
     """The throughput over fresh processes of a config, at least one of which ran, with the interval between processes."""
     found = [outcome.measurement for outcome in outcomes if outcome.measurement]
-    ratio, low, high = ratio_interval([math.log(measurement.samples_per_s) for measurement in found])
     if len(found) == 1:
-        low, high = found[0].samples_per_s_low, found[0].samples_per_s_high
+        speed, low, high = found[0].samples_per_s, found[0].samples_per_s_low, found[0].samples_per_s_high
+    else:
+        speed, low, high = ratio_interval([math.log(measurement.samples_per_s) for measurement in found])
     return Measured(
         config=config.as_dict(),
-        samples_per_s=ratio,
+        samples_per_s=speed,
         samples_per_s_ci=(low, high),
         peak_bytes=max(measurement.peak_bytes for measurement in found),
         step_s=median(measurement.step_s for measurement in found),

@@ -42,7 +42,7 @@ def test_trials_without_an_outcome_are_counted_and_are_no_probes(file: Path) -> 
 def test_the_attributes_and_the_answer_are_read(file: Path) -> None:
     study = load_study(file)
     assert study.name == "gpt" and study.storage == str(file)
-    assert (study.memory_limit_bytes, study.headroom, study.baseline_config) == (LIMIT, HEADROOM, BASELINE)
+    assert (study.memory_limit_bytes, study.headroom, study.baseline_config) == (LIMIT, HEADROOM, BASELINE.as_dict())
     assert study.result is not None and study.result.config == ANSWER.as_dict()
 
 

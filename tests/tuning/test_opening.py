@@ -15,7 +15,8 @@ import autotune
 from autotune.errors import StudyError
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
-from autotune.study.store import Store, place_of, storage_errors, stored_attributes
+from autotune.study.place import place_of
+from autotune.study.store import Store, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _asked, _fingerprint, _memory_limit
