@@ -12,7 +12,7 @@ from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.probe.differences import Difference, difference, worst
 from autotune.probe.runs import SEED, Runs, restored_randomness
-from autotune.probe.worker import seed_everything
+from autotune.probe.seed import seed_everything
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check

@@ -16,7 +16,7 @@ from autotune import techniques
 from autotune.devices import Device
 from autotune.probe.differences import Run
 from autotune.probe.dropout_off import dropout_off
-from autotune.probe.worker import seed_everything
+from autotune.probe.seed import seed_everything
 from autotune.records.config import Config
 from autotune.session import Session, prepare
 from autotune.task import Task

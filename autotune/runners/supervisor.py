@@ -115,7 +115,7 @@ def _import_everything() -> None:
     import autotune.probe.checks
     import autotune.probe.inspection
     import autotune.probe.measure
-    import autotune.probe.worker  # noqa: F401
+    import autotune.runners.worker  # noqa: F401
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU
@@ -196,7 +196,7 @@ def _spawn(request: dict[str, Any]) -> int:
         "w", suffix=".json", delete=False, dir=os.path.dirname(request["channel"])
     ) as file:
         json.dump(request, file)
-    command = [sys.executable, "-m", "autotune.probe.worker", file.name]
+    command = [sys.executable, "-m", "autotune.runners.worker", file.name]
     with open(request["log"], "ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid
 

@@ -34,6 +34,7 @@ class History:
         timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
     ) -> None:
         self.space = space
+        self.num_earlier = len(trials)
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
         self._objective = objective

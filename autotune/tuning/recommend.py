@@ -100,6 +100,8 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         outcomes=dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
         probes=len(history.trials),
         wall_s=search.budget.elapsed_s,
+        first_probe_s=search.budget.first_probe_s,
+        split_s=_split(search),
         train_s=sum(trial.outcome.spent_training_s for trial in history.trials),
         storage=search.store.place.storage,
         study=search.store.place.study,
@@ -107,6 +109,15 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         asked=dict(search.asked),
         warnings=tuple(search.warnings),
     )
+
+
+def _split(search: Search) -> dict[str, float]:
+    """Where the wall time of this search went, in seconds: the parts add up to it."""
+    trials = search.history.trials[search.history.num_earlier :]
+    training_s = sum(trial.outcome.spent_training_s for trial in trials)
+    parts = dict(search.budget.spent_s)
+    parts |= {"training": training_s, "probes": sum(trial.wall_s for trial in trials) - training_s}
+    return {**parts, "other": search.budget.elapsed_s - sum(parts.values())}
 
 
 def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import optuna
 import pytest
-from autotune.tuning.loop import Loop
 
 from autotune.predict.memory import MemoryModel, PeakSource
 from autotune.predict.time import TimeModel
-from autotune.proposers.acquisition import MAX_ENUMERATED, Advisor
-from autotune.proposers.cost_model import CostModelSampler, NothingPromising
+from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
 from autotune.records.settings import ProbeSettings
+from autotune.records.trial import Proposal
 from autotune.space import Space, build_space
-from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormRunner, inspection, make_loop
+from autotune.tuning.explore import measure_baseline
+from autotune.tuning.state import Search
+from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormRunner, inspection, make_search
 from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner, rough_inspection
 
 SETTINGS = ProbeSettings(memory_limit_bytes=LIMIT_BYTES)
@@ -38,8 +39,8 @@ def plain_space() -> Space:
     return build_space(inspection(), fix={}, include=(), exclude=())[0]
 
 
-def advisor(space: Space, peaks: PeakSource | None, goal: Objective | None = None) -> Advisor:
-    return Advisor(space, goal or objective(), TimeModel(space), MemoryModel(peaks, OUTSIDE_BYTES, space))
+def acquisition(space: Space, peaks: PeakSource | None, goal: Objective | None = None) -> Acquisition:
+    return Acquisition(space, goal or objective(), TimeModel(space), MemoryModel(peaks, OUTSIDE_BYTES, space))
 
 
 def search(
@@ -49,12 +50,12 @@ def search(
     goal: Objective | None = None,
     run: Callable[[Config], Outcome] | None = None,
 ) -> Probes:
-    """Every probe until nothing promises more, at most 40, the baseline's first."""
+    """Every probe until nothing is likely to win, at most 40, the baseline's first."""
     run = run or (lambda config: prober.probe(config, SETTINGS))
-    advice, probes = advisor(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
+    acquired, probes = acquisition(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
     while len(probes) < 40:
         tried = {config for config, _ in probes}
-        found = advice.next(probes, lambda config, tried=tried: config not in tried)  # type: ignore[misc]
+        found = acquired.next(probes, lambda config, tried=tried: config not in tried)  # type: ignore[misc]
         if found is None:
             break
         probes.append((found, run(found)))
@@ -171,14 +172,14 @@ def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
 
 def test_a_forecast_says_what_was_expected_and_why() -> None:
     prober, space = ClosedFormRunner(), plain_space()
-    advice = advisor(space, NoisyPeaks(prober))
-    first = advice.forecast(space.baseline, [])
+    acquired = acquisition(space, NoisyPeaks(prober))
+    first = acquired.predict(space.baseline, [])
     assert first.reason == "what you run today"
     assert first.samples_per_s is None and first.chance_to_win is None and first.peak_bytes is not None
     probes = [(space.baseline, prober.probe(space.baseline, SETTINGS))]
-    second = advice.next(probes, lambda config: config != space.baseline)
+    second = acquired.next(probes, lambda config: config != space.baseline)
     assert second is not None
-    forecast = advice.forecast(second, probes)
+    forecast = acquired.predict(second, probes)
     assert forecast.samples_per_s and forecast.samples_per_s_low and forecast.samples_per_s_high
     assert forecast.samples_per_s_low < forecast.samples_per_s < forecast.samples_per_s_high
     assert forecast.chance_to_win is not None and 0.5 < forecast.chance_to_win < 1 and forecast.chance_to_fit > 0.8
@@ -192,102 +193,49 @@ def test_the_ranking_does_not_fall_for_one_lucky_probe() -> None:
     probes = [
         (config, ClosedFormRunner(noise=0.06, seed=n).probe(config, SETTINGS)) for n, config in enumerate(configs)
     ]
-    first = advisor(space, NoisyPeaks(prober)).ranked(probes)[0]
+    first = acquisition(space, NoisyPeaks(prober)).ranked(probes)[0]
     assert prober.samples_per_s(first) >= 0.97 * max(map(prober.samples_per_s, configs))
 
 
-def sampled(loop: Loop, forgiven: Collection[int] = ()) -> CostModelSampler:
-    """The sampler of a loop whose baseline is measured, over the configs that the loop does not know."""
-    known = {config for config, _ in loop.known()}
-    return CostModelSampler(
-        loop.space,
-        loop.objective,
-        lambda config: config not in known,
-        peaks=NoisyPeaks(ClosedFormRunner()),
-        outside_bytes=OUTSIDE_BYTES,
-        seed=0,
-        forgiven=forgiven,
-    )
+def proposed(search: Search) -> Config | None:
+    """The next config of a new cost model, which knows the search's history alone."""
+    peaks = NoisyPeaks(ClosedFormRunner())
+    found = CostModel(lambda: peaks, OUTSIDE_BYTES, seed=0).propose(search.history)
+    return None if found is None else found.config
 
 
-def finish(loop: Loop, trial: optuna.trial.Trial, config: Config) -> None:
-    outcome = loop.prober.probe(config, SETTINGS)
-    loop.store.describe(trial, config, stage="search", reason="test", forecast=None)
-    loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
-
-
-def ready(folder: Path) -> Loop:
-    loop = make_loop(folder, ClosedFormRunner(noise=0.02))
-    loop.measure_baseline(given=True)
-    return loop
-
-
-def use(loop: Loop, sampler: CostModelSampler) -> None:
-    loop.store.use_sampler(sampler)
-
-
-def test_trials_that_are_forgiven_are_held_against_nothing(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    candidate = loop.space.complete({"batch_size": 8, "amp": "bf16"})
-    before = loop.store.forecast(sampled(loop), candidate)
-    trial = loop.store.begin(candidate, loop.space)
-    loop.store.describe(trial, candidate, stage="search", reason="test", forecast=None)
-    outcome = Outcome(kind=Kind.OOM, peak_bytes=LIMIT_BYTES, attempted_bytes=LIMIT_BYTES)
-    loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
-    assert loop.store.forecast(sampled(loop), candidate) != before
-    assert loop.store.forecast(sampled(loop, forgiven={trial.number}), candidate) == before
+def ready(folder: Path) -> Search:
+    """A search whose baseline is measured."""
+    search = make_search(folder, ClosedFormRunner(noise=0.02), sampler="cost-model")
+    measure_baseline(search)
+    return search
 
 
 def test_a_resumed_study_goes_on_with_the_same_proposal(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    trial, config = loop.store.propose(loop.space)
-    finish(loop, trial, config)
-    proposals = []
-    for _ in range(2):
-        use(loop, sampled(loop))
-        _, proposal = loop.store.propose(loop.space)
-        loop.store.abandon_running()
-        proposals.append(proposal)
-    assert proposals[0] == proposals[1] != config
+    search = ready(tmp_path)
+    first = proposed(search)
+    assert first is not None
+    search.probe(Proposal(config=first))
+    resumed = make_search(tmp_path, ClosedFormRunner(), sampler="cost-model")
+    assert proposed(search) == proposed(resumed) != first
 
 
-def test_what_another_worker_runs_is_not_proposed_again(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    trial, first = loop.store.propose(loop.space)
-    loop.store.describe(trial, first, stage="search", reason="test", forecast=None)
-    _, second = loop.store.propose(loop.space)
-    assert second != first
+def test_what_runs_is_not_proposed_again(tmp_path: Path) -> None:
+    search = ready(tmp_path)
+    first = proposed(search)
+    assert first is not None
+    search.history.running.add(first)
+    assert proposed(search) not in (None, first)
 
 
-def test_a_given_config_is_left_as_it_is(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    given = loop.space.complete({"batch_size": 6, "amp": "fp16"})
-    trial = loop.store.begin(given, loop.space)
-    assert loop.space.complete(trial.params) == given
-
-
-def test_the_search_ends_when_nothing_promises_more(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    tried = {loop.space.baseline}
-    sampler = CostModelSampler(
-        loop.space,
-        loop.objective,
-        lambda config: config not in tried,
-        peaks=NoisyPeaks(ClosedFormRunner()),
-        outside_bytes=OUTSIDE_BYTES,
-        seed=0,
-    )
-    use(loop, sampler)
-    with pytest.raises(NothingPromising):  # noqa: PT012
-        while len(tried) < 30:
-            trial, config = loop.store.propose(loop.space)
-            tried.add(config)
-            finish(loop, trial, config)
+def test_the_search_ends_when_nothing_is_likely_to_win(tmp_path: Path) -> None:
+    search = ready(tmp_path)
+    tried = [search.history.space.baseline]
+    while (config := proposed(search)) is not None and len(tried) < 30:
+        search.probe(Proposal(config=config))
+        tried.append(config)
     assert len(tried) <= 20
-    best = ClosedFormRunner().best_samples_per_s(loop.space, loop.objective.usable_bytes)
+    best = ClosedFormRunner().best_samples_per_s(search.history.space, search.history.objective.usable_bytes)
     assert max(map(ClosedFormRunner().samples_per_s, tried)) >= 0.98 * best
 
 

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
@@ -209,16 +209,6 @@ def _restore_blas_threads(num_threads: int) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(num_threads, user_api="blas")
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch, random and (where it is in use) numpy."""
-    import torch
-
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _failure(
