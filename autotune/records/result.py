@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from autotune.errors import StudyError
 from autotune.records.config import Choice
+from autotune.records.formats import require_readable
 
 FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
 
@@ -121,11 +121,7 @@ class Result:
         Raises:
             StudyError: it was written in a later format.
         """
-        if data.get("format", 1) > FORMAT:
-            raise StudyError(
-                f"the answer has format {data['format']}, this autotune reads up to {FORMAT}; "
-                "upgrade it: pip install --upgrade autotune-torch"
-            )
+        require_readable("the answer", data.get("format", 1), FORMAT)
         data = {**_known(Result, data), "format": FORMAT}
         for name, cls in (("finalists", Measured), ("front", Measured), ("effects", Effect), ("checks", Check)):
             data[name] = tuple(_record(cls, item) for item in data.get(name, ()))

@@ -19,12 +19,13 @@ from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
 from autotune.records.config import Choice
+from autotune.records.formats import require_readable
 from autotune.records.front import pareto_front
 from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.study.store import trial_of
+from autotune.study.store import FORMAT, trial_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,6 +137,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             f"the study {loaded.study_name} in {given} was not made by autotune, so there are no probes to show; "
             "expected a study that `autotune search` wrote"
         )
+    require_readable(f"the study {loaded.study_name} in {given}", attributes["format"], FORMAT)
     answer = attributes.get("result")
     return Study(
         name=loaded.study_name,

@@ -159,6 +159,13 @@ def test_an_optuna_study_of_something_else_is_refused(tmp_path: Path) -> None:
         load_study(tmp_path / "other.db")
 
 
+def test_a_study_of_a_later_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    file = write_study(tmp_path / "later.db", with_probes=False, with_result=False)
+    optuna.load_study(storage=f"sqlite:///{file}", study_name="gpt").set_user_attr("format", 99)
+    with pytest.raises(StudyError, match=r"has format 99, this autotune reads up to \d+; upgrade it"):
+        load_study(file)
+
+
 def test_of_several_studies_one_has_to_be_named(tmp_path: Path) -> None:
     file = write_study(tmp_path / "both.db", name="gpt", with_probes=False, with_result=False)
     write_study(file, name="digits", with_probes=False, with_result=False)
