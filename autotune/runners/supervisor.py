@@ -181,7 +181,7 @@ def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
-    from autotune.probe import worker
+    from autotune.runners import worker
 
     try:
         os.close(connection.detach())
