@@ -175,7 +175,7 @@ def predict(
 
 
 def _target(gpu: str | None, device: str) -> DeviceInfo:
-    """What is predicted for."""
+    """The device that the prediction is for."""
     if gpu is None:
         return open_device(device).info()
     if device != "auto":

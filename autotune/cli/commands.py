@@ -52,7 +52,7 @@ def search(options: argparse.Namespace) -> int:
 
 
 def _runner(options: argparse.Namespace) -> dict[str, Any]:
-    """What runs the probes, where that is not this machine."""
+    """The runner to search with, where it is not this machine."""
     if options.replay is None:
         return {}
     from autotune.runners import table
@@ -91,7 +91,7 @@ def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Na
 
 
 def show(options: argparse.Namespace) -> int:
-    """`autotune show`: what a study holds."""
+    """`autotune show`: the probes, the front and the answer of a study."""
     from autotune.report.csv import study_csv
     from autotune.report.json import study_json
     from autotune.report.study import study_sections
@@ -154,7 +154,7 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def predict(options: argparse.Namespace) -> int:
-    """`autotune predict`: what fits, before anything has run."""
+    """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
     from autotune.report.json import document
     from autotune.report.prediction import prediction_sections
@@ -180,7 +180,7 @@ def predict(options: argparse.Namespace) -> int:
 
 
 def devices(options: argparse.Namespace) -> int:
-    """`autotune devices`: what there is to train on."""
+    """`autotune devices`: the devices to train on."""
     from autotune.report.devices import render_devices, watch_devices
 
     if options.watch:

@@ -1,4 +1,4 @@
-"""Run a command, and turn whatever it raises into an exit code, a message and, with `--json`, a document."""
+"""Run a command, and turn an exception into an exit code, a message and, with `--json`, a document."""
 
 from __future__ import annotations
 

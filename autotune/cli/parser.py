@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify = command("verify", "a long run of one config, with real data", VerifyOptions)
     verify.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
     _add_json(verify)
-    show = command("show", "trials, front, recommendation, why")
+    show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
     form = show.add_mutually_exclusive_group()
     _add_json(form)
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--to", required=True, metavar="NAME", help="env, json, transformers, or another that is installed"
     )
     export.add_argument("--out", metavar="FILE", help="write it there instead of to stdout")
-    predict = command("predict", "what fits into a memory, without training and without a GPU", PredictOptions)
+    predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
     predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)
     sweep = command("sweep", "measure a whole space into a table, to compare searches on", SweepOptions)
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str, Any]:
-    """The options of the table that the user gave, by name, as text: what the Python API takes."""
+    """The options of the table that the user gave, by name, as text. The Python API takes them so."""
     return {option.name: getattr(namespace, option.name) for option in table(options) if option.name in namespace}
 
 

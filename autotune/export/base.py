@@ -1,4 +1,4 @@
-"""What an exporter is: it says an answer in the words of something else, and what cannot be said there."""
+"""The protocol of exporters: each says an answer in other words, and lists the keys that cannot be said there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Exporter(ABC):
     """Says an answer in the words of something else. Stateless.
 
     Attributes:
-        name: what the user asks for, as in `--to NAME`.
+        name: the NAME of `--to NAME`.
         summary: one line for the help.
     """
 

@@ -1,4 +1,4 @@
-"""The config as JSON: what `--config FILE` and `autotune.prepare` take."""
+"""The config as JSON, which `--config FILE` and `autotune.prepare` take."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Transformers(Exporter):
     summary: ClassVar[str] = "arguments of Hugging Face's TrainingArguments as JSON"
 
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
-        """What differs from plain training, and what `TrainingArguments` would do differently when it is off."""
+        """One group of arguments for each key; a technique that is off is said where the framework's default may differ."""
         arguments: dict[str, Any] = {}
         unsaid: dict[str, str] = {}
         for name, choice in result.config.items():

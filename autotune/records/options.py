@@ -1,4 +1,4 @@
-"""What a user may ask for: each option once. The command line, the Python API and the stored study read this table."""
+"""The options, each spelled once. The command line, the Python API and the stored study read this table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.records.option_kinds import Kind
 from autotune.units import parse_bytes
 
 OBJECTIVES = ("throughput", "memory", "balanced")
-TASK, SPACE, EFFORT, KEPT = "task and device", "what is searched", "effort", "study"  # groups in `--help`
+TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -27,7 +27,7 @@ class Option:
     Attributes:
         name: the keyword in Python; `--name`, with hyphens, on the command line.
         kind: how its value is read.
-        help: what it does, for `--help` and for docstrings.
+        help: its effect, for `--help` and for docstrings.
         group: under which `--help` lists it.
     """
 
@@ -62,7 +62,7 @@ MEMORY_LIMIT = _option(
     "memory_limit",
     kinds.MEMORY,
     TASK,
-    "bytes of one training process, or a share of the device's; default: what is free",
+    "bytes of one training process, or a share of the device's; default: all that is free",
 )
 GLOBAL_BATCH = _option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
 HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit that is to stay free")
@@ -80,9 +80,9 @@ SAMPLER = _option(
     "sampler",
     kinds.text("NAME"),
     SPACE,
-    "what proposes configs: cost-model, Optuna's gp, tpe or random, or grid",
+    "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid",
 )
-SEED = _option("seed", kinds.SEED, SPACE, "of everything random")
+SEED = _option("seed", kinds.SEED, SPACE, "seed of all random choices")
 BUDGET = _option("budget", kinds.SECONDS, EFFORT, "time for the whole search, play-off included")
 TRIALS = _option("trials", kinds.COUNT, EFFORT, "at most N probes before the play-off")
 PROBE_TIMEOUT = _option(
@@ -107,7 +107,7 @@ GPU = _option("gpu", kinds.text("80GiB|NAME"), TASK, "memory or name of a card t
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every run of a task takes, and what whoever runs an answer has to ask for again."""
+    """Options of every run of a task; an answer is run with the same ones."""
 
     device: str = DEVICE.default("auto")
     memory_limit_bytes: int | None = MEMORY_LIMIT.default(None)
@@ -149,7 +149,7 @@ class RunOptions:
         return options
 
     def asked(self) -> dict[str, str | int]:
-        """What has to be asked for again to run an answer: nothing that is a default."""
+        """The options with which an answer has to be run, without those that are defaults."""
         values = {option.name: (getattr(self, item.name), item.default) for item, option in _table(RunOptions)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -218,7 +218,7 @@ def table(options: type[RunOptions]) -> dict[Option, Any]:
 
 
 def words(asked: Mapping[str, str | int]) -> list[str]:
-    """What `RunOptions.asked` returned, as words of a command line."""
+    """The result of `RunOptions.asked` as words of a command line."""
     kind_of = {option.name: option for _, option in _table(RunOptions)}
     return [word for name, value in asked.items() for word in (kind_of[name].flag, kind_of[name].kind.write(value))]
 

@@ -32,7 +32,7 @@ class Dropped(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one technique of the answer did, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
+    """The effect of one technique of the answer, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
 
     technique: str
     choice: Choice
@@ -61,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search answers with.
+    """The answer of a search.
 
     Attributes:
         verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run.
@@ -69,7 +69,7 @@ class Result:
             baseline itself does not run within the limit (`baseline` is None then, too).
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
-        limit: what limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
+        limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;

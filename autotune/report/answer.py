@@ -1,4 +1,4 @@
-"""An answer as sections: what to run, what it gains, how sure that is, and why."""
+"""An answer as sections: the config to run, its gain with the interval, and the reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING
 
 
 def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
-    """Everything that is told of an answer.
+    """All sections of an answer.
 
     Args:
         model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
@@ -28,7 +28,7 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     limit = limit_words(result.objective, result.memory_limit_bytes, result.headroom)
     verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
     yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
-    yield Section("Recommended config", (as_code(result.config, "config = "),), "whatever is not named is off")
+    yield Section("Recommended config", (as_code(result.config, "config = "),), "everything not named is off")
     yield _play_off(result)
     if result.front and not in_study:
         yield front_section(result.front, answer=result.config, baseline=result.baseline)
@@ -67,7 +67,7 @@ def front_section(
         for measured in front
     )
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
-    return Section("Memory/throughput front", (shown,), "what nothing beats in both")
+    return Section("Memory/throughput front", (shown,), "no config beats these in both")
 
 
 def warnings_section(warnings: Iterable[str]) -> Section:
@@ -153,7 +153,7 @@ def _answer(result: Result) -> Measured:
 
 
 def _reasons(result: Result) -> Iterator[Section]:
-    """What each technique did, what limits the speed, and what the checks found."""
+    """The effect of each technique, the limit of the speed, and the result of the checks."""
     if result.effects:
         rows = (
             (
@@ -170,9 +170,9 @@ def _reasons(result: Result) -> Iterator[Section]:
             for effect in result.effects
         )
         changes = table((">speed", ">memory", ">pairs", "change"), rows)
-        yield Section("What each change did", (changes,), "from probes that differ in it alone")
+        yield Section("Effect of each change", (changes,), "from probes that differ in it alone")
     if result.limit:
-        yield Section("What limits the speed now", (Paragraph(result.limit),))
+        yield Section("Limit of the speed now", (Paragraph(result.limit),))
     if result.checks:
         checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, result.checks))
         yield Section("Checked on your model", (checked,), "a small step against plain fp32, relative errors")

@@ -1,4 +1,4 @@
-"""`autotune devices`: what there is to train on, and how busy it is."""
+"""`autotune devices`: the devices to train on, and how busy they are."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def study_json(study: Study) -> str:
 
 
 def document(data: dict[str, Any]) -> str:
-    """Plain data as a JSON document that every parser takes: what JSON has no word for (infinity) becomes null."""
+    """Plain data as a JSON document that every parser takes. Infinity and NaN, which JSON lacks, become null."""
     return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""One probe's outcome as sections: what `autotune probe` and `autotune verify` print."""
+"""One probe's outcome as sections, for `autotune probe` and `autotune verify`."""
 
 from __future__ import annotations
 

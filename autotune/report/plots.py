@@ -108,7 +108,7 @@ def _new_axes() -> Axes:
 
 
 def _group(config: AnyConfig) -> str:
-    """What stays the same along a line: every technique but the batch."""
+    """The techniques, without the batch: they stay the same along a line."""
     return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 

@@ -1,4 +1,4 @@
-"""A prediction as sections: what fits, what it consists of, and where most of it is held."""
+"""A prediction as sections: the largest batches that fit, the breakdown of their memory, and the modules that hold most of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Changes = frozenset[tuple[str, Choice]]
 
 
 def prediction_sections(prediction: Prediction) -> Iterator[Section]:
-    """What is told of a prediction: of one config, or of every combination of techniques."""
+    """All sections of a prediction for one config, or for every combination of techniques."""
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
     yield Section(prediction.task, (Paragraph(how),), f"on {prediction.device}: {limit}")
@@ -52,7 +52,7 @@ def _one(prediction: Prediction, peak: PredictedPeak, outside: str) -> Iterator[
         for _, field, meaning in _PARTS
         for held in (getattr(peak, field),)
     )
-    yield Section("What it consists of", (table((">bytes", ">share", ""), rows),))
+    yield Section("Breakdown", (table((">bytes", ">share", ""), rows),))
     yield from _modules(peak)
 
 
@@ -80,7 +80,7 @@ def _all(prediction: Prediction, outside: str) -> Iterator[Section]:
     )
     meanings = ", ".join(f"{title}: {meaning}" for title, _, meaning in _PARTS if title not in ("params", "grads"))
     explained = Paragraph(Span(meanings.format(outside=outside), Tone.NOTE))
-    yield Section("What it consists of", (parts, explained), name)
+    yield Section("Breakdown", (parts, explained), name)
     first = next((number for number, group in enumerate(groups) if group.fits), 0)
     yield from _modules(groups[first].peak, f"#{first + 1}")
 
@@ -142,7 +142,7 @@ def _words(choices: Mapping[str, Choice]) -> str:
 
 
 def _changes(group: GroupPrediction) -> list[Changes]:
-    """What else may be switched without changing the memory; what follows from two of these is left out."""
+    """Choices that may be switched without changing the memory. A combination of two such choices is not listed again."""
     changes = [frozenset(other.items() - group.switched_on.items()) for other in group.same_memory]
     return [change for change in changes if change and not any(other < change for other in changes)]
 

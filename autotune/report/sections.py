@@ -1,4 +1,4 @@
-"""What is told, as plain data: sections of paragraphs, tables and code, which a renderer puts on a terminal or a page."""
+"""Reports as plain data: sections of paragraphs, tables and code. A renderer puts them on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Tone(StrEnum):
-    """What a piece of text is to its reader; a renderer gives it its look."""
+    """The meaning of a piece of text for its reader; a renderer chooses the look."""
 
     PLAIN = ""
     STRONG = "strong"
@@ -90,7 +90,7 @@ class Section:
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[Cell]]) -> Table:
-    """A table of whatever can be iterated over."""
+    """A table from any iterables."""
     return Table(tuple(titles), tuple(map(tuple, rows)))
 
 

@@ -12,7 +12,7 @@ from autotune.techniques.labels import AnyConfig, as_dict
 
 
 def essentials(config: AnyConfig) -> dict[str, Choice]:
-    """What has to be said for `autotune.prepare` to build the same config: the batch, and whatever is not off."""
+    """The keys that `autotune.prepare` needs to build the same config: the batch, and every technique that is not off."""
     return {
         name: choice
         for name, choice in as_dict(config).items()

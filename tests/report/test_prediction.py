@@ -94,7 +94,7 @@ def test_each_row_has_its_breakdown_and_the_columns_are_explained() -> None:
 
 def test_a_small_model_is_told_in_mebibytes() -> None:
     small = replace(PLAIN, peak=replace(PLAIN.peak, peak_bytes=GIB, activations_bytes=300 * MIB))
-    assert "What it consists of MiB # params" in flat(TABLE, groups=(small,))
+    assert "Breakdown MiB # params" in flat(TABLE, groups=(small,))
     assert "1 512 512 1024 300 256 256 512" in flat(TABLE, groups=(small,))
 
 
