@@ -11,6 +11,7 @@ from typing import Any
 
 from autotune import techniques
 from autotune.errors import ConfigError
+from autotune.predict.targets import target_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
@@ -28,6 +29,7 @@ from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0
+TRACE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Progress:
 
 
 def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress], None]) -> Table:
-    """Measure every config of the grid; a table that is there already is carried on with.
+    """Measure every config of the grid; a table that is there already is carried on with. Its traces are written beside it.
 
     Raises:
         TaskError, ConfigError, DeviceError: the user can put it right; see the message.
@@ -69,6 +71,9 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restricted(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
+        if recorded.traces is None:
+            traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S)
+            table.write_traces(options.out, traces)
         rows = list(recorded.rows)
         for number in range(options.max_repeats):
             known, done = figures_of(rows), {row.config for row in rows if row.repeat == number}
@@ -83,22 +88,6 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
     return table.read(options.out)
-
-
-def space_of(header: Header) -> Space:
-    """The space that a table was swept over, as a search sees it."""
-    baseline = techniques.complete(header.baseline, global_batch=header.global_batch)
-    choices = dict(header.choices)
-    accumulations = frozenset(choices[ACCUMULATION])
-    if header.global_batch is not None:
-        del choices[ACCUMULATION]
-    return Space(
-        choices=choices,
-        supported=_searched(choices),
-        baseline=baseline,
-        global_batch=header.global_batch,
-        accumulations=accumulations,
-    )
 
 
 def _wants(known: Figure | None, options: SweepOptions) -> bool:
@@ -143,6 +132,7 @@ def _searched(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choi
 def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> Header:
     device = inspection.device
     assert settings.memory_limit_bytes is not None
+    keys = (*BATCH_KEYS, *techniques.REGISTRY)
     every = {**space.choices, ACCUMULATION: tuple(sorted({int(config[ACCUMULATION]) for config in space}))}
     return Header(
         task=inspection.facts["name"],
@@ -159,7 +149,12 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         autotune=__version__,
         global_batch=inspection.global_batch,
         baseline=space.baseline.as_dict(),
-        choices={name: every[name] for name in (*BATCH_KEYS, *techniques.REGISTRY)},
+        choices={name: every[name] for name in keys},
+        capability=device.capability,
+        baseline_given=inspection.baseline_given,
+        reasons={name: inspection.support_of(name).reason for name in keys if inspection.support_of(name).reason},
+        notes={name: inspection.support_of(name).note for name in keys if inspection.support_of(name).note},
+        facts={name: fact for name, fact in inspection.facts.items() if name != "widest"},
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,
         max_warmup_s=settings.max_warmup_s,
@@ -185,4 +180,4 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
     return begun
 
 
-__all__ = ["Progress", "space_of", "sweep"]
+__all__ = ["Progress", "sweep"]

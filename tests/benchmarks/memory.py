@@ -28,14 +28,19 @@ from autotune.records.inspection import Inspection
 from autotune.runners import table
 from autotune.runners.local import LocalRunner
 from autotune.runners.table import Table
+from autotune.space import Space, build_space
 from autotune.task import load_task
 from autotune.task.source import TaskSource
-from autotune.tuning.sweep import space_of
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith(".allocator.csv"))
 NUM_PAIRS = 30  # of the two probes that the memory model is given
 TRACE_TIMEOUT_S = 600.0
+
+
+def space_of(recorded: Table) -> Space:
+    """The space that a table was swept over, as a search sees it."""
+    return build_space(recorded.header.inspection(), fix={}, include=(), exclude=())[0]
 
 
 def study_file(path: Path) -> Path:
@@ -55,7 +60,7 @@ def traces_of(recorded: Table, folder: Path | None = None) -> tuple[Traces, floa
         started = time.monotonic()
         traces = cached_traces(
             prober,
-            space_of(recorded.header).tracing(),
+            space_of(recorded).tracing(),
             target,
             facts=inspection.facts,
             folder=folder or Path(logs),
@@ -121,7 +126,7 @@ def after_two_probes(recorded: Table, traces: Traces) -> Iterator[float]:
 
     Of a config's repeats the one with the largest peak counts, and what is predicted are as many shapes as it met.
     """
-    space, configs = space_of(recorded.header), list(recorded.figures)
+    space, configs = space_of(recorded), list(recorded.figures)
     measured = {
         c: [row.outcome.measurement for row in rows if row.outcome.measurement] for c, rows in recorded.repeats.items()
     }

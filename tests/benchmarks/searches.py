@@ -36,8 +36,7 @@ from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Table
 from autotune.study.store import Place, Store
 from autotune.tuning.events import Listener
-from autotune.tuning.sweep import space_of
-from tests.benchmarks.memory import TABLES, traces_of
+from tests.benchmarks.memory import TABLES, space_of, traces_of
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"
@@ -125,13 +124,13 @@ def limit_bytes(recorded: Table, *, tight: bool) -> int:
     peaks = [figure.peak_bytes for figure in recorded.figures.values()]
     if not tight:
         return int(max(peaks) / (1 - HEADROOM)) + 1
-    baseline_bytes = recorded.figures[space_of(recorded.header).baseline].peak_bytes
+    baseline_bytes = recorded.figures[space_of(recorded).baseline].peak_bytes
     return int(max(float(np.quantile(peaks, 1 - EXCEEDING)), 1.01 * baseline_bytes) / (1 - HEADROOM)) + 1
 
 
 def doubling(truth: Truth) -> list[Config]:
     """Plain fp32 training at the table's batch sizes, doubled until it fails; the last that fits is the answer."""
-    space = space_of(truth.table.header)
+    space = space_of(truth.table)
     sizes = sorted(int(size) for size in space.choices["batch_size"])
     tried, size = [], sizes[0]
     while True:
@@ -165,7 +164,7 @@ def run(scenario: Scenario, strategy: str, seed: int) -> Search:
 
 def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
     """The product's search loop over a table, with its study in memory."""
-    space = space_of(truth.table.header)
+    space = space_of(truth.table)
     place = Place(storage="sqlite:///:memory:", study="replay", file=None)
     return Loop(
         prober=ReplayRunner(truth.table, seed=seed),
