@@ -31,7 +31,8 @@ class Connection:
         fork: False starts a new interpreter for each job.
 
     Attributes:
-        hello: what the supervisor says of the task: `mode`, `reason`, `global_batch`, `baseline`.
+        hello: what the supervisor says of the task: `global_batch`, `baseline`, and in `no_fork` why every job has to start a
+            new interpreter, empty when none has to.
 
     Raises:
         TaskError: the user's module cannot be imported.
@@ -72,7 +73,9 @@ class Connection:
 
     def read(self) -> dict[str, Any]:
         """Read the reply to a request. Raises ProbeFault when the supervisor died."""
-        line = self._replies.readline()
+        line = ""
+        with contextlib.suppress(ConnectionResetError):  # it died before it had read what was sent
+            line = self._replies.readline()
         if not line:
             raise ProbeFault(f"the process that starts probes failed: {describe_exit(self._process.wait())}")
         return json.loads(line)  # type: ignore[no-any-return]

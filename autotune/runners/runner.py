@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from autotune.errors import AutotuneError
 from autotune.predict.plan import Plan, plan_traces
@@ -49,6 +49,7 @@ class Stated:
 class InspectJob:
     """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there."""
 
+    name: ClassVar[str] = "inspect"
     memory_limit_bytes: int | None
     timeout_s: float
     absent: DeviceInfo | None = None
@@ -58,23 +59,36 @@ class InspectJob:
 class ProbeJob:
     """Train a few steps of a config and measure them."""
 
+    name: ClassVar[str] = "probe"
     config: Config
     settings: ProbeSettings
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckJob:
     """Compare a config's gradients with plain fp32's, on `batch_size` samples."""
 
+    name: ClassVar[str] = "check"
     config: Config
     settings: ProbeSettings
     batch_size: int
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob:
     """Trace the memory of a plan's groups, one after another; after `slice_s` none is begun but the first."""
 
+    name: ClassVar[str] = "trace"
     plan: Plan
     target: str
     slice_s: float

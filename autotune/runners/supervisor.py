@@ -42,7 +42,7 @@ def main() -> None:
     hello, task = _import(source)
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
     if not greeting["fork"]:
-        hello, task = hello | {"mode": "new interpreter", "reason": "asked for"}, None
+        hello, task = hello | {"no_fork": "asked for"}, None
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
@@ -81,7 +81,6 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     from autotune.errors import AutotuneError
     from autotune.task.source import TaskSource
 
-    started = time.perf_counter()
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _import_everything()
@@ -93,16 +92,16 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     except BaseException as error:
         frames = "".join(traceback.format_exception(error))
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
-    hello: dict[str, Any] = {"mode": "fork", "reason": "", "name": task.name, "import_s": time.perf_counter() - started}
-    hello["global_batch"], hello["baseline"] = task.global_batch, None if task.baseline is None else dict(task.baseline)
-    threads = _num_threads()
-    if threads > max(1, before):
-        hello |= {"mode": "new interpreter", "reason": f"importing the model file started {threads - before} threads"}
+    no_fork = ""
+    if (threads := _num_threads()) > max(1, before):
+        no_fork = f"importing the model file started {threads - before} threads"
     elif _has_cuda_context():
-        hello |= {"mode": "new interpreter", "reason": "importing the model file initialised CUDA"}
+        no_fork = "importing the model file initialised CUDA"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
-    return hello, task if hello["mode"] == "fork" else None
+    baseline = None if task.baseline is None else dict(task.baseline)
+    hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline}
+    return hello, None if no_fork else task
 
 
 def _import_everything() -> None:

@@ -32,6 +32,9 @@ def run(runner, batch_size, *, amp="off", **changes):
 @pytest.fixture(autouse=True)
 def the_next_probe_still_works(runner):
     yield
+    if runner._running is not None:  # of a test that failed
+        runner.cancel(runner._running.ticket)
+        runner.collect()
     outcome = run(runner, 4)
     assert outcome.kind is Kind.OK, outcome
 
@@ -179,7 +182,7 @@ def until(runner, ticket, is_there):
 def test_a_probe_is_followed_while_it_runs_and_cancelled(runner):
     ticket = runner.submit(job(8, num_steps=10**6))
     progress = until(runner, ticket, lambda progress: progress.stage == "timing")
-    assert progress.num_micro_steps > 3 and progress.train_s > 0 and progress.peak_bytes > 10 * 2**20
+    assert progress.num_micro_steps >= 3 and progress.train_s > 0 and progress.peak_bytes > 10 * 2**20
     assert runner.collect(timeout_s=0.01) is None
     runner.cancel(ticket)
     outcome = runner.collect().result
@@ -197,9 +200,7 @@ def test_a_job_that_is_cancelled_before_it_began_ends_too(runner):
 
 def test_cancelling_what_has_ended_does_no_harm_to_the_next(runner):
     ticket = runner.submit(job(8))
-    while runner.progress(ticket).stage != "timing":
-        time.sleep(0.01)
-    time.sleep(2)  # it has ended by now, and is not yet collected
+    until(runner, ticket, lambda progress: runner._running._result is not None)
     runner.cancel(ticket)
     assert runner.collect().result.ok
     assert run(runner, 8).ok
