@@ -1,7 +1,7 @@
 """The process that starts, watches and cleans up after probes: a fork server that has imported torch and the user's module once.
 
-It holds one thread and no CUDA context, so that a fork is safe; where importing the user's module breaks that, every probe gets a
-new interpreter instead. It is the reaper of everything a probe leaves behind, and it ends when the search does.
+It holds one thread and no CUDA context, so that a fork is safe. Where importing the user's module breaks that, every job gets a
+new interpreter instead. It kills and reaps whatever a job leaves behind, and it ends when the search does.
 """
 
 from __future__ import annotations
@@ -154,14 +154,13 @@ def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
     from autotune.devices.oom import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
-    started = time.monotonic()
+    deadline = time.monotonic() + request["timeout_s"]
     pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)
-    ended_by = _wait(pid, started + request["timeout_s"], inbox)
+    ended_by = _wait(pid, deadline, inbox)
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    wall_s = time.monotonic() - started
     _reap_descendants()
     if ended_by == "closed":
         os._exit(0)
@@ -170,7 +169,6 @@ def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
         "timed_out": ended_by == "timeout",
         "cancelled": ended_by == "cancel",
         "oom_killed": kernel_oom_kills() > kills_before,
-        "wall_s": wall_s,
     }
 
 
