@@ -116,15 +116,19 @@ class Header:
             global_batch=self.global_batch,
             baseline=techniques.complete(self.baseline, global_batch=self.global_batch).as_dict(),
             baseline_given=self.baseline_given,
-            batch=BatchSupport(
-                sizes=tuple(int(size) for size in self.choices[BATCH_SIZE]),
-                accumulation_steps=tuple(int(steps) for steps in self.choices[ACCUMULATION]),
-                sizes_reason=self.reasons.get(BATCH_SIZE, ""),
-                reason=self.reasons.get(ACCUMULATION, ""),
-                note=self.notes.get(ACCUMULATION, ""),
-            ),
+            batch=self._batch_support(),
             support={name: self._support(name) for name in techniques.REGISTRY},
             outside_bytes=self.outside_bytes,
+        )
+
+    def _batch_support(self) -> BatchSupport:
+        steps = self.choices[ACCUMULATION]
+        return BatchSupport(
+            sizes=tuple(map(int, self.choices[BATCH_SIZE])),
+            accumulation_steps=tuple(map(int, steps)),
+            sizes_reason=self.reasons.get(BATCH_SIZE, ""),
+            reason=self.reasons.get(ACCUMULATION, ""),
+            note=self.notes.get(ACCUMULATION, ""),
         )
 
     def _support(self, name: str) -> Support:
