@@ -55,11 +55,11 @@ def cached_traces(
     traces = Traces(target=target)
     if kept is not None:
         plain_configs = [techniques.complete({"batch_size": size}) for size in sizes]
-        known = Traces(target=target, variety=kept.variety)
+        known = Traces(target=target, lengths=kept.lengths)
         plain = prober.trace(plain_configs, target, timeout_s, known=known)
         if plain.failures:
             return plain  # what is kept may be right, and is left for a time when this can be told
-        traces = kept.merged(plain) if _agrees(plain, kept) else replace(plain, variety=None)
+        traces = kept.merged(plain) if _agrees(plain, kept) else replace(plain, lengths=None)
     traces = prober.trace(configs, target, max(0.0, deadline - time.monotonic()), known=traces)
     if kept is None or traces != replace(kept, failures=traces.failures):
         _write(path, traces)
@@ -67,10 +67,8 @@ def cached_traces(
 
 
 def _agrees(plain: Traces, kept: Traces) -> bool:
-    """Whether plain training is as it was; what kernels hold is measured, and never twice the same."""
-    models = {group: replace(trace, kernels=()) for group, trace in plain.models.items()}
-    before = {group: replace(trace, kernels=()) for group, trace in kept.models.items()}
-    return models.items() <= before.items() and plain.updates.items() <= kept.updates.items()
+    """Whether plain training is as it was."""
+    return plain.models.items() <= kept.models.items() and plain.updates.items() <= kept.updates.items()
 
 
 def _key(facts: Mapping[str, Any], target: str, batch_sizes: list[int]) -> str:

@@ -37,11 +37,9 @@ class TracedPeak:
         breakdown: of the living tensors at the peak.
         turnover_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
             not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
-        kernels_bytes: of code that a library has compiled for all but the first of the batches' shapes, and keeps.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
     turnover_bytes: int
-    kernels_bytes: float

@@ -88,18 +88,24 @@ class Design:
         features: (m, q, p) which parameters act on which part.
         octaves: (m,) log2 of the batch size over the baseline's.
         ranks: (m, techniques) places of the choices, for the residual's kernel.
+        untraced: (m, choices) standard deviation of what a choice that is switched on does to memory that no trace shows.
     """
 
     scales: Array
     features: Array
     octaves: Array
     ranks: Array
+    untraced: Array
 
     def row(self, index: int) -> Design:
         """One config alone."""
         one = slice(index, index + 1)
         return Design(
-            scales=self.scales[one], features=self.features[one], octaves=self.octaves[one], ranks=self.ranks[one]
+            scales=self.scales[one],
+            features=self.features[one],
+            octaves=self.octaves[one],
+            ranks=self.ranks[one],
+            untraced=self.untraced[one],
         )
 
     def linearised(self, parameters: Array) -> tuple[Array, Array]:
@@ -127,6 +133,7 @@ class Layout:
         self._width = functools.cache(width)
         self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
         self._reach = dict.fromkeys(self._searched, LITTLE)
+        self._untraced: dict[tuple[str, Choice], float] = {}
         self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (part, parameter) of each choice
         means = [math.log(part.share.typical) for part in parts]
         blocks = [np.array([[math.log(part.share.spread) ** 2]]) for part in parts]
@@ -134,6 +141,8 @@ class Layout:
             technique = techniques.REGISTRY[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
             expected = [technique.expectation(choice, space.choices[name]) for choice in active]
+            spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
+            self._untraced |= {switch: spread for switch, spread in spreads.items() if spread}
             for number, part in enumerate(parts):
                 factors = [part.effect(expectation) for expectation in expected]
                 if all(factor == Factor() for factor in factors):
@@ -162,6 +171,8 @@ class Layout:
             features[:, number, number] = 1.0
         ranks = np.zeros((count, len(self._searched)))
         batch, samples = np.zeros(count), np.zeros(count)
+        untraced = np.zeros((count, len(self._untraced)))
+        columns = {switch: column for column, switch in enumerate(self._untraced)}
         places = [
             _places(self.space.choices[name], ordered=techniques.REGISTRY[name].ordered) for name in self._searched
         ]
@@ -172,13 +183,15 @@ class Layout:
             for column, name in enumerate(self._searched):
                 choice = choices[name]
                 ranks[row, column] = places[column].get(choice, -1.0)
+                if (name, choice) in self._untraced:
+                    untraced[row, columns[name, choice]] = self._untraced[name, choice]
                 for part, parameter in self._position.get((name, choice), ()):
                     features[row, part, parameter] = 1.0
         baseline = self.space.baseline
         batch_ratio, samples_ratio = batch / baseline.batch_size, samples / baseline.samples_per_step
         widths = np.array([self._width(int(size)) for size in batch]) / self._width(baseline.batch_size)
         scales = np.stack([np.log(part.scale(batch_ratio, samples_ratio, widths)) for part in self.parts], axis=1)
-        return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks)
+        return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks, untraced=untraced)
 
     def kernel(self, residual: Residual, a: Design, b: Design) -> Array:
         """Covariance of the residual between two lists of configs."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from autotune.predict.events import Event
-from autotune.predict.storages import KernelPair
 
 
 class Purpose(IntEnum):
@@ -47,15 +46,11 @@ class MicroSteps:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
         input_bytes: of the input batch, as far as it counts, at each batch size.
-        new_kernels: that a library compiles when a micro batch has a shape that none had before, counted.
-        new_calls: the operators that they are for, in the last but one of the batch sizes and in the last.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
     input_bytes: tuple[int, ...]
-    new_kernels: int
-    new_calls: tuple[KernelPair, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ class Plan:
         models: groups of techniques that act on the model, nothing switched on first.
         updates: groups of techniques that act on the optimizer, likewise.
         batch_sizes: of the space, in increasing order.
-        variety: whether to look at the widths of samples, too.
+        lengths: whether to look at the lengths of samples, too.
     """
 
     models: tuple[Group, ...]
     updates: tuple[Group, ...]
     batch_sizes: tuple[int, ...]
-    variety: bool = True
+    lengths: bool = True
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
@@ -41,7 +41,7 @@ class Plan:
                 g for g in self.updates if g not in traces.updates and update_label(g) not in traces.failures
             ),
             batch_sizes=self.batch_sizes,
-            variety=self.variety and traces.variety is None,
+            lengths=self.lengths and traces.lengths is None,
         )
 
     def labels(self) -> list[str]:
@@ -54,7 +54,7 @@ class Plan:
             "models": [list(group) for group in self.models],
             "updates": [list(group) for group in self.updates],
             "batch_sizes": list(self.batch_sizes),
-            "variety": self.variety,
+            "lengths": self.lengths,
         }
 
     @staticmethod
@@ -64,7 +64,7 @@ class Plan:
             models=tuple(tuple((n, c) for n, c in group) for group in data["models"]),
             updates=tuple(tuple((n, c) for n, c in group) for group in data["updates"]),
             batch_sizes=tuple(data["batch_sizes"]),
-            variety=data["variety"],
+            lengths=data["lengths"],
         )
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from autotune.config import Config
 from autotune.outcome import Measurement, Outcome
 from autotune.predict.array import Array
+from autotune.predict.lengths import LengthDistribution
 from autotune.predict.parts import SIZES, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
-from autotune.predict.variety import Variety
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
@@ -87,14 +87,18 @@ class TimeModel:
     """Throughput of any config of a space, from priors and the probes so far.
 
     Args:
-        variety: of the widths of samples: larger micro batches are padded more.
+        lengths: of the training set's samples: larger micro batches are padded more.
     """
 
     def __init__(
-        self, space: SpaceLike, probes: Sequence[tuple[Config, Outcome]] = (), *, variety: Variety | None = None
+        self,
+        space: SpaceLike,
+        probes: Sequence[tuple[Config, Outcome]] = (),
+        *,
+        lengths: LengthDistribution | None = None,
     ) -> None:
         self._baseline = space.baseline
-        self._layout = Layout(PARTS, space, variety.mean_width) if variety else Layout(PARTS, space)
+        self._layout = Layout(PARTS, space, lengths.mean_width) if lengths else Layout(PARTS, space)
         self._fit(probes)
 
     def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:

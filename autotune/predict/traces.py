@@ -7,22 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from autotune.config import Choice, Config
-from autotune.predict.array import Array
 from autotune.predict.footprint import Breakdown, TracedPeak
+from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
-from autotune.predict.variety import Variety
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
-ROWS_PER_BLOCK = 32  # of a matrix product in bf16, which oneDNN takes together (AMX tiles of 16 rows and 64 bytes)
-
 LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
 
-FORMAT = 4  # of the JSON; counts up when its meaning changes
+FORMAT = 5  # of the JSON; counts up when its meaning changes
 
 
 def group_of(config: Config, phase: Phase) -> Group:
@@ -91,26 +86,6 @@ class Law:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsHeld:
-    """What a library's kernels hold for one shape of a batch.
-
-    Attributes:
-        rows_per_element: rows of the matrices for each element of the batch.
-        filled_bytes: of the kernels where the rows fill whole blocks.
-        other_bytes: where they do not.
-    """
-
-    rows_per_element: float
-    filled_bytes: int
-    other_bytes: int
-
-    def bytes_of(self, num_elements: Array) -> Array:
-        """For batches of so many elements."""
-        rows = np.rint(num_elements * self.rows_per_element)
-        return np.where(rows % ROWS_PER_BLOCK == 0, float(self.filled_bytes), float(self.other_bytes))
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
 
@@ -122,9 +97,6 @@ class ModelTrace:
         turnover: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
-        new_kernels: that a library compiles, and keeps, for a micro batch of another shape, counted.
-        most_kernels: that it keeps.
-        kernels: what those of another shape hold.
     """
 
     alone: Law
@@ -133,9 +105,6 @@ class ModelTrace:
     input_bytes: tuple[float, float]
     turnover: tuple[tuple[float, float, int], ...]
     reserved: tuple[tuple[int, float, float], ...] = ()
-    new_kernels: int = 0
-    most_kernels: int = 0
-    kernels: tuple[KernelsHeld, ...] = ()
 
     def turnover_bytes(self, batch_size: int) -> int:
         """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
@@ -186,22 +155,19 @@ class Traces:
         models: per group of techniques that act on the model.
         updates: per group of techniques that act on the optimizer.
         failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
-        variety: of the batches' shapes, for a training set of known size.
+        lengths: of the training set's samples, where they are known.
     """
 
     target: str
     models: Mapping[Group, ModelTrace] = field(default_factory=dict)
     updates: Mapping[Group, UpdateTrace] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    variety: Variety | None = None
+    lengths: LengthDistribution | None = None
 
-    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak | None:
+    def peak(self, config: Config) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
-
-        Args:
-            num_shapes: that micro batches had until then, the widest one's included; None for those of an epoch.
         """
         model = self.models.get(group_of(config, Phase.MODEL))
         update = self.updates.get(group_of(config, Phase.OPTIMIZER))
@@ -227,26 +193,15 @@ class Traces:
             uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
             turnover_bytes=0 if model.reserved else model.turnover_bytes(size),
-            kernels_bytes=self._kernels_bytes(model, size, num_shapes),
         )
-
-    def _kernels_bytes(self, model: ModelTrace, batch_size: int, num_shapes: int | None) -> float:
-        """Of all shapes but the widest, which any training compiles; of those that came last, where it keeps no more."""
-        if not model.new_kernels or self.variety is None:
-            return 0.0
-        widths, chances = self.variety.shapes(batch_size)
-        expected = float(chances.sum())
-        others = expected - float(chances[-1]) if num_shapes is None else num_shapes - 1
-        mean_bytes = sum(float(chances @ held.bytes_of(widths * batch_size)) for held in model.kernels) / expected
-        return mean_bytes * min(others, model.most_kernels / model.new_kernels)
 
     def merged(self, other: Traces) -> Traces:
         """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
         models, updates = {**self.models, **other.models}, {**self.updates, **other.updates}
         known = {*map(model_label, models), *map(update_label, updates)}
         failures = {label: why for label, why in {**self.failures, **other.failures}.items() if label not in known}
-        variety = other.variety or self.variety
-        return Traces(target=self.target, models=models, updates=updates, failures=failures, variety=variety)
+        lengths = other.lengths or self.lengths
+        return Traces(target=self.target, models=models, updates=updates, failures=failures, lengths=lengths)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
@@ -256,7 +211,7 @@ class Traces:
             "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
             "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
             "failures": dict(self.failures),
-            "variety": asdict(self.variety) if self.variety else None,
+            "lengths": list(self.lengths.quantiles) if self.lengths else None,
         }
 
     @staticmethod
@@ -275,7 +230,7 @@ class Traces:
                     for group, trace in data["updates"]
                 },
                 failures=dict(data["failures"]),
-                variety=Variety.from_dict(data["variety"]) if data["variety"] else None,
+                lengths=LengthDistribution(tuple(data["lengths"])) if data["lengths"] else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no traces: {error}") from error
@@ -327,7 +282,4 @@ def _model(data: Mapping[str, Any]) -> ModelTrace:
         input_bytes=_pair(data["input_bytes"]),
         turnover=tuple((constant, slope, count) for constant, slope, count in data["turnover"]),
         reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
-        new_kernels=data["new_kernels"],
-        most_kernels=data["most_kernels"],
-        kernels=tuple(KernelsHeld(**held) for held in data["kernels"]),
     )

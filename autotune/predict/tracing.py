@@ -5,7 +5,7 @@ The session is the one that a probe trains, `prepare(task, config)`. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.law import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
-from autotune.predict.storages import KernelCall, KernelPair, StorageTracker
+from autotune.predict.storages import StorageTracker
 from autotune.predict.targets import CPU, Target
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -103,10 +103,6 @@ class Tracer:
         storages = (tensor.untyped_storage() for tensor in tensors(self.batch(batch_size)))
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
-    def num_elements(self, batch_size: int) -> int:
-        """Elements of an input batch. Raises TraceError."""
-        return sum(tensor.numel() for tensor in tensors(self.batch(batch_size)))
-
     def batch(self, batch_size: int) -> Any:
         """An input batch, as a probe makes it. Raises TraceError."""
         if batch_size not in self._batches:
@@ -154,27 +150,21 @@ class _Run:
     def micro_steps(self, batches: Sequence[tuple[int, Any]]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
         alone, beside, input_bytes = [], [], []
-        calls: list[list[KernelCall]] = []
         for size, batch in batches:
-            num_calls = len(self.tracker.kernel_calls)
             before_bytes = sum(self.tracker.living().values())
             inputs = self._inputs(batch)
             input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
             alone.append(self._micro_step(size, inputs))
-            calls.append(self.tracker.kernel_calls[num_calls:])
             if size in (batches[0][0], batches[-1][0]):
                 beside.append(self._micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
-        new_kernels, new_calls = _new_kernels(calls)
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             alone[0] = self._micro_step(batches[0][0], self._inputs(batches[0][1]))
         return MicroSteps(
             alone=tuple(alone),
             beside=tuple(beside),
             input_bytes=tuple(input_bytes),
-            new_kernels=new_kernels,
-            new_calls=new_calls,
         )
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
@@ -276,23 +266,6 @@ class _Run:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[KernelPair, ...]]:
-    """How many kernels are new in the last pass, and the operators they are for, beside those of the pass before."""
-    known = {kernel for earlier in calls[:-1] for call in earlier for kernel in call.kernels}
-    new: set[Hashable] = set()
-    called = []
-    for position, call in enumerate(calls[-1]):
-        found = set(call.kernels) - known - new
-        new |= found
-        if found:
-            called.append(position)
-    before = calls[-2] if len(calls) > 1 else ()
-    if len(before) != len(calls[-1]):  # another batch size takes another way through the model
-        return len(new), ()
-    pairs = tuple((before[position], calls[-1][position]) for position in called)
-    return len(new), pairs if all(one.operator is other.operator for one, other in pairs) else ()
 
 
 def _reason(error: BaseException) -> str:

@@ -9,7 +9,6 @@ import torch
 
 from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
 from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
-from autotune.predict.onednn_kernels import ONEDNN_KERNELS
 from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
 from autotune.predict.targets import CPU, Target
 
@@ -51,9 +50,8 @@ _RESULTS: Mapping[Any, ResultRule] = {
 def hidden_allocations(target: Target) -> Hidden:
     """The rules for a kind of device."""
     if target != CPU:
-        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS, {})
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS)
     return Hidden(
         lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),
         {**_RESULTS, **CPU_RESULTS},
-        ONEDNN_KERNELS,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autotune.batches import StepBatch, num_samples, tensors
+from autotune.batches import StepBatch, num_samples
 from autotune.devices import Device
 from autotune.errors import TaskError
 from autotune.outcome import Measurement
@@ -58,7 +58,6 @@ class Run:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
-        self._shapes: set[tuple[torch.Size, ...]] = set()
 
     def measure(self, setup_s: float) -> Measurement:
         """Warm up, time, and measure.
@@ -90,7 +89,6 @@ class Run:
             peak_bytes=self.device.peak_bytes(),
             block_samples_per_s=tuple(blocks.samples_per_s),
             num_steps=self.num_steps,
-            num_shapes=len(self._shapes),
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=before_phases - warmup_s,
@@ -118,7 +116,6 @@ class Run:
         """
         accumulation_steps = self.session.config.accumulation_steps
         first = largest_step_batch(self.session, min(2, accumulation_steps))
-        self._shapes.add(shapes_of(first[0]))
         self._warm_step(first)
         while True:
             self._warm_step(self._take(1))
@@ -244,10 +241,7 @@ class Run:
             self._update()
 
     def _take(self, count: int) -> StepBatch:
-        batch = StepBatch(next(self._micro_batches) for _ in range(count))
-        if self.session.task.dataset() is not None:
-            self._shapes.update(map(shapes_of, batch))
-        return batch
+        return StepBatch(next(self._micro_batches) for _ in range(count))
 
     def _accumulate_next(self, count: int) -> None:
         self._accumulate_part(self._take(count))
@@ -317,11 +311,6 @@ def micro_batches(session: Session) -> Iterator[Any]:
         f"a pass over train_dataset gives no batch of {session.config.batch_size} samples; expected at least one: "
         "choose a smaller batch_size, or give more data"
     )
-
-
-def shapes_of(micro: Any) -> tuple[torch.Size, ...]:
-    """What tells micro batches that libraries compile kernels for from others."""
-    return tuple(tensor.shape for tensor in tensors(micro))
 
 
 def largest_step_batch(session: Session, num_micro: int) -> StepBatch:

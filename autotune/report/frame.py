@@ -25,7 +25,6 @@ _FIGURES = {
     "warmup_s": "float64",
     "timed_s": "float64",
     "num_steps": "Int64",
-    "num_shapes": "Int64",
     "final_loss": "float64",
     "skipped_steps": "Int64",
     "growth_bytes_per_step": "float64",

@@ -63,6 +63,7 @@ class Amp(Technique):
             launch=Factor(typical=1.3, spread=2.5),
             update=Factor(typical=1.0 if choice == "bf16" else 1.3, spread=1.1),
             activations=Factor(typical=0.7, spread=1.2),
+            untraced=Factor(spread=2.0),
         )
 
     def validate(self, choice: Any) -> Choice:

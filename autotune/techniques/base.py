@@ -109,6 +109,7 @@ class Expectation:
         data: on the time that training waits for samples.
         state: on the memory of parameters, gradients and optimizer state.
         activations: on the memory that grows with the micro batch.
+        untraced: on the memory that tracing does not show: libraries' workspaces, kernels that they compile and keep.
     """
 
     compute: Factor = UNTOUCHED
@@ -117,6 +118,7 @@ class Expectation:
     data: Factor = UNTOUCHED
     state: Factor = UNTOUCHED
     activations: Factor = UNTOUCHED
+    untraced: Factor = UNTOUCHED
 
 
 class Technique(ABC):

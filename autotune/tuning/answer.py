@@ -9,7 +9,6 @@ from statistics import median
 from autotune.config import Choice, Config
 from autotune.errors import AutotuneError
 from autotune.outcome import Outcome
-from autotune.predict.memory import growth_bytes
 from autotune.probe.inspection import Inspection
 from autotune.probe.process import ProcessProber
 from autotune.tuning import explain
@@ -21,7 +20,6 @@ from autotune.tuning.result import Check, Measured, Result
 from autotune.units import format_bytes
 
 FEW_ROUNDS = 2  # of the play-off
-GROWS = 0.05  # of the peak: what a config may need more of over an epoch without a word
 BATCH_RULES = (
     "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
@@ -282,7 +280,6 @@ class Recommender:
                 f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "
                 "something from every step (a list of losses with their graphs, say), and a long run will run out of memory"
             )
-        self._warn_of_new_shapes(answer, outcomes)
         if any(o.measurement and o.measurement.disturbances for o in outcomes):
             self.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
 
@@ -294,22 +291,6 @@ class Recommender:
                     f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
                     f"{found.reason}; {found.remedy}"
                 )
-
-    def _warn_of_new_shapes(self, answer: Config, outcomes: Iterable[Outcome]) -> None:
-        """A probe meets few of the lengths that a text's lines have, and a library keeps kernels for each."""
-        measured = [outcome.measurement for outcome in outcomes if outcome.measurement]
-        if self.loop.peaks is None or not measured:
-            return
-        highest = max(measured, key=lambda one: one.peak_bytes)
-        more = growth_bytes(self.loop.peaks, answer, highest)
-        if more > GROWS * highest.peak_bytes:
-            usable = self.loop.objective.usable_bytes
-            beyond = ", beyond the memory limit less headroom" if highest.peak_bytes + more > usable else ""
-            self.warn(
-                f"batches have many shapes, and kernels are kept for each: over an epoch the peak is expected to grow by "
-                f"{format_bytes(more)} to {format_bytes(highest.peak_bytes + more)}{beyond}; pad batches to a few lengths, "
-                "all of them multiples of 32, or let ONEDNN_PRIMITIVE_CACHE_CAPACITY keep fewer kernels"
-            )
 
 
 def _train_s(outcome: Outcome) -> float:

@@ -52,7 +52,7 @@ class CostModelSampler(BaseSampler):
         self.space = space
         self._forgiven = forgiven
         self._admissible = admissible
-        time_model = TimeModel(space, variety=peaks.variety if peaks is not None else None)
+        time_model = TimeModel(space, lengths=peaks.lengths if peaks is not None else None)
         self._advisor = Advisor(space, objective, time_model, MemoryModel(peaks, outside_bytes, space), seed)
         self._outcomes: dict[int, tuple[Config, Outcome]] = {}  # of finished trials, by number: they do not change
 

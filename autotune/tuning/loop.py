@@ -82,7 +82,7 @@ class Loop:
         self._known: dict[Config, Outcome] = {}
         self._forgiven: set[int] = set()  # numbers of trials that failed in an earlier search and are worth another try
         self.failed_again: dict[Config, Outcome] = {}  # what ran in the search, and did not in the play-off
-        self._walls = MemoryWalls(self.peaks)
+        self._walls = MemoryWalls()
         self._resume(self.store.probed())
         self._cost_model = self._new_cost_model()
 

@@ -1,39 +1,25 @@
-"""What need not be probed, for what takes no more of the same ran out of memory."""
+"""Configs that need not be probed, because the same techniques ran out of memory at a batch no larger."""
 
 from __future__ import annotations
 
 from autotune.config import Config
-from autotune.predict.memory import PeakSource, expected_bytes
 
 
 class MemoryWalls:
-    """The configs that were too large.
+    """The smallest batch of each combination of techniques that was too large."""
 
-    Args:
-        peaks: traced peaks, or None where the model cannot be traced.
-    """
-
-    def __init__(self, peaks: PeakSource | None) -> None:
-        self._peaks = peaks
-        self._too_large: dict[Config, list[Config]] = {}  # by the config with batch size 1 in its place
+    def __init__(self) -> None:
+        self._too_large: dict[Config, int] = {}  # by the config with batch size 1 in its place
 
     def add(self, config: Config) -> None:
         """`config` needs more memory than there is."""
-        self._too_large.setdefault(_without_batch(config), []).append(config)
+        key = _without_batch(config)
+        self._too_large[key] = min(config.batch_size, self._too_large.get(key, config.batch_size))
 
     def rule_out(self, config: Config) -> bool:
-        """Whether `config` needs no less than one that was too large: a batch as large, with the same techniques.
-
-        Small batches of many shapes may need more than larger ones.
-        """
-        smaller = [c for c in self._too_large.get(_without_batch(config), ()) if c.batch_size <= config.batch_size]
-        return any(not self._needs_less(config, other) for other in smaller)
-
-    def _needs_less(self, config: Config, other: Config) -> bool:
-        if self._peaks is None:
-            return False
-        mine, others = self._peaks.peak(config), self._peaks.peak(other)
-        return mine is not None and others is not None and expected_bytes(mine) < expected_bytes(others)
+        """Whether the same techniques failed at this batch size or a smaller one."""
+        smallest = self._too_large.get(_without_batch(config))
+        return smallest is not None and smallest <= config.batch_size
 
 
 def _without_batch(config: Config) -> Config:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotune import techniques
 from autotune.predict.cache import cached_traces
 from autotune.predict.plan import plan_traces
-from autotune.predict.traces import KernelsHeld, Traces
+from autotune.predict.traces import Traces
 from tests.predict.test_traces import DEFAULT, PLAIN, law, line
 
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
@@ -67,15 +67,6 @@ def test_what_is_kept_outlives_a_check_that_found_no_time(tmp_path):
     assert ask(tmp_path, late).models == {}
     assert len(late.asked) == 1
     assert ask(tmp_path, Prober()) == first
-
-
-def test_what_kernels_hold_is_no_sign_of_another_task(tmp_path):
-    held = [KernelsHeld(rows_per_element=1.0, filled_bytes=size, other_bytes=size) for size in (100, 101)]
-    before, after = (replace(PLAIN, kernels=(one,)) for one in held)
-    ask(tmp_path, Prober(before))
-    found = ask(tmp_path, Prober(after))
-    assert found.models[()] == after
-    assert found.models[(("amp", "bf16"),)] == before
 
 
 def test_another_task_target_or_space_has_traces_of_its_own(tmp_path):

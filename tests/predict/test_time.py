@@ -11,8 +11,8 @@ import pytest
 
 from autotune.config import Config
 from autotune.outcome import Kind, Outcome
+from autotune.predict.lengths import LengthDistribution
 from autotune.predict.time import TimeModel
-from autotune.predict.variety import Variety
 from autotune.techniques.base import Support
 from autotune.tuning.space import Space, build_space
 from tests.tuning.closed_form import ClosedFormProber, inspection, measurement
@@ -73,11 +73,11 @@ def test_a_probe_of_one_group_teaches_the_others(space: Space) -> None:
 
 
 def test_padding_grows_with_the_batch_where_samples_are_of_unequal_width(space: Space) -> None:
-    unequal = Variety(widths=tuple(range(1, 101)), counts=(10,) * 100, num_samples=1000)
-    equal = Variety(widths=(50,), counts=(1000,), num_samples=1000)
+    unequal = LengthDistribution(tuple(range(1, 101)))
+    equal = LengthDistribution((50,))
     small, large = space.complete({"batch_size": 1}), space.complete({"batch_size": 48})
     plain, padded, same = (
-        TimeModel(space, variety=variety).fitted([ran(space.baseline, 50.0)]) for variety in (None, unequal, equal)
+        TimeModel(space, lengths=lengths).fitted([ran(space.baseline, 50.0)]) for lengths in (None, unequal, equal)
     )
     assert speed_of(plain, large) > speed_of(plain, small)
     assert speed_of(padded, large) < speed_of(plain, large)

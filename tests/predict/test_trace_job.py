@@ -12,7 +12,6 @@ from autotune.probe.process import ProcessProber
 from autotune.task.source import TaskSource
 
 MODELS = Path(__file__).parent / "models"
-STUDIES = Path(__file__).parent.parent.parent / "studies"
 
 
 def source(name: str) -> TaskSource:
@@ -81,26 +80,8 @@ def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
     assert traces.peak(config()).peak_bytes >= 2 * 2**20
 
 
-def test_the_widths_of_the_samples_are_found_beside(tmp_path):
-    with ProcessProber(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
-    assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
-    assert traces.peak(config(amp="bf16")).kernels_bytes > traces.peak(config()).kernels_bytes == 0
-
-
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_a_recurrence_on_lines_of_unequal_length_is_traced_with_its_kernels(tmp_path, amp):
+def test_the_lengths_of_the_samples_are_found_beside(tmp_path):
     with ProcessProber(source("padded_recurrent.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(amp=amp)], "cpu", timeout_s=100)
+        traces = prober.trace([config()], "cpu", timeout_s=100)
     assert traces.failures == {}
-    assert traces.peak(config(amp=amp)).kernels_bytes > 0
-
-
-def test_what_was_traced_outlives_a_measurement_of_kernels_that_fails(tmp_path):
-    padded = (MODELS / "padded_recurrent.py").read_text()
-    crash = "import autotune.predict.kernel_memory as memory, os\nmemory._run = lambda operator, args: os.abort()\n"
-    (tmp_path / "model.py").write_text(padded + crash)
-    with ProcessProber(TaskSource.of(tmp_path / "model.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
-    assert traces.failures == {}
-    assert traces.peak(config(amp="bf16")).kernels_bytes > 0
+    assert 16 * 10 <= traces.lengths.mean_width(1) < traces.lengths.mean_width(24) < 16 * 90

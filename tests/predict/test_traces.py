@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.predict.traces import KernelsHeld, Law, Line, ModelTrace, Traces, UpdateTrace
-from autotune.predict.variety import Variety
+from autotune.predict.traces import Law, Line, ModelTrace, Traces, UpdateTrace
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
@@ -122,26 +121,6 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
     assert merged.peak(config(4, amp="fp16")) is not None
     assert merged.failures == {}
     assert merged.updates == TRACES.updates
-
-
-def test_shapes_that_are_new_bring_kernels_that_stay():
-    held = KernelsHeld(rows_per_element=1.0, filled_bytes=100, other_bytes=300)
-    many = replace(
-        TRACES,
-        models={(): replace(PLAIN, new_kernels=15, most_kernels=700, kernels=(held,))},
-        variety=Variety(widths=tuple(range(1, 51)), counts=(1,) * 50, num_samples=50),
-    )
-    _, chances = many.variety.shapes(1)
-    mean_bytes = 300 - 200 * chances[31] / chances.sum()  # the rows of one width in fifty fill a block of 32
-    others = many.variety.num_shapes(1) - chances[-1]  # than the widest, which training begins with
-    assert many.peak(config(1)).kernels_bytes == pytest.approx(mean_bytes * others)
-    assert many.peak(config(1), num_shapes=7).kernels_bytes < many.peak(config(1)).kernels_bytes
-    assert many.peak(config(1), num_shapes=10_000).kernels_bytes == pytest.approx(296 * 700 / 15)  # of 15 x 49
-    filled = 100 * (many.variety.num_shapes(32) - many.variety.shapes(32)[1][-1])  # whatever the width is
-    assert many.peak(config(32)).kernels_bytes == pytest.approx(filled)
-    assert TRACES.peak(config(1)).kernels_bytes == 0
-    assert Traces.from_dict(json.loads(json.dumps(many.to_dict()))) == many
-    assert TRACES.merged(many).variety == many.merged(TRACES).variety == many.variety
 
 
 def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():

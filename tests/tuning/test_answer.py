@@ -3,7 +3,7 @@
 import io
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,10 +15,8 @@ from autotune.tuning.events import Listener
 from autotune.tuning.loop import PLAY_OFF_INTERVAL
 from autotune.tuning.reading import load_study
 from autotune.tuning.result import Check, Result
-from autotune.units import MIB, format_bytes
 
 from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
-from .rough_world import NoisyPeaks
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
 OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)
@@ -449,23 +447,3 @@ def test_what_a_technique_did_is_told_from_the_searchs_probes_alone(tmp_path):
     found = {effect.technique: effect for effect in result.effects if effect.num_pairs}
     assert result.samples_per_s > 1.5 * prober.samples_per_s(prober.played[0])
     assert found["amp"].speed_ratio == pytest.approx(1.4)
-
-
-@dataclass(frozen=True)
-class ManyShapes(NoisyPeaks):
-    """Kernels of shapes that come later in an epoch."""
-
-    later_bytes: int = 0
-
-    def peak(self, config, num_shapes=None):
-        return replace(super().peak(config), kernels_bytes=self.later_bytes if num_shapes is None else 0)
-
-
-@pytest.mark.parametrize("later_bytes", [0, 10 * MIB, LIMIT_BYTES])
-def test_an_answer_that_will_grow_over_an_epoch_is_told_with_its_peak(tmp_path, later_bytes):
-    prober = Staged()
-    result = recommender(tmp_path, prober, peaks=ManyShapes(prober, later_bytes=later_bytes)).answer()
-    warned = [warning for warning in result.warnings if "many shapes" in warning]
-    assert len(warned) == (later_bytes == LIMIT_BYTES)
-    assert not warned or format_bytes(result.peak_bytes + later_bytes) in warned[0]
-    assert not warned or "beyond the memory limit" in warned[0]
