@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.predict.events import Event
+from autotune.predict.passes import Event
 from autotune.units import MIB
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize

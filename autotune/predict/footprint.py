@@ -35,11 +35,11 @@ class TracedPeak:
         uncertainty: relative standard deviation of `peak_bytes` as far as the law in the batch size goes: near 0 at a
             batch size that was traced, larger between and beyond where the law was seen not to be affine.
         breakdown: of the living tensors at the peak.
-        turnover_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
+        volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
             not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
-    turnover_bytes: int
+    volume_bytes: int

@@ -236,7 +236,7 @@ def _sizes(traces: Sequence[TracedPeak]) -> Array:
 
 
 def _turnovers(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.turnover_bytes for trace in traces], dtype=float)
+    return np.array([trace.volume_bytes for trace in traces], dtype=float)
 
 
 def _held(traces: Sequence[TracedPeak]) -> Array:

@@ -85,8 +85,8 @@ def config_of(group: Group) -> Config:
     return techniques.complete(dict(group))
 
 
-def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, ...]:
-    """Batch sizes to trace: two that make the law and, where there is room, one between them that checks it.
+def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, int]:
+    """The smallest and the largest batch size to trace.
 
     Args:
         largest: batch size of the space.
@@ -95,10 +95,7 @@ def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tupl
     """
     low = 2 if most is None or most > 2 else 1
     high = max(low + 1, min(largest, LARGEST_TRACED, int(MAX_BATCH_BYTES / max(sample_bytes, 1.0))))
-    if most is not None:
-        high = min(high, most)
-    middle = round(math.sqrt(low * high))
-    return tuple(sorted({low, middle, high}))
+    return low, high if most is None else min(high, most)
 
 
 def allocator_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

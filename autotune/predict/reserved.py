@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotune.predict.allocator import allocator_peak
-from autotune.predict.events import Event
-from autotune.predict.law import are_aligned, events_at
-from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
+from autotune.predict.fit import are_aligned, events_at
+from autotune.predict.passes import Event, MicroSteps, Pass, Purpose, Updates
 
 _KEYS_PER_REPLAY = 2**40
 

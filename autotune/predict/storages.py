@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from autotune.predict.events import Event
+from autotune.predict.passes import Event
 from autotune.predict.substitutes import SUBSTITUTES
 
 # Of an operator, from its arguments and its result: bytes that it allocates and frees again beside the result.

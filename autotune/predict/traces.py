@@ -36,7 +36,7 @@ def update_label(group: Group) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Piece:
     """Living storages at one moment of a training step, in bytes, as a line in the batch size.
 
     Attributes:
@@ -53,13 +53,13 @@ class Line:
         """Bytes of all purposes."""
         return sum(self.constant) + sum(self.per_sample) * batch_size
 
-    def parts_bytes(self, batch_size: int) -> list[float]:
+    def by_purpose(self, batch_size: int) -> list[float]:
         """Bytes by purpose."""
         return [c + s * batch_size for c, s in zip(self.constant, self.per_sample, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
+class PeakFit:
     """The peak of a pass at any batch size: the largest of some lines.
 
     Attributes:
@@ -68,13 +68,13 @@ class Law:
         deviation: relative, of the law at the batch sizes that were traced to check it.
     """
 
-    lines: tuple[Line, ...]
+    pieces: tuple[Piece, ...]
     batch_sizes: tuple[int, ...]
     deviation: float
 
-    def at(self, batch_size: int) -> Line:
+    def at(self, batch_size: int) -> Piece:
         """The line that is the peak."""
-        return max(self.lines, key=lambda line: line.total_bytes(batch_size))
+        return max(self.pieces, key=lambda piece: piece.total_bytes(batch_size))
 
     def uncertainty(self, batch_size: int) -> float:
         """Relative standard deviation: 0 where it was traced, twice the deviation an octave beyond."""
@@ -94,21 +94,21 @@ class ModelTrace:
         beside: a further one, beside the gradients of those before it.
         before_update: what is held when the optimizer begins.
         input_bytes: (constant, per sample) of an input batch.
-        turnover: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
+        volume: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
     """
 
-    alone: Law
-    beside: Law
-    before_update: Line
+    alone: PeakFit
+    beside: PeakFit
+    before_update: Piece
     input_bytes: tuple[float, float]
-    turnover: tuple[tuple[float, float, int], ...]
+    volume: tuple[tuple[float, float, int], ...]
     reserved: tuple[tuple[int, float, float], ...] = ()
 
-    def turnover_bytes(self, batch_size: int) -> int:
+    def volume_bytes(self, batch_size: int) -> int:
         """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
-        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.turnover)
+        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.volume)
         return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
 
     def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
@@ -174,11 +174,11 @@ class Traces:
         if model is None or update is None:
             return None
         size, accumulates = config.batch_size, config.accumulation_steps > 1
-        law = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
-        line = law.at(size)
-        during = line.parts_bytes(size)
+        fit = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
+        piece = fit.at(size)
+        during = piece.by_purpose(size)
         during[Purpose.OPTIMIZER] += update.state_bytes
-        before = model.before_update.parts_bytes(size)
+        before = model.before_update.by_purpose(size)
         first = [a + b for a, b in zip(before, update.first, strict=True)]
         later = [a + b for a, b in zip(before, update.later, strict=True)]
         later[Purpose.OPTIMIZER] += update.state_bytes
@@ -187,12 +187,12 @@ class Traces:
             model.input_bytes[0] + model.input_bytes[1] * size
         )
         factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates)
-        modules = [(name, round(constant + slope * size)) for name, constant, slope in line.modules]
+        modules = [(name, round(constant + slope * size)) for name, constant, slope in piece.modules]
         return TracedPeak(
             peak_bytes=round(sum(parts) * factor),
-            uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
+            uncertainty=math.hypot(fit.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
-            turnover_bytes=0 if model.reserved else model.turnover_bytes(size),
+            volume_bytes=0 if model.reserved else model.volume_bytes(size),
         )
 
     def merged(self, other: Traces) -> Traces:
@@ -236,7 +236,7 @@ class Traces:
             raise ValueError(f"these are no traces: {error}") from error
 
 
-def _larger(one: Law, other: Law, batch_size: int) -> bool:
+def _larger(one: PeakFit, other: PeakFit, batch_size: int) -> bool:
     return one.at(batch_size).total_bytes(batch_size) >= other.at(batch_size).total_bytes(batch_size)
 
 
@@ -256,14 +256,14 @@ def _group(pairs: list[list[Any]]) -> Group:
     return tuple((str(name), choice) for name, choice in pairs)
 
 
-def _line(data: Mapping[str, Any]) -> Line:
+def _piece(data: Mapping[str, Any]) -> Piece:
     modules = tuple((str(name), constant, slope) for name, constant, slope in data["modules"])
-    return Line(constant=tuple(data["constant"]), per_sample=tuple(data["per_sample"]), modules=modules)
+    return Piece(constant=tuple(data["constant"]), per_sample=tuple(data["per_sample"]), modules=modules)
 
 
-def _law(data: Mapping[str, Any]) -> Law:
-    return Law(
-        lines=tuple(_line(line) for line in data["lines"]),
+def _fit(data: Mapping[str, Any]) -> PeakFit:
+    return PeakFit(
+        pieces=tuple(_piece(piece) for piece in data["pieces"]),
         batch_sizes=tuple(data["batch_sizes"]),
         deviation=data["deviation"],
     )
@@ -276,10 +276,10 @@ def _pair(values: list[float]) -> tuple[float, float]:
 
 def _model(data: Mapping[str, Any]) -> ModelTrace:
     return ModelTrace(
-        alone=_law(data["alone"]),
-        beside=_law(data["beside"]),
-        before_update=_line(data["before_update"]),
+        alone=_fit(data["alone"]),
+        beside=_fit(data["beside"]),
+        before_update=_piece(data["before_update"]),
         input_bytes=_pair(data["input_bytes"]),
-        turnover=tuple((constant, slope, count) for constant, slope, count in data["turnover"]),
+        volume=tuple((constant, slope, count) for constant, slope, count in data["volume"]),
         reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
     )

@@ -10,7 +10,16 @@ from autotune.config import Choice, Config
 from autotune.errors import ConfigError
 from autotune.techniques.accumulation import Accumulation
 from autotune.techniques.amp import Amp
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.base import (
+    Expectation,
+    Factor,
+    Phase,
+    Recomputation,
+    Setting,
+    Support,
+    Technique,
+    UnsupportedError,
+)
 from autotune.techniques.batch_size import BatchSize
 from autotune.techniques.channels_last import ChannelsLast
 from autotune.techniques.checkpoint_segments import CheckpointSegments
@@ -26,6 +35,7 @@ __all__ = [
     "Expectation",
     "Factor",
     "Phase",
+    "Recomputation",
     "Setting",
     "Support",
     "Technique",

@@ -66,6 +66,10 @@ class Amp(Technique):
             untraced=Factor(spread=2.0),
         )
 
+    def traced_as(self, choice: Choice) -> Choice:
+        """Both types have two bytes, and a GradScaler holds a few scalars."""
+        return "bf16"
+
     def validate(self, choice: Any) -> Choice:
         """One of `off`, `bf16`, `fp16`."""
         return one_of(choice, _CHOICES)

@@ -121,6 +121,21 @@ class Expectation:
     untraced: Factor = UNTOUCHED
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """A choice that runs some blocks of the model again in the backward pass, and does nothing else to memory.
+
+    Attributes:
+        blocks: all that the technique may recompute, in the order in which they run.
+        segments: (first, last + 1) number of the blocks that are recomputed together; others are not recomputed.
+        each: the choice that recomputes every block alone.
+    """
+
+    blocks: tuple[torch.nn.Module, ...]
+    segments: tuple[tuple[int, int], ...]
+    each: Choice
+
+
 class Technique(ABC):
     """One thing that can be switched. Stateless; one instance each in `autotune.techniques.REGISTRY`."""
 
@@ -164,6 +179,14 @@ class Technique(ABC):
             choices: all that are searched, in order.
         """
         return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
+
+    def traced_as(self, choice: Choice) -> Choice:
+        """The choice whose trace serves for `choice`, too, since it takes the same memory."""
+        return choice
+
+    def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
+        """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
+        return None
 
     def is_redundant(self, config: Config) -> bool:
         """Whether `config` is the same training as one with this technique off, and so need not be searched."""

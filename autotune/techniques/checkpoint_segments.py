@@ -8,7 +8,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.config import Choice
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.base import (
+    Expectation,
+    Factor,
+    Phase,
+    Recomputation,
+    Setting,
+    Support,
+    Technique,
+    UnsupportedError,
+)
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 
 if TYPE_CHECKING:
@@ -53,14 +62,22 @@ class CheckpointSegments(Technique):
                 f"checkpoint_segments={num_segments}: the model has no more than {num_blocks} blocks"
             )
         _switch_off_caches(build.model)
-        segments = None
+        sequence = None
         if chain.sequential is not None:
-            segments = _Segments(chain.sequential, num_segments)
-            chain.sequential.forward = segments  # type: ignore[method-assign]
-        for i in range(num_segments):
-            block = chain.blocks[i * num_blocks // num_segments]
+            sequence = _Segments(chain.sequential, num_segments)
+            chain.sequential.forward = sequence  # type: ignore[method-assign]
+        for start, _ in _segments(chain, num_segments):
+            block = chain.blocks[start]
             if not is_layer(block):
-                block.forward = _Checkpointed(block, segments)
+                block.forward = _Checkpointed(block, sequence)
+
+    def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
+        """The segments of the chain; None where the model has none."""
+        try:
+            chain = blocks_of(task, model)
+        except UnsupportedError:
+            return None
+        return Recomputation(blocks=chain.blocks, segments=_segments(chain, int(choice)), each=len(chain.blocks))
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """A forward pass is about a third of a step, and is run again for the share of the model that is checkpointed."""
@@ -73,6 +90,14 @@ class CheckpointSegments(Technique):
         if type(choice) is not int or choice < 0:
             raise ValueError("expected a whole number of at least 0")
         return choice
+
+
+def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
+    """(first, last + 1) block of each segment: a `Sequential` is cut into them, of a list some blocks are one each."""
+    edges = [i * len(chain.blocks) // num_segments for i in range(num_segments + 1)] if num_segments else []
+    if chain.sequential is not None:
+        return tuple(itertools.pairwise(edges))
+    return tuple((start, start + 1) for start in edges[:-1])
 
 
 def thinned(num_blocks: int) -> list[int]:

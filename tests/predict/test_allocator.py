@@ -3,9 +3,9 @@
 from itertools import count
 
 import pytest
+from autotune.predict.events import Event
 
 from autotune.predict.allocator import AllocatorPeak, allocator_peak
-from autotune.predict.events import Event
 from autotune.units import MIB
 
 

@@ -98,9 +98,9 @@ def test_on_a_gpu_the_allocator_reserves_more_than_lives():
 
 
 def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
-    assert TRACES.peak(config(8)).turnover_bytes == 100 + 8 * 20
+    assert TRACES.peak(config(8)).volume_bytes == 100 + 8 * 20
     model = replace(PLAIN, reserved=((8, 1.25, 1.3),))
-    assert replace(TRACES, models={(): model}).peak(config(8)).turnover_bytes == 0
+    assert replace(TRACES, models={(): model}).peak(config(8)).volume_bytes == 0
 
 
 def test_traces_survive_json():
@@ -126,5 +126,5 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
 def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
     model = replace(PLAIN, turnover=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
     traces = replace(TRACES, models={(): model})
-    assert traces.peak(config(8)).turnover_bytes == 3 * 8 * 2**20 + 1000
-    assert traces.peak(config(32)).turnover_bytes == 1000
+    assert traces.peak(config(8)).volume_bytes == 3 * 8 * 2**20 + 1000
+    assert traces.peak(config(32)).volume_bytes == 1000

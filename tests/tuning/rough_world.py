@@ -77,4 +77,4 @@ class NoisyPeaks:
             activations_bytes=traced - MIB,
             temporaries_bytes=0,
         )
-        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, turnover_bytes=0)
+        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, volume_bytes=0)

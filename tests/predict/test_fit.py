@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
 from autotune.predict.events import Event
 from autotune.predict.law import events_at, excess_at_peak, fit_law, fit_start, fit_turnover
+
 from autotune.predict.passes import Pass, Purpose
 
 
