@@ -9,7 +9,7 @@ from autotune import techniques
 from autotune.predict.cache import cached_traces
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
-from tests.predict.test_traces import DEFAULT, PLAIN, law, line
+from tests.predict.test_traces import DEFAULT, PLAIN, fit, piece
 
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
 CONFIGS = [
@@ -50,7 +50,7 @@ def test_a_second_search_traces_plain_training_and_what_failed(tmp_path):
 
 def test_sizes_that_changed_without_the_source_are_noticed(tmp_path):
     ask(tmp_path, Prober())
-    larger = replace(PLAIN, alone=law(line(9000, 10)))
+    larger = replace(PLAIN, alone=fit(piece(9000, 10)))
     assert set(ask(tmp_path, Prober(larger)).models.values()) == {larger}
 
 

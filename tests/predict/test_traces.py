@@ -8,40 +8,40 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.predict.traces import Law, Line, ModelTrace, Traces, UpdateTrace
+from autotune.predict.traces import ModelTrace, PeakFit, Piece, Traces, UpdateTrace
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
 
-def line(constant: float, per_sample: float) -> Line:
+def piece(constant: float, per_sample: float) -> Piece:
     """Activations, beside the parameters."""
-    return Line(
+    return Piece(
         constant=(PARAMETERS, 0, 0, constant, 0),
         per_sample=(0, 0, 0, per_sample, 0),
         modules=(("a", constant, per_sample),),
     )
 
 
-def law(*lines: Line, deviation: float = 0.0) -> Law:
-    return Law(lines=lines, batch_sizes=(2, 8, 32), deviation=deviation)
+def fit(*pieces: Piece, deviation: float = 0.0) -> PeakFit:
+    return PeakFit(pieces=pieces, batch_sizes=(2, 8, 32), deviation=deviation)
 
 
-def gradients(of: Line) -> Line:
+def gradients(of: Piece) -> Piece:
     return replace(of, constant=(of.constant[0], PARAMETERS, *of.constant[2:]))
 
 
 PLAIN = ModelTrace(
-    alone=law(line(5000, 10), line(0, 100)),
-    beside=law(gradients(line(5000, 10)), gradients(line(0, 100))),
-    before_update=Line(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
+    alone=fit(piece(5000, 10), piece(0, 100)),
+    beside=fit(gradients(piece(5000, 10)), gradients(piece(0, 100))),
+    before_update=Piece(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
     input_bytes=(0, 8),
-    turnover=((100.0, 0.0, 1), (0.0, 10.0, 2)),
+    volume=((100.0, 0.0, 1), (0.0, 10.0, 2)),
 )
 DEFAULT = UpdateTrace(state_bytes=STATE, first=(0, 0, STATE, 0, 500), later=(0, 0, 0, 0, 700))
 LARGE = replace(DEFAULT, later=(0, 0, 0, 0, 50_000.0))
 TRACES = Traces(
     target="cpu",
-    models={(): PLAIN, (("amp", "bf16"),): replace(PLAIN, alone=law(line(5000, 50), deviation=0.1))},
+    models={(): PLAIN, (("amp", "bf16"),): replace(PLAIN, alone=fit(piece(5000, 50), deviation=0.1))},
     updates={(): DEFAULT, (("optimizer_impl", "foreach"),): LARGE},
     failures={"model: amp=fp16": "it cannot be traced"},
 )
@@ -124,7 +124,7 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
 
 
 def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
-    model = replace(PLAIN, turnover=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
+    model = replace(PLAIN, volume=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
     traces = replace(TRACES, models={(): model})
     assert traces.peak(config(8)).volume_bytes == 3 * 8 * 2**20 + 1000
     assert traces.peak(config(32)).volume_bytes == 1000
