@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autotune.api import predict, search
     from autotune.session import Session, prepare
+    from autotune.study.reading import load_study
     from autotune.task import Task, load_task
-    from autotune.tuning.reading import load_study
 
 __all__ = ["Session", "Task", "load_study", "load_task", "predict", "prepare", "search"]
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Session": "autotune.session",
     "Task": "autotune.task",
-    "load_study": "autotune.tuning.reading",
+    "load_study": "autotune.study.reading",
     "load_task": "autotune.task",
     "predict": "autotune.api",
     "prepare": "autotune.session",

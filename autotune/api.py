@@ -8,25 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from autotune import techniques
-from autotune.config import Choice, Config
-from autotune.devices import DeviceInfo, open_device
+from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.errors import ConfigError
-from autotune.outcome import Outcome
 from autotune.predict.answer import Prediction, answer
 from autotune.predict.cache import FOLDER, cached_traces
 from autotune.predict.cards import card_of
 from autotune.predict.targets import target_of
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.config import Choice, Config
+from autotune.records.device import DeviceInfo
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Outcome
+from autotune.records.result import Result
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProcessProber
+from autotune.space import build_space
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Listener
-from autotune.tuning.options import SearchOptions
-from autotune.tuning.result import Result
 from autotune.tuning.run import inspection_failed
 from autotune.tuning.run import search as run_search
-from autotune.tuning.space import build_space
 from autotune.units import parse_bytes, parse_fraction, parse_seconds
 
 VERIFY_TIMEOUT_S = 24 * 3600.0

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from autotune import techniques
-from autotune.batches import StepBatch, map_tensors, split
-from autotune.config import Choice, Config
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError
+from autotune.records.config import Choice, Config
 from autotune.task import Task, load_task
+from autotune.task.batches import StepBatch, map_tensors, split
 
 
 @dataclass(kw_only=True)

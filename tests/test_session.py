@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional
 
 from autotune import prepare
-from autotune.batches import StepBatch
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import ConfigError, DeviceError
 from autotune.task import Task
+from autotune.task.batches import StepBatch
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.errors import AutotuneError, ConfigError
-from autotune.outcome import Kind
+from autotune.records.outcome import Kind
 
 
 def exit_code(error: AutotuneError) -> int:
@@ -25,10 +25,10 @@ def exit_code(error: AutotuneError) -> int:
 def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
+    from autotune.records.result import Result
     from autotune.report import export
     from autotune.report.live import live_listener
     from autotune.tuning.answer import Interrupted
-    from autotune.tuning.result import Result
 
     if options.out:
         _require_writable(Path(options.out))
@@ -111,7 +111,7 @@ def show(options: argparse.Namespace) -> int:
     """`autotune show`: what a study holds."""
     from autotune.report import export
     from autotune.report.study_text import render_study
-    from autotune.tuning.reading import load_study
+    from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
     if options.json:

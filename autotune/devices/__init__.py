@@ -8,10 +8,11 @@ from importlib import metadata, util
 from pathlib import Path
 
 from autotune.devices import nvml
-from autotune.devices.base import Device, DeviceInfo, Telemetry
+from autotune.devices.base import Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 
 __all__ = ["Device", "DeviceInfo", "Telemetry", "available", "open_device"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autotune.devices.base import DeviceInfo
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import TYPICAL_CONTEXT_BYTES
+from autotune.records.device import DeviceInfo
 
 
 class AbsentGpu(CpuDevice):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.devices import cgroup, oom, procfs
-from autotune.devices.base import DeviceInfo, Telemetry
+from autotune.devices.base import Telemetry
 from autotune.devices.contention import ProcessorWatch
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes
 
 if TYPE_CHECKING:

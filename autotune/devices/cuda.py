@@ -9,8 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from autotune.devices import nvml, oom, procfs
-from autotune.devices.base import DeviceInfo, Telemetry
+from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from autotune import techniques
-from autotune.config import Choice, Config
 from autotune.errors import TaskError
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
-from autotune.probe.inspection import Inspection
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Inspection
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
@@ -29,7 +29,7 @@ class Estimator(Protocol):
 
 
 class Space(Protocol):
-    """What has to be known of a search space; `autotune.tuning.space.Space` is one."""
+    """What has to be known of a search space; `autotune.space.Space` is one."""
 
     @property
     def choices(self) -> Mapping[str, tuple[Choice, ...]]:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune import __version__, techniques
-from autotune.config import Config
 from autotune.predict.traces import Traces
+from autotune.records.config import Config
 
 FOLDER = ".traces"  # beside the study's database
 
 
 class TracingProber(Protocol):
-    """What traces: `autotune.probe.process.ProcessProber`."""
+    """What traces: `autotune.runners.local.ProcessProber`."""
 
     def trace(self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None) -> Traces:
         """Trace configs; neither raises nor takes longer than `timeout_s`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autotune.batches import tensors
+from autotune.task.batches import tensors
 
 if TYPE_CHECKING:
     from autotune.task import Task

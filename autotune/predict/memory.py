@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from autotune.config import Config
-from autotune.outcome import Kind, Outcome
 from autotune.predict.array import Array
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.parts import Design, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Observation, PartsModel, Scales
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Outcome
 from autotune.techniques import Factor
 from autotune.units import MIB
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from autotune import techniques
-from autotune.config import Choice, Config
 from autotune.predict.array import Array
+from autotune.records.config import Choice, Config
 from autotune.techniques import Expectation, Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.config import Config
 from autotune.predict.array import Array
 from autotune.predict.parts import Design, Layout, Residual
+from autotune.records.config import Config
 
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
 MAX_STEPS = 12  # of Gauss-Newton

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import techniques
-from autotune.config import Config
 from autotune.predict.traces import Group, Traces, group_of, model_label, update_label
+from autotune.records.config import Config
 from autotune.techniques import Phase
 
 LARGEST_TRACED = 32  # samples: the law is exact beyond it, too, unless the check says otherwise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from autotune.devices.base import DeviceInfo
+from autotune.records.device import DeviceInfo
 
 CPU: Literal["cpu"] = "cpu"
 CUDA: Literal["cuda"] = "cuda"

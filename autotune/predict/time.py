@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.config import Config
-from autotune.outcome import Measurement, Outcome
 from autotune.predict.array import Array
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.parts import SIZES, Layout, Part, Residual, SpaceLike
 from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
+from autotune.records.config import Config
+from autotune.records.outcome import Measurement, Outcome
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autotune.config import Choice, Config
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
+from autotune.records.config import Choice, Config
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off

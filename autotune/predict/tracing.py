@@ -21,8 +21,6 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autotune import techniques
-from autotune.batches import StepBatch, map_tensors, tensors
-from autotune.config import Choice, Config
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
@@ -30,8 +28,10 @@ from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
 from autotune.predict.targets import CPU, Target
+from autotune.records.config import Choice, Config
 from autotune.session import Session, prepare
 from autotune.task import Task
+from autotune.task.batches import StepBatch, map_tensors, tensors
 
 
 class TraceError(Exception):

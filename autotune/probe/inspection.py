@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from autotune.config import Choice
-from autotune.devices.base import DeviceInfo
-from autotune.techniques.base import Setting, Support, Technique
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What the search knows before its first probe.
-
-    Attributes:
-        facts: `autotune.task.facts.TaskFacts` as a dict.
-        baseline: the user's baseline, complete; `baseline_given` when the task states one.
-        support: per technique what may be searched.
-        outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
-            user's module, a CUDA context.
-    """
-
-    facts: dict[str, Any]
-    device: DeviceInfo
-    global_batch: int | None
-    baseline: dict[str, Choice]
-    baseline_given: bool
-    support: dict[str, Support]
-    outside_bytes: int
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Inspection:
-        """Rebuild an inspection from the plain data that a process sent."""
-        support = {
-            name: Support(**item | {"choices": tuple(item["choices"]), "optional": tuple(item["optional"])})
-            for name, item in data["support"].items()
-        }
-        return Inspection(**{**data, "device": DeviceInfo.from_dict(data["device"]), "support": support})
+from autotune.records.device import DeviceInfo
+from autotune.records.inspection import Support
+from autotune.techniques.base import Setting, Technique
 
 
 def inspect_task(
@@ -53,9 +23,9 @@ def inspect_task(
         ConfigError: its baseline is not valid.
     """
     from autotune import techniques
-    from autotune.batches import map_tensors
     from autotune.devices import Device, open_device
     from autotune.devices.absent import AbsentGpu
+    from autotune.task.batches import map_tensors
     from autotune.task.facts import check_task, gather_facts
 
     opened: Device = open_device(device) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))

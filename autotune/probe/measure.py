@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from autotune.batches import StepBatch, num_samples
 from autotune.devices import Device
 from autotune.errors import TaskError
-from autotune.outcome import Measurement
-from autotune.probe.settings import ProbeSettings
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
+from autotune.records.outcome import Measurement
+from autotune.records.settings import ProbeSettings
 from autotune.session import Session
+from autotune.task.batches import StepBatch, num_samples
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up

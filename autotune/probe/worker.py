@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.outcome import Kind, Outcome
-from autotune.probe.settings import ProbeSettings
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.settings import ProbeSettings
 from autotune.task import Task
 from autotune.units import format_bytes
 
@@ -139,8 +139,8 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune import techniques
-    from autotune.checks import run_checks
     from autotune.devices import open_device
+    from autotune.probe.checks import run_checks
 
     seed_everything(0)
     device = open_device(arguments["device"])

@@ -13,13 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from autotune.config import Config
-from autotune.outcome import Outcome
+from autotune.records.config import Config
+from autotune.records.front import pareto_front
+from autotune.records.outcome import Outcome
 from autotune.report.figures import counts, expected, measured_rate, plural, times
 from autotune.report.live import best_speed, introduction, is_best, summary
 from autotune.report.words import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
-from autotune.tuning.front import pareto_front
 from autotune.units import format_bytes, format_seconds
 
 NUM_FRONT = 6

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from autotune.devices import available, nvml
-from autotune.devices.base import DeviceInfo, Telemetry
+from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from autotune.tuning.reading import ProbeRecord, Study
+from autotune.study.reading import ProbeRecord, Study
 
 
 def to_json(study: Study) -> str:

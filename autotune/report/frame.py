@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from autotune.outcome import Measurement
+from autotune.records.outcome import Measurement
 from autotune.report.words import describe
-from autotune.tuning.reading import ProbeRecord, Study
+from autotune.study.reading import ProbeRecord, Study
 from autotune.units import MIB
 
 _FIGURES = {

@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import TextIO
 
-from autotune.config import Config
-from autotune.outcome import Outcome
+from autotune.records.config import Config
+from autotune.records.outcome import Outcome
 from autotune.report.figures import expected, measured_rate
 from autotune.report.words import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted

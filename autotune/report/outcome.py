@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.config import Choice
-from autotune.outcome import Kind, Measurement, Outcome
+from autotune.records.config import Choice
+from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.units import format_bytes, format_seconds
 
 

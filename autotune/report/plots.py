@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune.config import Choice
 from autotune.errors import AutotuneError
-from autotune.outcome import Kind
+from autotune.records.config import Choice
+from autotune.records.outcome import Kind
+from autotune.records.result import Measured
 from autotune.report.words import describe
-from autotune.tuning.reading import Study
-from autotune.tuning.result import Measured
+from autotune.study.reading import Study
 from autotune.units import MIB
 
 if TYPE_CHECKING:

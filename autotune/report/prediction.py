@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from autotune.config import Choice
 from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
+from autotune.records.config import Choice
 from autotune.report.text import heading, paragraph, table
 from autotune.report.words import describe, describe_batch, describe_choice
 from autotune.units import GIB, MIB, format_bytes

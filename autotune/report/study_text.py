@@ -8,12 +8,12 @@ from collections import Counter
 from rich.console import Console
 from rich.text import Text
 
-from autotune.outcome import Kind
+from autotune.records.outcome import Kind
+from autotune.records.result import Measured
 from autotune.report.figures import counts, expected, measured_rate, plural
 from autotune.report.text import FRONT_NOTE, front_table, heading, paragraph, render_answer, table
 from autotune.report.words import describe, describe_batch
-from autotune.tuning.reading import ProbeRecord, Study
-from autotune.tuning.result import Measured
+from autotune.study.reading import ProbeRecord, Study
 from autotune.units import format_bytes, format_seconds
 
 

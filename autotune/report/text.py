@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.config import Choice
+from autotune.records.config import Choice
+from autotune.records.result import Check, Dropped, Measured, Result
 from autotune.report.figures import counts, interval, measured_rate, plural, times
 from autotune.report.run_it import python_lines, verify_command
 from autotune.report.words import as_python, describe, describe_choice
-from autotune.tuning.result import Check, Dropped, Measured, Result
 from autotune.units import format_bytes, format_seconds
 
 MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make a wider dict

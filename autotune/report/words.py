@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 
-from autotune.config import Choice, Config
+from autotune.records.config import Choice, Config
 from autotune.techniques import REGISTRY
 
 AnyConfig = Config | Mapping[str, Choice]

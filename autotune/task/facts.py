@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import Choice
 from autotune.errors import ConfigError, TaskError
+from autotune.records.config import Choice
 from autotune.task import samples
 from autotune.task.describe import describe
 from autotune.task.source import source_hash
@@ -97,7 +97,7 @@ def gather_facts(task: Task) -> TaskFacts:
 
 def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
     """Of the same small batch each time, however fast samples come; empty where that cannot be had of the user's code."""
-    from autotune.batches import tensors
+    from autotune.task.batches import tensors
 
     def batch() -> Any:
         if task.make_batch is not None:
@@ -164,7 +164,7 @@ def _batch(task: Task) -> Any:
 def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
     import torch
 
-    from autotune.batches import map_tensors
+    from autotune.task.batches import map_tensors
 
     what = (
         "your training_step"

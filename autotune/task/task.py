@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autotune.config import Choice
 from autotune.errors import TaskError
+from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
 
@@ -159,7 +159,7 @@ class Task:
         That is what `loss_weight` says; for the default losses their number of targets that are not ignored (the first
         label of a sequence is none where a causal language model shifts them); else the number of samples.
         """
-        from autotune.batches import num_samples
+        from autotune.task.batches import num_samples
 
         if self.loss_weight is not None:
             return float(self.loss_weight(batch))
@@ -173,7 +173,7 @@ class Task:
 
     def batch(self, batch_size: int) -> Any:
         """A micro batch of exactly `batch_size` samples, of the largest shape, on the CPU. Raises TaskError."""
-        from autotune.batches import num_samples
+        from autotune.task.batches import num_samples
 
         if self.make_batch is not None:
             name, batch = "make_batch", self.make_batch(batch_size)

@@ -6,20 +6,12 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autotune.config import Choice, Config
 from autotune.errors import ConfigError
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
 from autotune.techniques.accumulation import Accumulation
 from autotune.techniques.amp import Amp
-from autotune.techniques.base import (
-    Expectation,
-    Factor,
-    Phase,
-    Recomputation,
-    Setting,
-    Support,
-    Technique,
-    UnsupportedError,
-)
+from autotune.techniques.base import Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
 from autotune.techniques.batch_size import BatchSize
 from autotune.techniques.channels_last import ChannelsLast
 from autotune.techniques.checkpoint_segments import CheckpointSegments

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 
 if TYPE_CHECKING:
     import torch

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice, Config
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
 
 if TYPE_CHECKING:
     import torch
@@ -58,26 +59,9 @@ class Setting:
         """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
         import torch
 
-        from autotune.batches import map_tensors
+        from autotune.task.batches import map_tensors
 
         return map_tensors(torch.clone, self.batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Support:
-    """Whether a technique applies to a task on a device, as plain data.
-
-    Attributes:
-        choices: what may be searched, `off` included, in increasing order where there is an order. Only `off`: not applicable.
-        reason: why it does not apply, or why some choices are left out; empty when all is as usual.
-        optional: choices that are searched only when the user includes the technique (they change what is learned).
-        note: what a reader of the answer has to know; goes to the result's warnings when the technique is used.
-    """
-
-    choices: tuple[Choice, ...]
-    reason: str = ""
-    optional: tuple[Choice, ...] = field(default=())
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ class ChannelsLast(Technique):
         """Models with 2-D convolutions on 4-D floating tensors whose code does not `view` in the old layout."""
         import torch
 
-        from autotune.batches import map_tensors, tensors
+        from autotune.task.batches import map_tensors, tensors
 
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
             return Support(choices=(False,), reason="the model has no 2-D convolution")
@@ -56,7 +57,7 @@ class ChannelsLast(Technique):
         """Convert the model in place and every micro batch as it arrives."""
         import torch
 
-        from autotune.batches import map_tensors
+        from autotune.task.batches import map_tensors
 
         build.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         build.batch_transforms.append(lambda batch: map_tensors(_to_channels_last, batch))

@@ -7,17 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
-from autotune.techniques.base import (
-    Expectation,
-    Factor,
-    Phase,
-    Recomputation,
-    Setting,
-    Support,
-    Technique,
-    UnsupportedError,
-)
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
 from autotune.techniques.amp import one_of
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 
 if TYPE_CHECKING:
     from autotune.session import Build

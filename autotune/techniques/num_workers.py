@@ -8,8 +8,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 
 if TYPE_CHECKING:
     from autotune.session import Build

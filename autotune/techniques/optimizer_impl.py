@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
 from autotune.techniques.amp import one_of
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from autotune.config import Choice
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.num_workers import WITHOUT_DATASET
 
 if TYPE_CHECKING:

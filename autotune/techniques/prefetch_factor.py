@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.config import Choice, Config
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.batch_size import positive_int
 from autotune.techniques.num_workers import WITHOUT_DATASET
 

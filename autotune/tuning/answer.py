@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from autotune.config import Choice, Config
 from autotune.errors import AutotuneError
-from autotune.outcome import Outcome
-from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProcessProber
-from autotune.tuning import explain
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Outcome
+from autotune.records.result import Check, Measured, Result
+from autotune.runners.local import ProcessProber
+from autotune.tuning import why
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.exactness import Exactness, to_compare
 from autotune.tuning.loop import Loop
 from autotune.tuning.playoff import Standing, failure
-from autotune.tuning.result import Check, Measured, Result
 from autotune.units import format_bytes
 
 FEW_ROUNDS = 2  # of the play-off
@@ -115,8 +115,8 @@ class Recommender:
     def _why_none(self) -> str:
         loop = self.loop
         if loop.failed_again:
-            return explain.none_again(loop.failed_again, loop.space.baseline, loop.objective)
-        return explain.no_fit(loop.probed(), loop.objective.memory_limit_bytes)
+            return why.none_again(loop.failed_again, loop.space.baseline, loop.objective)
+        return why.no_fit(loop.probed(), loop.objective.memory_limit_bytes)
 
     def _leave_out(self, name: str, choice: Choice, reason: str) -> None:
         self.loop.drop(name, choice)
@@ -165,7 +165,7 @@ class Recommender:
         if confirmed is not None:
             answer, measured = confirmed.config, confirmed.measured()
         elif loop.best is not None and loop.best[1].measurement is not None:
-            answer, measured = loop.best[0], explain.measured_once(loop.best[0], loop.best[1].measurement)
+            answer, measured = loop.best[0], why.measured_once(loop.best[0], loop.best[1].measurement)
         else:
             return None
         baseline, speedup = self._baseline(standing, measured)
@@ -191,7 +191,7 @@ class Recommender:
         ran = [entrant.measured() for entrant in played if not entrant.failed]
         ran += [standing.baseline.measured()] if standing is not None and standing.baseline is not None else []
         all_probes = loop.store.probed()
-        known = explain.figures(all_probes, ran)
+        known = why.figures(all_probes, ran)
         return Result(
             config=answer.as_dict(),
             samples_per_s=measured.samples_per_s,
@@ -206,10 +206,10 @@ class Recommender:
             objective=loop.objective.name,
             confirmed=confirmed is not None,
             finalists=tuple(entrant.finalist() for entrant in played),
-            front=explain.front(known),
-            effects=explain.effects(answer, loop.space.baseline, explain.figures(probed, ())),
+            front=why.front(known),
+            effects=why.effects(answer, loop.space.baseline, why.figures(probed, ())),
             checks=checks,
-            limit=explain.limiting(answer, found, probed, loop.objective) if found else "",
+            limit=why.limiting(answer, found, probed, loop.objective) if found else "",
             outcomes=dict(Counter(str(probe.outcome.kind) for probe in all_probes)),
             probes=len(all_probes),
             wall_s=loop.elapsed_s,
@@ -236,7 +236,7 @@ class Recommender:
             or not self.loop.objective.feasible(self.loop.baseline)
         ):
             return None, None
-        measured = explain.measured_once(self.loop.space.baseline, found)
+        measured = why.measured_once(self.loop.space.baseline, found)
         low, high = answer.samples_per_s_ci
         ratio = answer.samples_per_s / found.samples_per_s
         return measured, (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)

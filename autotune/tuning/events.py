@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.config import Config
-from autotune.outcome import Outcome
-from autotune.predict.forecast import Forecast
+from autotune.records.config import Config
+from autotune.records.outcome import Outcome
+from autotune.records.prediction import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune import techniques
-from autotune.config import Choice, Config
-from autotune.outcome import Kind, Outcome
-from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProbeFault, ProcessProber
-from autotune.tuning.explain import OWN_STUDY
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Check
+from autotune.runners.local import ProbeFault, ProcessProber
 from autotune.tuning.loop import Loop
-from autotune.tuning.result import Check
+from autotune.tuning.why import OWN_STUDY
 
 BATCH_SIZE = 4
 BATCHNORM_BATCH_SIZE = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from autotune.config import Config
-from autotune.outcome import Outcome
-from autotune.tuning.objective import Objective
+from autotune.records.config import Config
+from autotune.records.objective import Objective
+from autotune.records.outcome import Outcome
 
 MOST = 3
 SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent

@@ -9,24 +9,24 @@ from statistics import median
 
 from optuna.trial import Trial
 
-from autotune.config import Choice, Config
-from autotune.outcome import Kind, Outcome, calmer
 from autotune.predict.memory import PeakSource
-from autotune.probe.prober import Prober
-from autotune.probe.process import ProbeFault
-from autotune.probe.settings import ProbeSettings
+from autotune.proposers.cost_model import CostModelSampler
+from autotune.proposers.design import one_change_back, starting_configs
+from autotune.proposers.optuna_samplers import make_sampler
+from autotune.records.config import Choice, Config
+from autotune.records.objective import Objective
+from autotune.records.options import COST_MODEL
+from autotune.records.outcome import Kind, Outcome, calmer
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProbeFault
+from autotune.runners.runner import Prober
+from autotune.space import Space, SpaceExhausted
+from autotune.study.history import what_stands
+from autotune.study.known_oom import MemoryWalls
+from autotune.study.store import Probed, Store
 from autotune.tuning import finalists
-from autotune.tuning.cost_model import CostModelSampler
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
-from autotune.tuning.history import what_stands
-from autotune.tuning.objective import Objective
-from autotune.tuning.options import COST_MODEL
 from autotune.tuning.playoff import Standing, play_off
-from autotune.tuning.sampler import make_sampler
-from autotune.tuning.space import Space, SpaceExhausted
-from autotune.tuning.start import one_change_back, starting_configs
-from autotune.tuning.study import Probed, Store
-from autotune.tuning.walls import MemoryWalls
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time

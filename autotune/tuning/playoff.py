@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
-from autotune.config import Config
-from autotune.outcome import Outcome
-from autotune.rounds import round_effects
-from autotune.tuning.objective import MEMORY_SPEED_TOLERANCE, Objective
-from autotune.tuning.result import Dropped, Measured
+from autotune.records.config import Config
+from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
+from autotune.records.outcome import Outcome
+from autotune.records.result import Dropped, Measured
+from autotune.records.rounds import round_effects
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12

@@ -14,23 +14,23 @@ from typing import Any
 from autotune import __version__, techniques
 from autotune.devices import open_device
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
-from autotune.outcome import Kind, Outcome
 from autotune.predict.cache import cached_traces
 from autotune.predict.targets import target_of
 from autotune.predict.traces import Traces
-from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.inspection import Inspection
+from autotune.records.objective import Objective
+from autotune.records.options import OBJECTIVES, SAMPLERS, SearchOptions
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Result
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProcessProber
+from autotune.space import Space, build_space
+from autotune.study.store import Place, Store, locked, place_of, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
-from autotune.tuning import explain
+from autotune.tuning import why
 from autotune.tuning.answer import NothingFeasible, Recommender
 from autotune.tuning.events import Listener, Note, SearchStarted
 from autotune.tuning.loop import MIN_TIMEOUT_S, Loop
-from autotune.tuning.objective import Objective
-from autotune.tuning.options import OBJECTIVES, SAMPLERS, SearchOptions
-from autotune.tuning.result import Result
-from autotune.tuning.space import Space, build_space
-from autotune.tuning.study import Place, Store, locked, place_of, storage_errors, stored_attributes
 from autotune.units import format_bytes
 
 MIN_TRACE_S = 5.0
@@ -251,7 +251,7 @@ def inspection_failed(outcome: Outcome, limit: int) -> AutotuneError:
     """The error for a task that could not be inspected."""
     if outcome.kind is Kind.OOM:
         return NothingFeasible(
-            f"even two samples do not train within {format_bytes(limit)}: {explain.describe_shortage([outcome], limit)}; "
+            f"even two samples do not train within {format_bytes(limit)}: {why.describe_shortage([outcome], limit)}; "
             "raise --memory-limit, or make the model or the sample smaller"
         )
     if outcome.kind is Kind.ERROR:

@@ -9,18 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__, table, techniques
-from autotune.config import Choice, Config
+from autotune import __version__, techniques
 from autotune.devices import open_device
 from autotune.errors import ConfigError
-from autotune.outcome import Kind, Outcome, calmer
-from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
-from autotune.table import Figure, Header, Row, Table, TableError, figures_of
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Kind, Outcome, calmer
+from autotune.records.settings import ProbeSettings
+from autotune.runners import table
+from autotune.runners.local import ProcessProber
+from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
+from autotune.space import ACCUMULATION, Space, build_space, distributions_of
 from autotune.task.source import TaskSource
 from autotune.tuning.run import inspection_failed
-from autotune.tuning.space import ACCUMULATION, Space, build_space, distributions_of
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune import techniques
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune import table
-from autotune.config import Config
 from autotune.predict.cache import cached_traces
 from autotune.predict.memory import MemoryModel
 from autotune.predict.targets import CPU, CUDA
 from autotune.predict.traces import Traces
-from autotune.probe.inspection import Inspection
-from autotune.probe.process import ProcessProber
-from autotune.table import Table
+from autotune.records.config import Config
+from autotune.records.inspection import Inspection
+from autotune.runners import table
+from autotune.runners.local import ProcessProber
+from autotune.runners.table import Table
 from autotune.task import load_task
 from autotune.task.source import TaskSource
 from autotune.tuning.sweep import space_of

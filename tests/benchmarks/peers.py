@@ -26,12 +26,12 @@ from unittest import mock
 from peers_worker import TOOLS
 
 from autotune import techniques
-from autotune.config import Config
-from autotune.outcome import Kind, Outcome
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.settings import ProbeSettings
 from autotune.report.figures import rate, times
 from autotune.report.words import describe
+from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds, parse_bytes
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from autotune.batches import num_samples
 from autotune.devices.cpu import CpuDevice
 from autotune.task import Task, load_task
+from autotune.task.batches import num_samples
 
 STEPS = 3  # Lightning's default `steps_per_trial`; Accelerate's loop takes as many
 STEPS_AN_EPOCH = 100

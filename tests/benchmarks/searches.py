@@ -24,18 +24,18 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from autotune import table
-from autotune.config import Config
-from autotune.outcome import Kind
 from autotune.predict.traces import Traces
-from autotune.probe.replay import ReplayProber
-from autotune.probe.settings import ProbeSettings
-from autotune.table import Table
+from autotune.proposers.design import starting_configs
+from autotune.records.config import Config
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners import table
+from autotune.runners.replay import ReplayProber
+from autotune.runners.table import Table
+from autotune.study.store import Place, Store
 from autotune.tuning.events import Listener
 from autotune.tuning.loop import Loop
-from autotune.tuning.objective import Objective
-from autotune.tuning.start import starting_configs
-from autotune.tuning.study import Place, Store
 from autotune.tuning.sweep import space_of
 from tests.benchmarks.memory import TABLES, traces_of
 

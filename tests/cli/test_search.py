@@ -186,7 +186,7 @@ def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path):
     process.wait()
     process.stderr.close()
     deadline = time.monotonic() + 10
-    while processes_with(f"autotune.probe.supervisor.*{tmp_path.name}") and time.monotonic() < deadline:
+    while processes_with(f"autotune.runners.supervisor.*{tmp_path.name}") and time.monotonic() < deadline:
         time.sleep(0.1)
     before = len(autotune.load_study(tmp_path / "studies" / "tiny.db").frame())
     result = search("tiny.py", "--budget", "15s", "--trials", "2", "--memory-limit", "2GiB", cwd=tmp_path)
@@ -214,7 +214,7 @@ def test_the_first_interrupt_ends_after_the_running_probe_with_the_best_so_far(t
 
 
 def test_a_study_in_use_is_refused(tmp_path):
-    from autotune.tuning.study import locked, place_of
+    from autotune.study.store import locked, place_of
 
     shutil.copy(MODELS / "tiny.py", tmp_path)
     with locked(place_of(str(tmp_path / "studies" / "tiny.db"), None, "tiny")):

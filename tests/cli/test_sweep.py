@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune import table
+from autotune.runners import table
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 SMALL = (

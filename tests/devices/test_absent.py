@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from autotune.devices import DeviceInfo
 from autotune.devices.absent import AbsentGpu
+from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB
 
 T4 = DeviceInfo(name="cuda", model="T4 16GB", total_bytes=15 * GIB, free_bytes=15 * GIB, capability=(7, 5))

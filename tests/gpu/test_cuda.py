@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.outcome import Kind
-from autotune.probe.process import ProcessProber
-from autotune.probe.settings import ProbeSettings
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
 
 pytestmark = pytest.mark.gpu

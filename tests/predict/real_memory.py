@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autotune.batches import StepBatch, tensors
-from autotune.config import Config
+from autotune.records.config import Config
 from autotune.session import prepare
 from autotune.task import Task
+from autotune.task.batches import StepBatch, tensors
 
 NUM_STEPS = 2  # the first one allocates the optimizer's state
 _SPAN = "autotune memory: "

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune import techniques
-from autotune.config import Choice, Config
 from autotune.predict.answer import GroupPrediction, Question
 from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate
+from autotune.records.config import Choice, Config
 from autotune.units import GIB, MIB
 
 OUTSIDE = 512 * MIB

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autotune.config import Config
-from autotune.outcome import Kind, Outcome
 from autotune.predict.memory import MemoryModel, beyond
-from autotune.tuning.advisor import MAX_OOM_CHANCE
-from autotune.tuning.space import Space, build_space
-from tests.tuning.closed_form import MIB, ClosedFormProber, inspection, measurement
-from tests.tuning.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber
+from autotune.proposers.acquisition import MAX_OOM_CHANCE
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Outcome
+from autotune.space import Space, build_space
+from tests.closed_form import MIB, ClosedFormProber, inspection, measurement
+from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber
 
 PROBER = RoughProber()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.devices.base import DeviceInfo
 from autotune.predict.cards import CARDS
 from autotune.predict.targets import CPU, CUDA, OLD_CUDA, target_of
+from autotune.records.device import DeviceInfo
 
 
 def device(name: str, capability: tuple[int, int]) -> DeviceInfo:

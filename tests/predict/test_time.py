@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.config import Config
-from autotune.outcome import Kind, Outcome
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.time import TimeModel
-from autotune.techniques.base import Support
-from autotune.tuning.space import Space, build_space
-from tests.tuning.closed_form import ClosedFormProber, inspection, measurement
-from tests.tuning.rough_world import RoughProber, rough_inspection
+from autotune.records.config import Config
+from autotune.records.inspection import Support
+from autotune.records.outcome import Kind, Outcome
+from autotune.space import Space, build_space
+from tests.closed_form import ClosedFormProber, inspection, measurement
+from tests.rough_world import RoughProber, rough_inspection
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from autotune import techniques
 from autotune.predict.traces import Traces
-from autotune.probe.process import ProcessProber
+from autotune.runners.local import ProcessProber
 from autotune.task.source import TaskSource
 
 MODELS = Path(__file__).parent / "models"

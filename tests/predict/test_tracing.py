@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from autotune import techniques
-from autotune.config import Config
 from autotune.predict.job import trace_plan
 from autotune.predict.passes import Purpose
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
 from autotune.predict.tracing import TraceError, Tracer
+from autotune.records.config import Config
 from autotune.task import Task, load_task
 from autotune.techniques import Technique
 from autotune.techniques.checkpoint_segments import CheckpointSegments

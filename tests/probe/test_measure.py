@@ -9,7 +9,7 @@ from torch import nn
 from autotune.devices import open_device
 from autotune.probe import measure
 from autotune.probe.measure import NonFiniteError, Run
-from autotune.probe.settings import ProbeSettings
+from autotune.records.settings import ProbeSettings
 from autotune.session import prepare
 from autotune.task import Task
 

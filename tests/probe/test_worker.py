@@ -7,9 +7,9 @@ import autotune.devices
 import autotune.session
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
-from autotune.outcome import Kind
 from autotune.probe import worker
-from autotune.probe.settings import ProbeSettings
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
 from autotune.units import GIB
 
 

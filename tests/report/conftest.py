@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.tuning.reading import Study, load_study
+from autotune.study.reading import Study, load_study
 from tests.report.sample_study import write_study
 
 

@@ -14,11 +14,11 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
-from autotune.config import Config
-from autotune.outcome import Kind, Measurement, Outcome
-from autotune.predict.forecast import Forecast
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.prediction import Forecast
+from autotune.records.result import Check, Effect, Measured, Result
 from autotune.techniques import complete
-from autotune.tuning.result import Check, Effect, Measured, Result
 from autotune.units import MIB
 
 GLOBAL_BATCH = 48

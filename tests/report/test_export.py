@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from autotune.outcome import Outcome
+from autotune.records.outcome import Outcome
 from autotune.report.export import document, to_csv, to_json
-from autotune.tuning.reading import Study
+from autotune.study.reading import Study
 
 
 def test_the_json_is_one_document_with_everything(study: Study) -> None:

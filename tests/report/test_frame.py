@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from pandas.api import types
 
-from autotune.tuning.reading import Study
+from autotune.study.reading import Study
 from tests.report.sample_study import ANSWER, BASELINE, measured
 
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 import pytest
 
-from autotune.outcome import Kind, Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.errors import AutotuneError
 from autotune.report.plots import plot_front, plot_throughput
-from autotune.tuning.reading import Study
+from autotune.study.reading import Study
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from autotune.config import Choice
 from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
+from autotune.records.config import Choice
 from autotune.report.prediction import render_prediction
 from autotune.techniques import complete
 from autotune.units import GIB, MIB

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from autotune.records.result import Dropped, Result
 from autotune.report.study_text import render_study
 from autotune.report.text import render_result
+from autotune.study.reading import Study
 from autotune.techniques import complete
-from autotune.tuning.reading import Study
-from autotune.tuning.result import Dropped, Result
 from tests.report.sample_study import ANSWER, BASELINE
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from autotune.config import Choice
+from autotune.records.config import Choice
 from autotune.report.words import as_json, as_python, describe, describe_choice
 from autotune.techniques import REGISTRY, complete
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autotune import techniques
-from autotune.config import Choice
 from autotune.devices import open_device
+from autotune.records.config import Choice
 from autotune.task import Task
 from autotune.techniques import Setting
 

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from autotune.outcome import Kind, Outcome
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Check, Result
 from autotune.report.text import render_result
+from autotune.study.reading import load_study
 from autotune.tuning.answer import Interrupted, NothingFeasible, Recommender
 from autotune.tuning.events import Listener
 from autotune.tuning.loop import PLAY_OFF_INTERVAL
-from autotune.tuning.reading import load_study
-from autotune.tuning.result import Check, Result
-
-from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
 OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.config import Config
-from autotune.outcome import Kind, Outcome
-from autotune.probe.process import ProbeFault
-from autotune.probe.settings import ProbeSettings
-from autotune.tuning.reading import load_study
-from autotune.tuning.start import one_change_back
-
-from .closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
-from .rough_world import NoisyPeaks
+from autotune.proposers.design import one_change_back
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import ProbeFault
+from autotune.study.reading import load_study
+from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
+from tests.rough_world import NoisyPeaks
 
 
 def finish(loop):
@@ -378,7 +377,7 @@ def test_a_baseline_that_ran_out_of_memory_is_not(tmp_path):
 
 
 def test_with_the_objective_memory_what_is_known_is_held_against_a_baseline_that_is_measured_late(tmp_path):
-    from autotune.tuning.objective import Objective
+    from autotune.records.objective import Objective
 
     objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
     baseline = make_loop(tmp_path, ClosedFormProber()).space.baseline
@@ -429,7 +428,7 @@ def test_what_was_dropped_as_inexact_is_no_longer_the_best(tmp_path):
 
 
 def test_with_the_objective_memory_smaller_batches_and_checkpointing_come_first(tmp_path):
-    from autotune.tuning.objective import Objective
+    from autotune.records.objective import Objective
 
     prober = ClosedFormProber()
     objective = Objective(name="memory", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)

@@ -5,12 +5,11 @@ import random
 import pytest
 
 from autotune import techniques
-from autotune.outcome import Kind, Outcome
-from autotune.tuning.objective import Objective
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Dropped
 from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, play_off, ratio_interval
-from autotune.tuning.result import Dropped
-
-from .closed_form import measurement
+from tests.closed_form import measurement
 
 MIB = 2**20
 OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)

@@ -13,13 +13,13 @@ import pytest
 
 import autotune
 from autotune.errors import StudyError
+from autotune.records.options import SearchOptions
+from autotune.records.result import Result
+from autotune.study.store import Store, place_of, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
-from autotune.tuning.options import SearchOptions
-from autotune.tuning.result import Result
 from autotune.tuning.run import _asked, _fingerprint, _memory_limit
-from autotune.tuning.study import Store, place_of, storage_errors, stored_attributes
-from tests.tuning.closed_form import inspection
+from tests.closed_form import inspection
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 FACTS: dict[str, Any] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune import table
 from autotune.errors import ConfigError
-from autotune.table import TableError
+from autotune.runners import table
+from autotune.runners.table import TableError
 from autotune.task.source import TaskSource
 from autotune.tuning.sweep import Progress, SweepOptions, space_of, sweep
 

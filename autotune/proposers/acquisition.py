@@ -1,0 +1,298 @@
+"""Which config to probe next: the one that promises most over the best, weighed with its chance to fit and to run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autotune import techniques
+from autotune.predict.array import Array
+from autotune.predict.memory import MemoryEstimate, MemoryModel
+from autotune.predict.time import TimeModel
+from autotune.records.config import Choice, Config
+from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.prediction import Forecast
+from autotune.space import ACCUMULATION, Space
+
+BETTER = math.log(1.01)  # a gain that counts
+ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
+MAX_OOM_CHANCE = 0.25  # what is likelier to run out of memory is not tried; stricter with every config that did
+UNKNOWN_MEMORY_STD = 0.5  # in logarithms, where nothing is known of a config's memory
+UNSAFE = 1e3  # below any other score: where nothing is known that fits, the safest of the unsafe
+MAX_ENUMERATED = 3000  # configs of a space that is looked at whole
+NUM_STARTS = 3  # of the climbs through a larger one
+DOUBT = 0.05  # chance that a probe is far off without a sign of it
+RUNS_AFTER_FAILURE = 0.2  # chance that a config runs which is to blame for one failure, wholly
+
+WEIGHTS = {"throughput": (1.0, 0.0), "memory": (0.0, 1.0), "balanced": (1.0, 0.5)}  # of log speed and log memory
+
+Probes = Sequence[tuple[Config, Outcome]]
+
+
+@dataclass(frozen=True)
+class Prospects:
+    """What is expected of several configs. Arrays of one figure a config.
+
+    Attributes:
+        to_win: chance to be better than the best by 1 %; 1 where nothing is known that fits.
+        to_fit: chance to need no more than the limit less headroom.
+        promise: chance to become the best: to win, to fit and to run; 0 where it is too likely to run out of memory.
+        score: what the next probe is chosen by: the expected gain, where it is one, times the promise.
+    """
+
+    peaks: Sequence[MemoryEstimate | None]
+    to_win: Array
+    to_fit: Array
+    promise: Array
+    score: Array
+
+
+class Advisor:
+    """Ranks configs of a space, given the probes so far. Knows no Optuna; the same probes give the same advice.
+
+    Args:
+        seed: of where climbs through a large space start.
+    """
+
+    def __init__(
+        self, space: Space, objective: Objective, time_model: TimeModel, memory_model: MemoryModel, seed: int = 0
+    ) -> None:
+        self.space = space
+        self.objective = objective
+        self._time = time_model
+        self._memory = memory_model
+        self._seed = seed
+        self._last: _Knowledge | None = None
+
+    def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> Config | None:
+        """The config to probe next; None when none has more than a small chance to win."""
+        known = self._knowledge(probes)
+        if self.space.num_combinations <= MAX_ENUMERATED:
+            return known.choose([config for config in self._configs if admissible(config)])
+        return self._climb(known, admissible)
+
+    def forecast(self, config: Config, probes: Probes) -> Forecast:
+        """What the probes so far predict of a config."""
+        return self._knowledge(probes).forecast(config)
+
+    def ranked(self, probes: Probes) -> list[Config]:
+        """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
+        return self._knowledge(probes).ranked
+
+    def _knowledge(self, probes: Probes) -> _Knowledge:
+        """What the probes tell; kept, since a proposal and its forecast are asked for one after the other."""
+        if self._last is None or self._last.probes != list(probes):
+            objective = self.objective
+            baseline = next((o for c, o in probes if c == self.space.baseline and o.ok), None)
+            if baseline is not None:
+                objective = objective.with_baseline(baseline)
+            time, memory = self._time.fitted(probes), self._memory.fitted(probes)
+            self._last = _Knowledge(self.space, objective, time, memory, list(probes))
+        return self._last
+
+    @cached_property
+    def _configs(self) -> list[Config]:
+        return list(self.space)
+
+    def _climb(self, known: _Knowledge, admissible: Callable[[Config], bool]) -> Config | None:
+        """The best of what is met on the way up from several configs, one change at a time."""
+        chance = random.Random(self._seed)
+        starts = [self.space.baseline.as_dict()] + ([known.best.as_dict()] if known.best else [])
+        while len(starts) < NUM_STARTS:
+            starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
+        met: set[Config] = set()
+        for start in starts:
+            # what is fixed need not be so in the baseline, and not every combination belongs to the space
+            here, height = self.space.nearest(start, lambda config: True), -math.inf
+            while around := [config for config in self._one_change(here) if self.space.contains(config)]:
+                met.update(around)
+                scores = known.prospects(around).score
+                top = int(np.argmax(scores))
+                if scores[top] <= height:
+                    break
+                here, height = around[top], float(scores[top])
+        return known.choose([config for config in sorted(met, key=str) if admissible(config)])
+
+    def _one_change(self, config: Config) -> list[Config]:
+        return [
+            self.space.complete({**config.as_dict(), name: choice})
+            for name, choices in self.space.choices.items()
+            for choice in choices
+            if choice != config[name]
+        ]
+
+
+class _Knowledge:
+    """What some probes tell, and what follows for other configs."""
+
+    def __init__(
+        self, space: Space, objective: Objective, time: TimeModel, memory: MemoryModel, probes: Probes
+    ) -> None:
+        self.space = space
+        self.objective = objective
+        self.time = time
+        self.doubting = time.doubting()
+        self.memory = memory
+        self.probes = probes
+        self.seen = dict(probes)
+        self.shortages = sum(outcome.kind is Kind.OOM for outcome in self.seen.values())
+        self.speed_weight, self.memory_weight = WEIGHTS[objective.name]
+        self.ranked = self._ranked()
+        self.best = self.ranked[0] if self.ranked else None
+
+    def _ranked(self) -> list[Config]:
+        """The feasible configs that were probed, best expected merit first."""
+        feasible = {
+            config: outcome.measurement
+            for config, outcome in self.seen.items()
+            if outcome.measurement and self.objective.feasible(outcome) and self.space.contains(config)
+        }
+        if not feasible:
+            return []
+        speeds = self.time.speeds(list(feasible)).log_mean
+        peaks = np.log([measurement.peak_bytes for measurement in feasible.values()])
+        merits = self.speed_weight * speeds - self.memory_weight * peaks
+        return [list(feasible)[row] for row in np.argsort(-merits, kind="stable")]
+
+    def choose(self, configs: Sequence[Config]) -> Config | None:
+        """The config with the highest score, if any is worth a probe."""
+        if not configs:
+            return None
+        found = self.prospects(configs)
+        if self.best is not None and float(found.promise.max()) < ENOUGH:
+            return None
+        return configs[int(np.argmax(found.score))]
+
+    def prospects(self, configs: Sequence[Config]) -> Prospects:
+        """What is expected of configs."""
+        peaks = self.memory.estimates(configs)
+        limit, usable = self.objective.memory_limit_bytes, self.objective.usable_bytes
+        to_fit = np.array([1.0 if peak is None else peak.chance_within(usable) for peak in peaks])
+        to_oom = np.array([0.0 if peak is None else 1 - peak.chance_within(limit) for peak in peaks])
+        safe = to_oom <= MAX_OOM_CHANCE / (1 + self.shortages) ** 2
+        chance = to_fit * self._chance_to_run(configs)
+        if self.best is None:
+            careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9))
+            score = np.where(safe, self._merit(configs, peaks) + careful, careful - UNSAFE)
+            return Prospects(peaks, np.ones(len(configs)), to_fit, chance, score)
+        to_win, improvement = self._winning(configs, peaks)
+        promise = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)
+        return Prospects(peaks, to_win, to_fit, promise, improvement * promise)
+
+    def _winning(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> tuple[Array, Array]:
+        """Chance to be better than the best by 1 %, and the gain beyond that to be expected.
+
+        Both are averaged over the models that doubt a probe on which much rests.
+        """
+        weights = [1 - DOUBT * len(self.doubting), *[DOUBT] * len(self.doubting)]
+        to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
+        for weight, time in zip(weights, (self.time, *self.doubting), strict=True):
+            gain, std = self._gain(time, configs, peaks)
+            z = (gain - BETTER) / std
+            to_win += weight * _normal_cdf(z)
+            improvement += weight * std * (z * _normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
+        return to_win, improvement
+
+    def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
+        """Log merit to be expected, where only its order among the configs matters."""
+        merit = self.speed_weight * self.time.speeds(configs).log_mean
+        return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
+
+    def _gain(
+        self, time: TimeModel, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]
+    ) -> tuple[Array, Array]:
+        """Log merit over the best's: mean and standard deviation. What both have in common cancels."""
+        assert self.best is not None
+        measured = self.seen[self.best].measurement
+        assert measured is not None
+        speeds = time.speeds([*configs, self.best])
+        shared = speeds.log_covariance_with(len(configs))
+        gain = self.speed_weight * (speeds.log_mean - speeds.log_mean[-1])
+        variance = self.speed_weight**2 * (speeds.log_variance + speeds.log_variance[-1] - 2 * shared)
+        log_peaks = np.log([peak.peak_bytes if peak else measured.peak_bytes for peak in peaks])
+        stds = np.array([peak.log_std if peak else UNKNOWN_MEMORY_STD for peak in peaks])
+        gain = gain[:-1] + self.memory_weight * (math.log(measured.peak_bytes) - log_peaks)
+        return gain, np.sqrt(np.maximum(variance[:-1], 1e-12) + (self.memory_weight * stds) ** 2)
+
+    def _chance_of_speed(self, configs: Sequence[Config]) -> Array:
+        """That a probe finds the speed which the objective `memory` must keep; other objectives ask for none."""
+        if self.objective.name != "memory" or self.objective.baseline_samples_per_s is None:
+            return np.ones(len(configs))
+        needed = math.log(MEMORY_SPEED_TOLERANCE * self.objective.baseline_samples_per_s)
+        speeds = self.time.speeds(configs)
+        return _normal_cdf((speeds.log_mean - needed) / np.sqrt(speeds.log_variance + self.time.noise**2))
+
+    def _chance_to_run(self, configs: Sequence[Config]) -> Array:
+        """That a config does not fail for another reason than memory.
+
+        Each failure is blamed on its choices that were never seen to run: on techniques first, then on the batch size,
+        and where everything was seen to run, on the whole config.
+        """
+        ran = {choice for config, outcome in self.seen.items() if outcome.ok for choice in _choices(config)}
+        failed = [_choices(c) for c, o in self.seen.items() if o.kind not in (Kind.OK, Kind.OOM)]
+        blame = np.zeros(len(configs))
+        for choices in failed:
+            unseen = choices - ran
+            suspects = {suspect for suspect in unseen if suspect[0] != "batch_size"} or unseen or choices
+            blame += [len(suspects & _choices(config)) / len(suspects) for config in configs]
+        return np.asarray(RUNS_AFTER_FAILURE**blame)
+
+    def forecast(self, config: Config) -> Forecast:
+        """What is predicted of one config."""
+        found = self.prospects([config])
+        peak = found.peaks[0]
+        speed = self.time.estimate([config])[0] if any(o.ok for o in self.seen.values()) else None
+        win = float(found.to_win[0]) if self.best is not None else None
+        return Forecast(
+            samples_per_s=speed.samples_per_s if speed else None,
+            samples_per_s_low=speed.low if speed else None,
+            samples_per_s_high=speed.high if speed else None,
+            peak_bytes=peak.peak_bytes if peak else None,
+            peak_low_bytes=peak.low_bytes if peak else None,
+            peak_high_bytes=peak.high_bytes if peak else None,
+            chance_to_win=win,
+            chance_to_fit=float(found.to_fit[0]),
+            reason=self._reason(config, win),
+        )
+
+    def _reason(self, config: Config, win: float | None) -> str:
+        if config == self.space.baseline:
+            return "what you run today"
+        if win is None or self.best is None:
+            return "likely to fit"
+        changes = _in_words(config, self.best)
+        likely = "likely" if win >= 0.5 else "may be"
+        better = {"throughput": "faster", "memory": "smaller", "balanced": "better"}[self.objective.name]
+        return f"{likely} {better}: {changes}"
+
+
+def _choices(config: Config) -> set[tuple[str, Choice]]:
+    """What may be to blame: accumulation follows from the rest."""
+    return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
+
+
+def _in_words(config: Config, other: Config) -> str:
+    """What differs from another config, in a few words."""
+    words = []
+    for name, choice in config.differences(other).items():
+        if name == "batch_size":
+            ratio = int(choice) / other.batch_size
+            words.append(f"batch {choice}" if ratio % 1 else f"{ratio:.0f}x the batch")
+        elif name != ACCUMULATION:
+            is_off = choice == techniques.REGISTRY[name].off
+            words.append(
+                f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
+            )
+    return ", ".join(words)
+
+
+def _normal_cdf(z: Array) -> Array:
+    from scipy.special import ndtr
+
+    return np.asarray(ndtr(z))

@@ -1,0 +1,43 @@
+"""A device as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """A device as plain data.
+
+    Attributes:
+        name: as the user writes it: `cpu`, `cuda:0`.
+        model: the hardware's name, e.g. `NVIDIA H200` or the processor's model name.
+        total_bytes: memory of the device (on a CPU: of the machine or its cgroup, whichever is smaller).
+        free_bytes: what a new process may take now.
+        num_threads: compute threads torch uses on a CPU; 0 on a GPU.
+        driver: GPU driver version; empty on a CPU.
+        capability: CUDA compute capability, (0, 0) on a CPU.
+        torch_version: the torch that measures.
+    """
+
+    name: str
+    model: str
+    total_bytes: int
+    free_bytes: int
+    num_threads: int = 0
+    driver: str = ""
+    capability: tuple[int, int] = (0, 0)
+    torch_version: str = ""
+    notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`: torch's device type."""
+        return self.name.partition(":")[0]
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> DeviceInfo:
+        """Rebuild it from `dataclasses.asdict`'s data, after JSON."""
+        return DeviceInfo(**{**data, "capability": tuple(data["capability"]), "notes": tuple(data["notes"])})

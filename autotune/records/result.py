@@ -1,0 +1,124 @@
+"""The recommendation: a config that was itself run, and the evidence for it. Plain frozen data, JSON-ready."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autotune.records.config import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A config and what fresh processes found it to do. `samples_per_s_ci` is a 95 % interval (low, high)."""
+
+    config: dict[str, Choice]
+    samples_per_s: float
+    samples_per_s_ci: tuple[float, float]
+    peak_bytes: int
+    step_s: float
+    num_processes: int  # fresh processes behind the figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped(Measured):
+    """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
+
+    dropped: str  # why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What one technique of the answer did, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
+
+    technique: str
+    choice: Choice
+    baseline_choice: Choice
+    speed_ratio: float | None  # throughput with it over without it
+    memory_ratio: float | None  # peak with it over without it
+    num_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The answer's gradients on the user's own model against plain fp32 (checks G, B and N)."""
+
+    technique: str  # `config` for the whole answer, else one technique's name
+    choice: Choice
+    exact: bool  # held to the bound of exact techniques, else to that of reduced precision
+    loss_error: float  # relative
+    gradient_error: float  # relative, over all parameters
+    gradient_cosine: float
+    buffer_error: float  # relative, after one step
+    names_equal: bool  # parameter names and state_dict keys unchanged
+    noise: float  # relative gradient difference between two plain runs, or for one ulp
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search answers with.
+
+    Attributes:
+        verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run.
+        speedup: throughput over the baseline's, from paired fresh processes; `speedup_ci` its 95 % interval. None when the
+            baseline itself does not run within the limit (`baseline` is None then, too).
+        confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
+        front: every config that nothing beats in both memory and throughput, by increasing memory.
+        limit: what limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
+        probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
+            and their seconds inside training steps.
+        wall_s: of this search alone, from its start to the answer.
+        asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
+            `verify` to be given, too.
+    """
+
+    config: dict[str, Choice]
+    samples_per_s: float
+    samples_per_s_ci: tuple[float, float]
+    peak_bytes: int
+    memory_limit_bytes: int
+    headroom: float
+    baseline: Measured | None
+    speedup: float | None
+    speedup_ci: tuple[float, float] | None
+    verdict: str
+    objective: str
+    confirmed: bool = True
+    finalists: tuple[Measured, ...] = ()
+    front: tuple[Measured, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    checks: tuple[Check, ...] = ()
+    limit: str = ""
+    outcomes: dict[str, int] = field(default_factory=dict)
+    probes: int = 0
+    wall_s: float = 0.0
+    train_s: float = 0.0
+    storage: str = ""
+    study: str = ""
+    device: str = ""
+    asked: dict[str, str | int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as the JSON document that `autotune search --json` prints."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Result:
+        """Rebuild a result from `to_dict`'s data (or its JSON)."""
+        data = dict(data)
+        for name, cls in (("finalists", _finalist), ("front", Measured), ("effects", Effect), ("checks", Check)):
+            data[name] = tuple(cls(**_tuples(item)) for item in data.get(name, ()))
+        if data.get("baseline"):
+            data["baseline"] = Measured(**_tuples(data["baseline"]))
+        return Result(**_tuples(data))
+
+
+def _finalist(**data: Any) -> Measured:
+    return (Dropped if "dropped" in data else Measured)(**data)
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}

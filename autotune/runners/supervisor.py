@@ -1,0 +1,201 @@
+"""The process that starts, watches and cleans up after probes: a fork server that has imported torch and the user's module once.
+
+It holds one thread and no CUDA context, so that a fork is safe; where importing the user's module breaks that, every probe gets a
+new interpreter instead. It is the reaper of everything a probe leaves behind, and it ends when the search does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve requests on the socket whose descriptor is the first argument, until it is closed."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    greeting = json.loads(sys.stdin.readline())
+    source, blas_threads = greeting["source"], greeting["blas_threads"]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
+    if os.getppid() != greeting["parent"]:
+        os._exit(0)
+    hello, task = _import(source)
+    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
+    if not greeting["fork"]:
+        hello, task = hello | {"mode": "new interpreter", "reason": "asked for"}, None
+    if blas_threads:
+        os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    _send(connection, hello)
+    reader = connection.makefile("r")
+    while "error" not in hello and (line := reader.readline()):
+        request = json.loads(line) | {"blas_threads": blas_threads, "source": source}
+        _send(connection, _serve(request, task, connection))
+    os._exit(0)  # a thread that the user's module started would keep the interpreter alive
+
+
+def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
+    from autotune.errors import AutotuneError
+    from autotune.task.source import TaskSource
+
+    started = time.perf_counter()
+    # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    _import_everything()
+    before = _num_threads()
+    try:
+        task = TaskSource.from_dict(source).load()
+    except AutotuneError as error:
+        return {"error": str(error), "frames": error.frames}, None
+    except BaseException as error:
+        frames = "".join(traceback.format_exception(error))
+        return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
+    hello: dict[str, Any] = {"mode": "fork", "reason": "", "name": task.name, "import_s": time.perf_counter() - started}
+    hello["global_batch"], hello["baseline"] = task.global_batch, None if task.baseline is None else dict(task.baseline)
+    threads = _num_threads()
+    if threads > max(1, before):
+        hello |= {"mode": "new interpreter", "reason": f"importing the model file started {threads - before} threads"}
+    elif _has_cuda_context():
+        hello |= {"mode": "new interpreter", "reason": "importing the model file initialised CUDA"}
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
+    return hello, task if hello["mode"] == "fork" else None
+
+
+def _import_everything() -> None:
+    """Import all that a probe needs, so that it is there after a fork: also what torch imports late."""
+    import threadpoolctl  # noqa: F401
+    import torch
+    import torch.utils.checkpoint
+
+    import autotune.probe.checks
+    import autotune.probe.inspection
+    import autotune.probe.measure
+    import autotune.probe.worker  # noqa: F401
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU
+    for optimizer in (torch.optim.AdamW([parameter]), torch.optim.SGD([parameter], lr=0.0)):
+        optimizer.step()  # the first step imports torch._dynamo, which takes a second or two
+        optimizer.zero_grad()
+
+
+def _has_cuda_context() -> bool:
+    """Whether this process initialised the CUDA driver; NVML alone does not open the unified-memory device."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
+                return True
+    return False
+
+
+def _serve(request: dict[str, Any], task: Any, connection: socket.socket) -> dict[str, Any]:
+    """Run one request in a process of its own, and report how that process ended. Nothing of it is left running."""
+    from autotune.devices.oom import kernel_oom_kills
+
+    kills_before = kernel_oom_kills()
+    started = time.monotonic()
+    pid = _fork(task, request, connection) if task is not None else _spawn(request)
+    ended_by = _wait(pid, started + request["timeout_s"], connection)
+    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    wall_s = time.monotonic() - started
+    _reap_descendants()
+    if ended_by == "closed":
+        os._exit(0)
+    return {
+        "exit_code": os.waitstatus_to_exitcode(status),
+        "timed_out": ended_by == "timeout",
+        "oom_killed": kernel_oom_kills() > kills_before,
+        "wall_s": wall_s,
+    }
+
+
+def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    from autotune.probe import worker
+
+    try:
+        os.close(connection.detach())
+        worker.enter(request)
+        worker.run_job(task, request)
+    finally:
+        os._exit(70)
+
+
+def _spawn(request: dict[str, Any]) -> int:
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".json", delete=False, dir=os.path.dirname(request["channel"])
+    ) as file:
+        json.dump(request, file)
+    command = [sys.executable, "-m", "autotune.probe.worker", file.name]
+    with open(request["log"], "ab") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid
+
+
+def _wait(pid: int, deadline: float, connection: socket.socket) -> str:
+    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout` or `closed` (the search is gone)."""
+    process = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.register(connection.fileno(), select.POLLIN | select.POLLHUP)
+        ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+    finally:
+        os.close(process)
+    if process in ready:
+        return "exit"
+    return "closed" if ready else "timeout"
+
+
+def _reap_descendants() -> None:
+    """Kill and reap whatever a probe left behind; orphans are re-parented to this process, their subreaper."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The history of trials, kept in an Optuna storage."""

@@ -1,0 +1,186 @@
+"""Why this answer: what each technique did, what limits the speed now, and what the user has to know. Pure functions of the study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from autotune.records.config import Config
+from autotune.records.front import pareto_front
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.result import Effect, Measured
+from autotune.study.history import feasible_each_time
+from autotune.study.store import Probed
+from autotune.tuning.playoff import failure
+from autotune.units import format_bytes
+
+DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
+GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
+OWN_STUDY = "with a study of its own (--study NAME)"  # none is resumed with another limit or headroom
+MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
+
+
+def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
+    """What is known of every config that was feasible each time: the play-off's figures where it took part, else its one probe's.
+
+    Args:
+        probed: every probe of the study, those of play-offs included.
+        confirmed: who ran through in the play-off.
+    """
+    found = {
+        config: measured_once(config, measurement)
+        for config, counted in feasible_each_time((probe.config, probe) for probe in probed).items()
+        if (measurement := counted[0].outcome.measurement)
+    }
+    return found | {Config(tuple(measured.config.items())): measured for measured in confirmed}
+
+
+def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
+    """What each choice of the answer that differs from the baseline did, from configs that differ in it alone."""
+    measured = list(known.items())
+    found = []
+    for name, choice in answer.differences(baseline).items():
+        if name == "accumulation_steps":
+            continue
+        pairs = [
+            (with_it, without)
+            for config, with_it in measured
+            for other, without in measured
+            if config[name] == choice and other[name] == baseline[name] and set(_differ(config, other)) == {name}
+        ]
+        found.append(
+            Effect(
+                technique=name,
+                choice=choice,
+                baseline_choice=baseline[name],
+                speed_ratio=_mean_ratio([(a.samples_per_s, b.samples_per_s) for a, b in pairs]),
+                memory_ratio=_mean_ratio([(a.peak_bytes, b.peak_bytes) for a, b in pairs]),
+                num_pairs=len(pairs),
+            )
+        )
+    return tuple(found)
+
+
+def _differ(config: Config, other: Config) -> list[str]:
+    return [name for name in config.differences(other) if name != "accumulation_steps"]
+
+
+def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
+
+
+def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
+    """The memory/throughput front of what is feasible, by increasing memory."""
+    points = list(known.values())
+    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
+
+
+def measured_once(config: Config, found: Measurement) -> Measured:
+    """One process's measurement in the form of the answer's."""
+    return Measured(
+        config=config.as_dict(),
+        samples_per_s=found.samples_per_s,
+        samples_per_s_ci=(found.samples_per_s_low, found.samples_per_s_high),
+        peak_bytes=found.peak_bytes,
+        step_s=found.step_s,
+        num_processes=1,
+    )
+
+
+def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objective: Objective) -> str:
+    """What limits the speed of the answer now, in one sentence."""
+    total_s = sum(found.phases_s.values())
+    share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
+    if share.get("data", 0.0) > DATA_BOUND:
+        return f"Data loading: {share['data']:.0%} of a step waits for data; faster samples or more workers would help."
+    slower = [
+        probe.outcome.measurement
+        for probe in probed
+        if probe.outcome.measurement
+        and probe.config.batch_size < answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+    ]
+    larger_does_not_fit = any(
+        objective.does_not_fit(probe.outcome)
+        and probe.config.batch_size > answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+        for probe in probed
+    )
+    growing = any(found.samples_per_s > GROWING * measurement.samples_per_s for measurement in slower)
+    if larger_does_not_fit and growing:
+        return f"Memory: throughput still rises with the batch, and a larger one does not fit {format_bytes(objective.usable_bytes)}."
+    utilization = found.telemetry.get("gpu_utilization")
+    if utilization is not None and utilization < 70:
+        return (
+            f"Launching work: the GPU was busy {utilization:.0f} % of the time, so the host cannot feed it fast enough."
+        )
+    if share.get("optimizer", 0.0) > DATA_BOUND:
+        return f"The optimizer step: {share['optimizer']:.0%} of the time; more samples per optimizer step would spread it."
+    parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
+    larger = [
+        probe.outcome.measurement.samples_per_s
+        for probe in probed
+        if probe.outcome.measurement
+        and probe.config.batch_size > answer.batch_size
+        and _differ(probe.config, answer) == ["batch_size"]
+    ]
+    tried = "; a larger batch was not faster" if larger and max(larger) < GROWING * found.samples_per_s else ""
+    return f"Compute: a step is {parts}{tried}."
+
+
+def no_fit(probed: Sequence[Probed], limit_bytes: int) -> str:
+    """Why nothing was feasible, by how much, and what to try."""
+    failed = [probe.outcome for probe in probed]
+    kinds = {outcome.kind for outcome in failed}
+    over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
+    if over:
+        return (
+            f"the smallest config that ran needs {format_bytes(min(over))} of a limit of {format_bytes(limit_bytes)} less headroom; "
+            f"raise --memory-limit or lower --headroom, {OWN_STUDY}, or make the model or the sample smaller"
+        )
+    if kinds <= {Kind.OOM}:
+        return (
+            f"{describe_shortage(failed, limit_bytes)}; raise --memory-limit, {OWN_STUDY}, "
+            "or make the model or the sample smaller"
+        )
+    listed = "; ".join(
+        sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
+    )
+    return f"no config ran through ({listed}); `autotune probe` runs one and shows its log"
+
+
+def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Objective) -> str:
+    """Why the play-off left no answer, and what to try.
+
+    Args:
+        failed: what ran in the search and did not in the play-off.
+    """
+    causes = "; ".join(f"{_named(config, baseline)}: {failure(outcome)}" for config, outcome in failed.items())
+    kinds = {Kind.OOM if objective.beyond_memory(outcome) else outcome.kind for outcome in failed.values()}
+    remedies = []
+    if Kind.OOM in kinds:
+        remedies.append(f"leave more room with --headroom {min(objective.headroom + MORE_ROOM, 0.5):.0%}, {OWN_STUDY}")
+    if Kind.TIMEOUT in kinds:
+        remedies.append("give probes longer with --probe-timeout")
+    if kinds - {Kind.OOM, Kind.TIMEOUT}:
+        remedies.append("`autotune probe` runs one config and shows its log")
+    return f"none of the best configs ran through again in the play-off ({causes}); {', or '.join(remedies)}"
+
+
+def _named(config: Config, baseline: Config) -> str:
+    changes = config.differences(baseline)
+    return ", ".join(f"{name}={c}" for name, c in changes.items() if name != "accumulation_steps") or "the baseline"
+
+
+def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
+    """By how much the least demanding of the failed configs was beyond the limit, as far as it can be told."""
+    needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
+    smallest = min(needs, default=0)
+    if smallest <= limit_bytes:
+        return f"every config ran out of memory within a limit of {format_bytes(limit_bytes)}"
+    return (
+        f"the least demanding config needs at least {format_bytes(smallest)}, "
+        f"{format_bytes(smallest - limit_bytes)} more than the limit of {format_bytes(limit_bytes)}"
+    )

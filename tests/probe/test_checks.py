@@ -1,0 +1,311 @@
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autotune.probe.checks import EXACT_ERROR, check_choice, run_checks
+from autotune.probe.dropout_off import dropout_off
+from autotune.task import Task
+from autotune.techniques import REGISTRY
+from autotune.techniques.checkpoint_segments import _Buffers
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.LayerNorm, dropout=0.2):
+        super().__init__()
+        self.up, self.norm, self.dropout, self.down = (
+            nn.Linear(16, 32),
+            norm(32),
+            nn.Dropout(dropout),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, x):
+        return x + self.down(self.dropout(functional.gelu(self.norm(self.up(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(4))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def task_of(build_model=Model, **changes):
+    def make_batch(batch_size):
+        return torch.randn(batch_size, 16), torch.randint(0, 4, (batch_size,))
+
+    return Task(**{"build_model": build_model, "make_batch": make_batch, "global_batch": 64, **changes})
+
+
+def with_batch_norm():
+    return Model(norm=nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize("build_model", [Model, with_batch_norm])
+@pytest.mark.parametrize(("name", "choice"), [("checkpoint_segments", 3), ("optimizer_impl", "fused")])
+def test_exact_techniques_are_found_exact_with_dropout_live(build_model, name, choice):
+    check = check_choice(task_of(build_model), name, choice, "cpu", 8)
+    assert check.passed, check.reason
+    assert check.exact and check.names_equal
+    assert check.gradient_error <= EXACT_ERROR
+    assert check.buffer_error <= EXACT_ERROR
+    assert (check.technique, check.choice) == (name, choice)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp):
+    check = run_checks(task_of(), {"amp": amp}, "cpu", batch_size=8)
+    assert check.passed, check.reason
+    assert not check.exact
+    assert 0.999 <= check.gradient_cosine < 1
+    assert EXACT_ERROR < check.gradient_error < 0.1
+    assert (check.technique, check.choice) == ("config", f"amp={amp}")
+
+
+def test_accumulation_is_compared_with_the_whole_batch():
+    check = run_checks(task_of(), {"batch_size": 16, "accumulation_steps": 4}, "cpu", batch_size=8)
+    assert check.passed, check.reason
+    assert 0 < check.gradient_error <= EXACT_ERROR
+
+
+def test_accumulation_with_batch_norm_is_another_problem_and_says_so():
+    check = check_choice(task_of(with_batch_norm), "accumulation_steps", 4, "cpu", 4)
+    assert not check.passed
+    assert check.gradient_cosine < 0.999
+    assert "expected: batch normalisation" in check.reason
+
+
+def test_a_whole_config_is_compared_at_once():
+    config = {
+        "batch_size": 8,
+        "accumulation_steps": 8,
+        "amp": "bf16",
+        "checkpoint_segments": 2,
+        "optimizer_impl": "foreach",
+    }
+    check = run_checks(task_of(), config, "cpu", batch_size=8)
+    assert check.passed, check.reason
+    assert check.choice == "accumulation_steps=8, amp=bf16, checkpoint_segments=2, optimizer_impl=foreach"
+
+
+def test_an_inexact_technique_that_claims_to_be_exact_is_caught(monkeypatch):
+    def wrong(technique, build, choice):
+        build.model.blocks[1].up.register_full_backward_hook(lambda module, into, out: (into[0] * 1.01,))
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", wrong)
+    check = check_choice(task_of(lambda: Model(dropout=0.0)), "channels_last", True, "cpu", 8)
+    assert not check.passed
+    assert "the gradient differs" in check.reason
+
+
+def test_activations_in_place_that_are_used_again_are_caught(monkeypatch):
+    class Rectified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(16, 16), nn.LeakyReLU(0.1), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.down(self.up(self.act(x)) + x)
+
+    def in_place(technique, build, choice):
+        build.model.act.inplace = True
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", in_place)
+    check = check_choice(task_of(Rectified), "channels_last", True, "cpu", 8)
+    assert not check.passed
+    assert "the loss differs" in check.reason
+
+
+def test_batch_norm_updated_twice_is_caught_by_the_buffers_alone(monkeypatch):
+    monkeypatch.setattr(_Buffers, "recorded", lambda self: torch.enable_grad())
+    check = check_choice(task_of(with_batch_norm), "checkpoint_segments", 4, "cpu", 8)
+    assert not check.passed
+    assert check.gradient_error <= EXACT_ERROR
+    assert check.reason.startswith("buffers differ")
+
+
+def test_renamed_parameters_are_caught(monkeypatch):
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    def wrap(technique, build, choice):
+        build.model.blocks[0] = Wrapper(build.model.blocks[0])
+
+    monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", wrap)
+    check = check_choice(task_of(), "checkpoint_segments", 1, "cpu", 8)
+    assert not check.passed and not check.names_equal
+    assert check.gradient_error <= EXACT_ERROR
+    assert "names" in check.reason
+
+
+def test_an_optimizer_that_loses_its_weight_decay_is_caught_after_three_steps(monkeypatch):
+    def forget(technique, build, choice):
+        for group in build.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+
+    def configure(model):
+        return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+    monkeypatch.setattr(type(REGISTRY["optimizer_impl"]), "apply", forget)
+    check = check_choice(task_of(configure_optimizers=configure), "optimizer_impl", "foreach", "cpu", 8)
+    assert not check.passed
+    assert check.gradient_error <= EXACT_ERROR
+    assert "the parameters' movement differs" in check.reason
+
+
+def test_lost_dropout_masks_are_caught(monkeypatch):
+    def apply(technique, build, choice):
+        from functools import partial
+
+        from torch.utils.checkpoint import checkpoint
+
+        for block in build.model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", apply)
+    assert not check_choice(task_of(), "checkpoint_segments", 4, "cpu", 8).passed
+
+
+def test_a_model_that_differs_between_equal_runs_raises_the_noise_floor():
+    class Restless(Model):
+        def forward(self, x):
+            return super().forward(x) * (1 + 1e-3 * os.urandom(1)[0] / 255)
+
+    check = check_choice(task_of(Restless), "checkpoint_segments", 4, "cpu", 8)
+    assert check.noise > EXACT_ERROR
+    assert check.passed, check.reason
+
+
+def test_a_model_that_magnifies_rounding_is_not_blamed_on_an_exact_technique():
+    class Steep(Model):
+        def forward(self, x):
+            return torch.sin(super().forward(x) * 3e4)
+
+    check = run_checks(task_of(lambda: Steep(dropout=0.0)), {"accumulation_steps": 2}, "cpu", batch_size=8)
+    assert check.noise > EXACT_ERROR
+    assert check.passed, check.reason
+
+
+def test_a_gradient_that_turns_on_one_rounding_is_judged_in_double_precision(monkeypatch):
+    class Kinked(nn.Module):
+        """`sign` jumps where its argument is zero but for the order in which four numbers are added."""
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.reverse = nn.Linear(16, 4), False
+
+        def forward(self, x):
+            numbers = [0.1, 0.2, 0.3, -0.6]
+            total = torch.zeros(())
+            for number in reversed(numbers) if self.reverse else numbers:
+                total = total + torch.tensor(number, dtype=x.dtype)
+            return self.head(x) * (1 + 0.1 * torch.sign(total.where(total.abs() > 1e-12, 0)))
+
+    def reverse(technique, build, choice):
+        build.model.reverse = True
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", reverse)
+    check = check_choice(task_of(Kinked), "channels_last", True, "cpu", 8)
+    assert check.gradient_error > EXACT_ERROR
+    assert check.passed, check.reason
+    assert "in double precision" in check.reason
+
+
+def test_stochastic_depth_is_compared_at_its_mean():
+    class Deep(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                keep = x.new_empty(x.shape[0], 1).bernoulli_(0.8).div_(0.8)
+                x = x + (block(x) - x) * keep
+            return self.head(x)
+
+    check = run_checks(task_of(Deep), {"accumulation_steps": 2}, "cpu", batch_size=8)
+    assert check.passed, check.reason
+    assert check.noise <= EXACT_ERROR
+
+
+def test_models_that_change_their_input_are_compared_on_the_same_input():
+    class InPlace(Model):
+        def forward(self, x):
+            return super().forward(x.mul_(0.5))
+
+    check = check_choice(task_of(InPlace), "checkpoint_segments", 2, "cpu", 8)
+    assert check.passed and check.noise <= EXACT_ERROR
+
+
+def test_random_states_are_put_back():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run_checks(task_of(), {"checkpoint_segments": 1}, "cpu", batch_size=4)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"amp": "bf16", "checkpoint_segments": 2},
+        {"amp": "fp16", "optimizer_impl": "fused"},
+        {"matmul_precision": "tf32"},
+        {"checkpoint_segments": 4},
+        {"optimizer_impl": "fused"},
+        {"accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_configs_pass_on_a_gpu(config):
+    check = run_checks(task_of(), config, "cuda", batch_size=8)
+    assert check.passed, check.reason
+
+
+RANDOM_LAYERS = {
+    "dropout": (nn.Dropout(0.5), (4, 8)),
+    "dropout in place": (nn.Dropout(0.5, inplace=True), (4, 8)),
+    "dropout of channels": (nn.Dropout2d(0.5), (4, 2, 3, 3)),
+    "alpha dropout": (nn.AlphaDropout(0.5), (4, 8)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), (4, 3, 8)),
+    "recurrent": (nn.LSTM(8, 8, 2, dropout=0.5), (4, 3, 8)),
+}
+
+
+@pytest.mark.parametrize(("layer", "shape"), RANDOM_LAYERS.values(), ids=RANDOM_LAYERS)
+def test_dropout_can_be_made_the_identity(layer, shape):
+    def run(seed):
+        torch.manual_seed(seed)
+        output = layer(torch.ones(shape).requires_grad_() * 1)
+        return output[0] if isinstance(output, tuple) else output
+
+    assert not torch.equal(run(0), run(1))
+    with dropout_off(layer):
+        torch.testing.assert_close(run(0), run(1), rtol=0, atol=0)
+    assert not torch.equal(run(0), run(1))
+
+
+def test_dropout_as_a_function_can_be_made_the_identity():
+    x = torch.randn(2, 4, 8)
+    with dropout_off(nn.Identity()):
+        assert torch.equal(functional.dropout(x, 0.5), x)
+        assert torch.equal(functional.dropout(x, 0.5, True), x)
+        assert torch.equal(torch.dropout(x, 0.5, True), x)
+        assert torch.equal(torch.bernoulli(torch.full((3,), 0.25)), torch.full((3,), 0.25))
+        attended = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        again = functional.scaled_dot_product_attention(x, x, x, None, 0.9)
+    torch.testing.assert_close(attended, functional.scaled_dot_product_attention(x, x, x))
+    torch.testing.assert_close(again, attended)

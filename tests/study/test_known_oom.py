@@ -1,0 +1,16 @@
+"""What is ruled out by what ran out of memory."""
+
+from autotune import techniques
+from autotune.study.known_oom import MemoryWalls
+
+
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
+
+
+def test_the_same_techniques_at_that_batch_and_larger_ones_are_ruled_out():
+    walls = MemoryWalls()
+    walls.add(config(12))
+    walls.add(config(24))
+    assert [walls.rule_out(config(size)) for size in (8, 12, 16, 24, 48)] == [False, True, True, True, True]
+    assert not walls.rule_out(config(48, amp="bf16"))

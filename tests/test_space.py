@@ -1,0 +1,166 @@
+"""The search space: which configs belong to it and how a proposal becomes one of them."""
+
+import pytest
+
+from autotune import techniques
+from autotune.errors import ConfigError
+from autotune.records.inspection import Support
+from autotune.space import SpaceExhausted, build_space
+from tests.closed_form import SUPPORT, inspection
+
+
+def space_of(*, fix=None, include=(), exclude=(), **changes):
+    return build_space(inspection(**changes), fix=fix or {}, include=include, exclude=exclude)[0]
+
+
+def support_with(**changes):
+    return inspection().support | changes
+
+
+def test_every_config_keeps_the_global_batch():
+    assert {config.samples_per_step for config in space_of()} == {96}
+
+
+def test_the_space_holds_every_combination_once():
+    configs = list(space_of())
+    assert len(configs) == len(set(configs)) == 12 * 3 * 5 * 2
+
+
+def test_what_does_not_apply_is_not_searched():
+    assert "channels_last" not in space_of().distributions
+
+
+def test_a_fixed_technique_has_its_choice_alone():
+    assert {config["amp"] for config in space_of(fix={"amp": "bf16"}) if config != space_of().baseline} == {"bf16"}
+
+
+def test_an_excluded_technique_stays_as_in_the_baseline():
+    assert {config["amp"] for config in space_of(exclude=("amp",))} == {"off"}
+
+
+def test_the_baseline_belongs_to_the_space_whatever_is_fixed():
+    space = space_of(fix={"amp": "bf16"})
+    assert space.contains(space.baseline)
+
+
+def test_fixing_the_accumulation_restricts_the_batch_size():
+    space = space_of(fix={"accumulation_steps": 6})
+    assert {config.batch_size for config in space} == {16, 4}  # 4 is the baseline
+
+
+def test_optional_choices_need_to_be_included():
+    support = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
+    assert "fp16" not in {config["amp"] for config in space_of(support=support)}
+    assert "fp16" in {config["amp"] for config in space_of(support=support, include=("amp",))}
+
+
+def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
+    steps = SUPPORT["accumulation_steps"].choices
+    accumulation = Support(choices=steps[:6], optional=steps[6:], reason="BatchNorm")
+    support = support_with(accumulation_steps=accumulation)
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    kept = space_of(support=support, baseline=baseline)
+    assert max(config.accumulation_steps for config in kept) == 8
+    included = space_of(support=support, baseline=baseline, include=("accumulation_steps",))
+    assert max(config.accumulation_steps for config in included) == 96
+
+
+def test_what_is_left_out_is_told_with_the_way_to_include_it():
+    accumulation = Support(choices=(1, 2), optional=(3,), reason="BatchNorm sees the micro batch")
+    _, notes = build_space(
+        inspection(support=support_with(accumulation_steps=accumulation)), fix={}, include=(), exclude=()
+    )
+    assert any("BatchNorm" in note and "--include accumulation_steps" in note for note in notes)
+
+
+def test_redundant_combinations_are_left_out():
+    support = support_with(num_workers=Support(choices=(0, 1)), prefetch_factor=Support(choices=(2, 4)))
+    configs = list(space_of(support=support))
+    assert not [config for config in configs if config["num_workers"] == 0 and config["prefetch_factor"] == 4]
+
+
+def test_distributions_do_not_change_with_what_is_left_out():
+    """Optuna refuses a categorical distribution that changes within a study."""
+    support = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
+    assert space_of(support=support).distributions == space_of(support=support, include=("amp",)).distributions
+
+
+def test_a_proposal_goes_to_the_nearest_config():
+    config = space_of().nearest({"batch_size": 14, "amp": "bf16", "checkpoint_segments": 4}, lambda config: True)
+    assert (config.batch_size, config["amp"], config["checkpoint_segments"]) in {(12, "bf16", 3), (16, "bf16", 3)}
+
+
+def test_a_proposal_that_is_ruled_out_goes_to_a_neighbour():
+    space = space_of()
+    first = space.nearest({"batch_size": 16, "amp": "bf16"}, lambda config: True)
+    second = space.nearest({"batch_size": 16, "amp": "bf16"}, lambda config: config != first)
+    differing = [name for name in second.differences(first) if name != "accumulation_steps"]
+    assert len(differing) == 1
+
+
+def test_an_exhausted_space_says_so():
+    with pytest.raises(SpaceExhausted):
+        space_of().nearest({}, lambda config: False)
+
+
+def test_a_choice_that_is_not_supported_here_is_refused_with_the_reason():
+    support = support_with(amp=Support(choices=("off",), reason="the processor has no bf16"))
+    with pytest.raises(ConfigError, match="no bf16"):
+        space_of(support=support, fix={"amp": "bf16"})
+
+
+def test_a_technique_cannot_be_fixed_and_excluded():
+    with pytest.raises(ConfigError, match="amp"):
+        space_of(fix={"amp": "bf16"}, exclude=("amp",))
+
+
+def test_without_a_global_batch_nothing_accumulates():
+    support = support_with(accumulation_steps=Support(choices=(1,)))
+    baseline = techniques.complete({"batch_size": 32}).as_dict()
+    assert {c.accumulation_steps for c in space_of(support=support, global_batch=None, baseline=baseline)} == {1}
+
+
+def test_any_batch_size_that_divides_the_global_batch_may_be_fixed():
+    support = support_with(batch_size=Support(choices=(1, 2, 4)))
+    assert {c.batch_size for c in space_of(support=support, fix={"batch_size": 32})} == {32}
+    with pytest.raises(ConfigError, match="divide"):
+        space_of(fix={"batch_size": 37})
+
+
+def test_what_is_traced_is_the_baseline_and_every_combination_that_shapes_memory():
+    space = space_of(fix={"amp": "bf16", "batch_size": 16})
+    configs = list(space.tracing())
+    assert configs[0] == space.baseline
+    traced = {(config["amp"], config["checkpoint_segments"], config["optimizer_impl"]) for config in configs[1:]}
+    default, blocks = space.baseline["optimizer_impl"], space.choices["checkpoint_segments"]
+    assert traced == {("bf16", segments, default) for segments in blocks} | {
+        ("bf16", 0, implementation) for implementation in space.choices["optimizer_impl"]
+    }
+    assert {config.batch_size for config in configs} == {16, space.baseline.batch_size}
+
+
+def test_a_baseline_that_is_halved_takes_the_space_with_it():
+    steps = SUPPORT["accumulation_steps"].choices
+    support = support_with(
+        batch_size=Support(choices=(8, 12, 24, 96)), accumulation_steps=Support(choices=steps[:6], optional=steps[6:])
+    )
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    halved = space_of(support=support, baseline=baseline).with_smaller_baseline()
+    assert (halved.baseline.batch_size, halved.baseline.accumulation_steps) == (6, 16)
+    assert {config["amp"] for config in halved if config.batch_size == 6} == {"off", "bf16", "fp16"}
+    assert halved.distributions["batch_size"].low == 6
+
+
+def test_a_fixed_batch_stays_when_the_baseline_is_halved():
+    halved = space_of(fix={"batch_size": 8}).with_smaller_baseline()
+    assert {config.batch_size for config in halved if config != halved.baseline} == {8}
+
+
+def test_a_batch_that_would_accumulate_more_than_the_model_allows_cannot_be_fixed():
+    steps = SUPPORT["accumulation_steps"].choices
+    support = support_with(accumulation_steps=Support(choices=steps[:6], optional=steps[6:], reason="BatchNorm"))
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    with pytest.raises(ConfigError, match=r"accumulation_steps=24, .*BatchNorm"):
+        space_of(support=support, baseline=baseline, fix={"batch_size": 4})
+    included = space_of(support=support, baseline=baseline, fix={"batch_size": 4}, include=("accumulation_steps",))
+    assert {config.accumulation_steps for config in included} == {24}

@@ -1,0 +1,145 @@
+"""Why this answer: what each technique did, what limits it, and why nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune import techniques
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind, Outcome
+from autotune.study.store import Probed
+from autotune.tuning import why
+from tests.closed_form import measurement
+
+MIB = 2**20
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+
+
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
+
+
+def probed(candidate, samples_per_s=100.0, peak_mib=500, *, feasible=True, **changes):
+    found = replace(measurement(candidate, samples_per_s, peak_mib * MIB), **changes)
+    outcome = Outcome(kind=Kind.OK, measurement=found)
+    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=feasible)
+
+
+def failed(candidate, kind=Kind.OOM, **changes):
+    outcome = Outcome(kind=kind, cause="it did not", **changes)
+    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
+
+
+def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
+    answer, baseline = config(8, amp="bf16"), config(4)
+    probes = [
+        probed(answer, 180, 300),
+        probed(config(8), 120, 400),
+        probed(config(4, amp="bf16"), 150, 250),
+        probed(baseline, 100, 350),
+    ]
+    found = {effect.technique: effect for effect in why.effects(answer, baseline, why.figures(probes, ()))}
+    assert found["amp"].speed_ratio == pytest.approx(1.5)
+    assert found["amp"].num_pairs == 2
+    assert found["batch_size"].speed_ratio == pytest.approx(1.2)
+    assert found["amp"].memory_ratio == pytest.approx((300 / 400 * 250 / 350) ** 0.5)
+
+
+def test_an_effect_that_was_not_isolated_is_not_invented():
+    answer, baseline = config(8, amp="bf16"), config(4)
+    (batch, amp) = why.effects(answer, baseline, why.figures([probed(answer), probed(baseline)], ()))
+    assert batch.num_pairs == amp.num_pairs == 0
+    assert batch.speed_ratio is None and amp.memory_ratio is None
+
+
+def test_the_front_leaves_out_what_is_not_feasible():
+    probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
+    assert [measured.config["batch_size"] for measured in why.front(why.figures(probes, ()))] == [4, 8]
+
+
+def limiting(answer, *others, **changes):
+    own = probed(answer, 100, **changes)
+    return why.limiting(answer, own.outcome.measurement, [own, *others], OBJECTIVE)
+
+
+PHASES = {"data": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.1}
+
+
+def test_waiting_for_data_is_the_limit_when_it_takes_much_of_a_step():
+    assert limiting(config(8), phases_s={**PHASES, "data": 2.0}).startswith("Data loading")
+
+
+def test_memory_is_the_limit_when_throughput_still_rises_and_a_larger_batch_does_not_fit():
+    text = limiting(config(8), probed(config(4), 80), failed(config(16)), phases_s=PHASES)
+    assert text.startswith("Memory")
+
+
+@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.ERROR, Kind.CRASHED])
+def test_memory_is_not_the_limit_when_a_larger_batch_failed_for_another_reason(kind):
+    text = limiting(config(8), probed(config(4), 80), failed(config(16), kind), phases_s=PHASES)
+    assert text.startswith("Compute")
+
+
+def test_memory_is_not_the_limit_when_a_larger_batch_was_only_too_slow():
+    slow = probed(config(16), 60, feasible=False)
+    assert limiting(config(8), probed(config(4), 80), slow, phases_s=PHASES).startswith("Compute")
+    large = probed(config(16), 120, 990, feasible=False)
+    assert limiting(config(8), probed(config(4), 80), large, phases_s=PHASES).startswith("Memory")
+
+
+def test_compute_is_the_limit_otherwise_and_only_what_was_tried_is_claimed():
+    assert limiting(config(8), phases_s=PHASES).endswith("optimizer 3%.")
+    assert "a larger batch was not faster" in limiting(config(8), probed(config(16), 99), phases_s=PHASES)
+
+
+def test_an_idle_gpu_is_named():
+    assert limiting(config(8), phases_s=PHASES, telemetry={"gpu_utilization": 40.0}).startswith("Launching work")
+
+
+def test_when_nothing_fits_it_is_said_by_how_much():
+    text = why.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
+    assert "300 MiB more" in text and "--memory-limit" in text and "--study NAME" in text
+
+
+def test_when_everything_needs_the_headroom_the_least_need_is_said():
+    text = why.no_fit([probed(config(1), peak_mib=980, feasible=False)], 1000 * MIB)
+    assert "980 MiB" in text and "--headroom" in text and "--study NAME" in text
+
+
+def test_when_everything_fails_otherwise_the_causes_are_said():
+    text = why.no_fit([failed(config(1), Kind.ERROR)], 1000 * MIB)
+    assert "it did not" in text and "autotune probe" in text
+
+
+def test_the_play_offs_figures_replace_a_single_probes():
+    confirmed = replace(why.measured_once(config(4), measurement(config(4), 130, 400 * MIB)), num_processes=5)
+    known = why.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
+    assert known[config(4)].samples_per_s == 130
+    assert [measured.config["batch_size"] for measured in why.front(known)] == [4]
+
+
+def test_what_failed_in_a_play_off_is_not_among_the_figures():
+    again = replace(probed(config(8), 150, 990, feasible=False), stage="play-off")
+    assert set(why.figures([probed(config(4)), probed(config(8), 150, 600), again], ())) == {config(4)}
+
+
+def test_a_failure_that_passed_when_it_was_tried_again_is_forgotten():
+    probes = [failed(config(4), Kind.CRASHED), probed(config(4), 100), replace(probed(config(4), 90), stage="play-off")]
+    assert why.figures(probes, ())[config(4)].samples_per_s == 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [(Kind.OOM, "--headroom 15%"), (Kind.TIMEOUT, "--probe-timeout"), (Kind.CRASHED, "autotune probe")],
+)
+def test_what_did_not_run_again_is_named_with_the_cause_and_its_own_remedy(kind, remedy):
+    outcomes = {config(8, amp="bf16"): failed(config(8), kind).outcome}
+    text = why.none_again(outcomes, config(4), OBJECTIVE)
+    assert f"batch_size=8, amp=bf16: {kind}: it did not" in text and remedy in text
+    assert ("--study NAME" in text) == (kind is Kind.OOM)
+    assert "the baseline: " in why.none_again({config(4): failed(config(4), kind).outcome}, config(4), OBJECTIVE)
+
+
+def test_what_needed_the_headroom_the_second_time_is_told_from_what_ran_out_of_memory():
+    text = why.none_again({config(4): probed(config(4), peak_mib=980).outcome}, config(4), OBJECTIVE)
+    assert "more than the memory limit less headroom" in text and "--headroom 15%, with a study of its own" in text
