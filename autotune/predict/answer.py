@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from autotune import techniques
+from autotune.devices.targets import CPU
 from autotune.errors import TaskError
 from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection

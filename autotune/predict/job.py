@@ -8,13 +8,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from autotune import techniques
+from autotune.devices.targets import CPU, Target
 from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume
 from autotune.predict.lengths import LengthDistribution, sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.recomputed import recompute
 from autotune.predict.reserved import reserved_factors
-from autotune.predict.targets import CPU, Target
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.task import Task

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from autotune.devices.kernels.rules import Hidden
 from autotune.predict.passes import Event
 from autotune.predict.substitutes import SUBSTITUTES
-
-# Of an operator, from its arguments and its result: bytes that it allocates and frees again beside the result.
-Workspace = Callable[[tuple[Any, ...], Any], int]
-# Likewise: tensors of its result whose storage has more bytes than it seems.
-Storages = list[tuple[torch.Tensor, int]]
-ResultRule = Callable[[tuple[Any, ...], Any], Storages]
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What operators allocate that fake tensors do not show.
-
-    Attributes:
-        workspace: of an operator, or None.
-        results: by operator, where a result is larger than it seems.
-    """
-
-    workspace: Callable[[Any], Workspace | None]
-    results: Mapping[Any, ResultRule]
 
 
 class StorageTracker(TorchDispatchMode):

@@ -22,12 +22,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.targets import CPU, Target
 from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
-from autotune.predict.targets import CPU, Target
 from autotune.records.config import Choice, Config
 from autotune.session import Session, prepare
 from autotune.task import Task

@@ -13,9 +13,9 @@ from typing import Any
 
 from autotune import __version__, techniques
 from autotune.devices import open_device
+from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import cached_traces
-from autotune.predict.targets import target_of
 from autotune.predict.traces import Traces
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective

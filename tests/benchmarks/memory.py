@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from autotune.devices.targets import CPU, CUDA
 from autotune.predict.cache import cached_traces
 from autotune.predict.memory import MemoryModel
-from autotune.predict.targets import CPU, CUDA
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection

@@ -1,4 +1,4 @@
-"""What operators allocate beside what fake tensors show, on any device and on the device to foretell."""
+"""What operators allocate beside what fake tensors show, on any device and on one kind of device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
-from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
-from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
-from autotune.predict.targets import CPU, Target
+from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
+from autotune.devices.kernels.cuda_workspaces import CUDA_WORKSPACES
+from autotune.devices.kernels.rules import Hidden, ResultRule, Storages, Workspace
+from autotune.devices.targets import CPU, Target
 
 _aten = torch.ops.aten
 
