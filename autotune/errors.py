@@ -11,6 +11,8 @@ class AutotuneError(Exception):
         frames: the frames of the user's own code, formatted, when the error arose there.
     """
 
+    frames_of = "your code"
+
     def __init__(self, message: str, *, frames: str = "") -> None:
         super().__init__(message)
         self.frames = frames
@@ -30,3 +32,9 @@ class DeviceError(AutotuneError):
 
 class StudyError(AutotuneError):
     """The study cannot be opened, is in use, or belongs to another task or machine."""
+
+
+class OwnFault(AutotuneError):
+    """A fault of autotune itself that every probe meets; `frames` hold its traceback."""
+
+    frames_of = "autotune itself"

@@ -52,7 +52,7 @@ def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
             traceback.print_exception(error)
         if isinstance(error, AutotuneError) and error.frames:
             frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
-            print(f"In your code (most recent call last):\n{frames}", file=sys.stderr)
+            print(f"In {error.frames_of} (most recent call last):\n{frames}", file=sys.stderr)
         print(f"autotune: {message}", file=sys.stderr)
     try:
         if as_json:

@@ -52,6 +52,10 @@ PARTS = (
 RESIDUAL = Residual(trend=0.03, bend=0.03, group=0.08, own=0.01)
 # what takes far more memory than others really does
 SCALES = Scales(noise=((0.01, 0.5), (0.02, 0.3), (0.04, 0.2)), outliers=False)
+# A failed allocation that exceeds the expected peak by more is some request of its own, of which the model knows nothing.
+LARGEST_SURPRISE = 5.0
+LARGEST_BYTES = 2**62  # a figure beyond says only that nothing is known; it fits a 64-bit integer
+FARTHEST = 1e3  # standard deviations from what is expected to a bound
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
 
 
@@ -88,11 +92,16 @@ class MemoryEstimate:
     @property
     def high_bytes(self) -> int:
         """Upper end of the 95 % interval."""
+        log_high = math.log(max(1, self.peak_bytes)) + Z95 * self.log_std
+        if log_high > math.log(LARGEST_BYTES):
+            return max(self.peak_bytes, LARGEST_BYTES)
         return int(self.peak_bytes * math.exp(Z95 * self.log_std))
 
     def chance_within(self, limit_bytes: float) -> float:
         """Probability that the peak is at most `limit_bytes`."""
-        return normal_cdf(math.log(limit_bytes / self.peak_bytes) / self.log_std)
+        if limit_bytes <= 0 or self.peak_bytes <= 0 or self.log_std <= 0:
+            return float(self.peak_bytes <= limit_bytes)
+        return normal_cdf((math.log(limit_bytes) - math.log(self.peak_bytes)) / self.log_std)
 
 
 class MemoryModel:
@@ -107,7 +116,9 @@ class MemoryModel:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._space = space
-        self._traced = _Traced(peaks, outside_bytes, space, probes) if peaks is not None else None
+        self._traced: _Traced | None = None
+        if peaks is not None and not _are_refuted(peaks, probes):
+            self._traced = _Traced(peaks, outside_bytes, space, probes)
         self._untraced = _Untraced(outside_bytes, space, probes)
 
     def fitted(self, probes: Probes) -> MemoryModel:
@@ -139,7 +150,11 @@ class _Traced:
         self._untraced_std_bytes = 0.0
         seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config))]
         exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
-        failed = [(p, c, _least_bytes(o)) for p, c, o in seen if o.kind is Kind.OOM and _least_bytes(o)]
+        failed = [
+            (p, c, min(_least_bytes(o), outside_bytes + int(LARGEST_SURPRISE * _line([p])[0])))
+            for p, c, o in seen
+            if o.kind is Kind.OOM and _least_bytes(o)
+        ]
         surprises = [(p, c, least) for p, c, least in failed if least - outside_bytes > _line([p])[0]]
         self._take([*exact, *surprises])
         self._learn_untraced_std()
@@ -162,7 +177,7 @@ class _Traced:
         peak = max(least, self._outside_bytes + mean)
         return MemoryEstimate(
             peak_bytes=int(peak),
-            log_std=math.sqrt(variance + self._noise_of(trace)) / peak,
+            log_std=math.sqrt(max(0.0, variance) + self._noise_of(trace)) / peak,
             breakdown=trace.breakdown,
         )
 
@@ -231,6 +246,16 @@ class _Traced:
             self._noise.append(noise)
 
 
+def _are_refuted(peaks: PeakSource, probes: Probes) -> bool:
+    """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
+    return any(
+        outcome.measurement is not None
+        and (peak := peaks.peak(config)) is not None
+        and LARGEST_SURPRISE * outcome.measurement.peak_bytes < _line([peak])[0]
+        for config, outcome in probes
+    )
+
+
 def _sizes(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.peak_bytes for trace in traces], dtype=float)
 
@@ -286,9 +311,9 @@ class _Untraced:
         belief = self._model.belief(configs)
         found: list[MemoryEstimate | None] = []
         for mean, variance in zip(belief.mean, belief.variance, strict=True):
-            trained = math.exp(mean)
+            trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_bytes + trained
-            log_std = math.sqrt(variance + self._model.noise**2) * trained / peak
+            log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak
             found.append(MemoryEstimate(peak_bytes=int(peak), log_std=log_std))
         return found
 
@@ -302,11 +327,11 @@ def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
     The moments of the truncated normal are matched, as in expectation propagation: Rasmussen and Williams (2006),
     section 3.6. The variance is infinite where nothing new is said.
     """
-    from scipy.special import log_ndtr
+    from scipy.special import erfcx
 
     std = math.sqrt(variance)
-    z = (mean - least) / std
-    ratio = math.exp(-0.5 * (z * z + math.log(2 * math.pi)) - float(log_ndtr(z)))  # the inverse Mills ratio
+    z = max((mean - least) / std, -FARTHEST)  # further out the figures below are lost in rounding
+    ratio = math.sqrt(2 / math.pi) / float(erfcx(-z / math.sqrt(2)))  # the inverse Mills ratio
     new_mean = mean + std * ratio
     new_variance = variance * (1 - ratio * (ratio + z))
     if new_variance >= variance * (1 - 1e-6):

@@ -289,9 +289,13 @@ class Run:
 
     def _require_finite_gradients(self) -> None:
         for name, parameter in self.session.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            if parameter.grad is not None and not bool(torch.isfinite(dense_values(parameter.grad)).all()):
                 raise NonFiniteError(f"the gradient of {name} was not finite at optimizer step {self.num_steps + 1}")
+
+
+def dense_values(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient's entries as a dense tensor: of a sparse one those that are there, duplicates apart, without a copy."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def micro_batches(session: Session) -> Iterator[Any]:

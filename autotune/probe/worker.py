@@ -107,6 +107,8 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     settings = ProbeSettings(**arguments["settings"])
     device = open_device(settings.device)
+    if device.kind != "cuda":
+        hide_gpus()
     seed_everything(settings.seed)
     if settings.memory_limit_bytes is not None:
         device.limit_memory(settings.memory_limit_bytes)
@@ -130,8 +132,11 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Validate the task and say what applies to it: arguments `device`, `memory_limit_bytes`."""
+    from autotune.devices import open_device
     from autotune.probe.inspection import inspect_task
 
+    if arguments["absent"] is not None or open_device(arguments["device"]).kind != "cuda":
+        hide_gpus()
     seed_everything(0)
     return {"inspection": inspect_task(task, **arguments)}
 
@@ -144,6 +149,8 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     seed_everything(0)
     device = open_device(arguments["device"])
+    if device.kind != "cuda":
+        hide_gpus()
     if arguments["memory_limit_bytes"] is not None:
         device.limit_memory(arguments["memory_limit_bytes"])
     config = techniques.complete(arguments["config"])
@@ -152,7 +159,7 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Trace configs without running them: arguments `plan`, `target`, and `channel`, by which each finished group is told."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tracing for a GPU must not touch one
+    hide_gpus()  # tracing for a GPU must not touch one
     from autotune.predict.job import trace_plan
     from autotune.predict.plan import Plan
 
@@ -169,6 +176,15 @@ JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
     "check": _check,
     "trace": _trace,
 }
+
+
+def hide_gpus() -> None:
+    """Let this process, which has one job and needs no GPU for it, and its data workers see none.
+
+    An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
+    user's module is loaded: that may ask for the number of GPUs.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _restore_blas_threads(num_threads: int) -> None:
@@ -196,6 +212,7 @@ def _failure(
 ) -> Outcome:
     from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
     from autotune.errors import AutotuneError
+    from autotune.task.usercode import arose_in_autotune
     from autotune.techniques.base import UnsupportedError
 
     if kind is None and is_out_of_memory(error):
@@ -212,10 +229,16 @@ def _failure(
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
+    if own_fault:
+        cause = f"a fault of autotune itself: {cause}"
     if attempted:
         cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
-    ours = isinstance(error, AutotuneError | UnsupportedError)
-    detail = getattr(error, "frames", "") if ours else _frames(error)[-8000:]
+    if isinstance(error, AutotuneError | UnsupportedError):
+        detail = getattr(error, "frames", "")
+    else:
+        frames = "".join(traceback.format_tb(error.__traceback__)) + cause if own_fault else _frames(error)
+        detail = frames[-8000:]
     for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
@@ -227,6 +250,7 @@ def _failure(
         train_s=train_s,
         peak_bytes=peak_bytes,
         attempted_bytes=attempted,
+        own_fault=own_fault,
     )
 
 

@@ -68,6 +68,7 @@ class Outcome:
         detail: the traceback in the user's code, or other evidence; may be empty.
         stage: where the probe was: `setup`, `warmup`, `timing`, `checks`.
         log: path of the file that holds what the user's code printed.
+        own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
     """
@@ -82,6 +83,7 @@ class Outcome:
     train_s: float = 0.0
     peak_bytes: int = 0
     attempted_bytes: int = 0
+    own_fault: bool = False
 
     @property
     def ok(self) -> bool:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def _import_everything() -> None:
     """Import all that a probe needs, so that it is there after a fork: also what torch imports late."""
     import threadpoolctl  # noqa: F401
     import torch
+    import torch._dynamo  # an optimizer's first step imports it, which takes a second or two
     import torch.utils.checkpoint
 
     import autotune.probe.checks
@@ -94,9 +96,26 @@ def _import_everything() -> None:
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU
-    for optimizer in (torch.optim.AdamW([parameter]), torch.optim.SGD([parameter], lr=0.0)):
-        optimizer.step()  # the first step imports torch._dynamo, which takes a second or two
-        optimizer.zero_grad()
+    with _no_gpu_in_torch():
+        for optimizer in (torch.optim.AdamW([parameter]), torch.optim.SGD([parameter], lr=0.0)):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def _no_gpu_in_torch() -> Iterator[None]:
+    """Let torch find no GPU for a while: since torch 2.12 an optimizer's step asks for its stream, which initialises CUDA.
+
+    Not by CUDA_VISIBLE_DEVICES: were the driver initialised meanwhile, this process and its forks would see no GPU for
+    ever. What torch imports or the user's module asks must see the GPUs, since they may keep what they found.
+    """
+    import torch
+
+    found, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = found
 
 
 def _has_cuda_context() -> bool:

@@ -75,6 +75,17 @@ def user_frames(error: BaseException) -> str:
     return "".join(whole.format())
 
 
+def arose_in_autotune(error: BaseException) -> bool:
+    """Whether the line that raised `error` is this package's: neither the user's nor one of a library that ran for it.
+
+    A full disk or the like, and an error that the package raises for the user to read, are not its fault.
+    """
+    if not isinstance(error, Exception) or isinstance(error, AutotuneError | OSError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_package_folder())
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a source file is the user's: not the standard library's, an installed package's, or this package's."""
     if filename.startswith("<") and not filename.startswith("<ipython"):
@@ -89,7 +100,14 @@ def is_user_file(filename: str) -> bool:
 def _foreign_folders() -> tuple[str, ...]:
     library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     library |= {os.path.realpath(folder) for folder in library}
-    return tuple(os.path.join(folder, "") for folder in (*library, str(Path(__file__).resolve().parents[1])))
+    return (*(os.path.join(folder, "") for folder in library), _package_folder())
+
+
+@functools.cache
+def _package_folder() -> str:
+    import autotune
+
+    return os.path.join(Path(autotune.__file__).resolve().parent, "")
 
 
 def _happened(error: BaseException) -> str:

@@ -32,14 +32,12 @@ class Amp(Technique):
     exact: ClassVar[bool] = False
 
     def support(self, setting: Setting) -> Support:
-        """bf16 on CPUs and from compute capability 8.0; fp16 on GPUs and CPUs, if included on one that emulates it."""
+        """On a CPU what it has the arithmetic for; on GPUs fp16, and bf16 from compute capability 8.0.
+
+        What a processor only emulates is searched if included: it is many times slower.
+        """
         if setting.device.kind == "cpu":
-            if not _trains_in_fp16(setting.device.torch_device):
-                return Support(choices=("off", "bf16"), reason="this torch build cannot train in fp16 on a CPU")
-            if not _has_fp16_arithmetic():
-                reason = "this processor has no fp16 arithmetic, and emulating it is many times slower"
-                return Support(choices=("off", "bf16"), optional=("fp16",), reason=reason)
-            return Support(choices=_CHOICES)
+            return _support_on_cpu(setting.device.torch_device)
         capability = setting.device.info().capability
         if capability >= _BF16_CAPABILITY:
             return Support(choices=_CHOICES)
@@ -87,12 +85,26 @@ def one_of(choice: Any, choices: tuple[str, ...]) -> str:
     return choice
 
 
-def _has_fp16_arithmetic() -> bool:
-    """What oneDNN, which computes torch's matrix products in short types on a CPU, says of the processor."""
+def _support_on_cpu(device: torch.device) -> Support:
+    possible = [choice for choice in _CHOICES if choice != "fp16" or _trains_in_fp16(device)]
+    emulated = tuple(choice for choice in possible if choice != "off" and not _has_arithmetic(choice))
+    reasons = [] if "fp16" in possible else ["this torch build cannot train in fp16 on a CPU"]
+    if emulated:
+        them = "it" if len(emulated) == 1 else "them"
+        reasons.append(
+            f"this processor has no {' or '.join(emulated)} arithmetic, and emulating {them} is many times slower"
+        )
+    choices = tuple(choice for choice in possible if choice not in emulated)
+    return Support(choices=choices, optional=emulated, reason="; ".join(reasons))
+
+
+def _has_arithmetic(choice: str) -> bool:
+    """Whether oneDNN, which computes torch's matrix products in short types on a CPU, has this processor's instructions."""
     import torch
 
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        supports = torch.ops.mkldnn
+        return bool(supports._is_mkldnn_bf16_supported() if choice == "bf16" else supports._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):  # a torch build without oneDNN
         return False
 

@@ -17,6 +17,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.options import COST_MODEL
 from autotune.records.outcome import Kind, Outcome, calmer
+from autotune.records.prediction import Forecast
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import ProbeFault
 from autotune.runners.runner import Prober
@@ -27,6 +28,7 @@ from autotune.study.store import Probed, Store
 from autotune.tuning import finalists
 from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
 from autotune.tuning.playoff import Standing, play_off
+from autotune.tuning.why import as_error, without_digits
 
 MIN_TIMEOUT_S = 20.0
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
@@ -37,6 +39,9 @@ PATIENCE = 12  # probes without a better one by 1 % after which the sampler is t
 BETTER = 1.01
 PLAY_OFF_INTERVAL = 0.01
 PLAY_OFF_MIN_TIMED_S = 0.5
+NOT_COMPUTED = (ArithmeticError, ValueError)  # what the models' arithmetic raises; numpy's LinAlgError is a ValueError
+NOT_COMPUTED_NOTE = "the models of speed and memory could not be computed; configs of the starting design are probed"
+SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 
 
@@ -75,6 +80,7 @@ class Loop:
     best: tuple[Config, Outcome] | None = None
     baseline: Outcome | None = None
     _faults: int = 0
+    _is_told: bool = False  # that the models could not be computed
     _num_probes: int = 0
 
     def __post_init__(self) -> None:
@@ -196,7 +202,8 @@ class Loop:
         """Where predictions guide the search: the other samplers go without."""
         if self.sampler != COST_MODEL:
             return True
-        return self.store.forecast(self._cost_model, config).chance_to_fit > LIKELY
+        forecast = self._forecast(config)
+        return forecast is None or forecast.chance_to_fit > LIKELY
 
     def run_play_off(self, admit: Callable[[Config], bool] = lambda config: True) -> Standing | None:
         """Confirm the best few and the baseline in fresh processes; None when not one round was completed.
@@ -244,8 +251,28 @@ class Loop:
 
     def _ranked(self) -> dict[Config, Outcome]:
         """What is feasible, best first by what all probes together say."""
-        ranked = self.store.ranked(self._cost_model)
+        try:
+            ranked = self.store.ranked(self._cost_model)
+        except NOT_COMPUTED as error:
+            self._tell_not_computed(error)
+            feasible = [config for config, outcome in self._known.items() if self.objective.feasible(outcome)]
+            ranked = sorted(feasible, key=lambda config: -self.objective.score(self._known[config]))
         return {config: self._known[config] for config in ranked if config in self._known}
+
+    def _forecast(self, config: Config) -> Forecast | None:
+        """What the finished probes predict of a config; None where the models cannot be computed."""
+        try:
+            return self.store.forecast(self._cost_model, config)
+        except NOT_COMPUTED as error:
+            self._tell_not_computed(error)
+            return None
+
+    def _tell_not_computed(self, error: Exception) -> None:
+        """Say once that the models failed, and what happens instead."""
+        if not self._is_told:
+            self._is_told = True
+            what = f"{type(error).__name__}: {error}"
+            self.listener.on(Note(text=f"{NOT_COMPUTED_NOTE} ({what})", warning=True))
 
     def drop(self, name: str, choice: Choice) -> None:
         """Take a choice of a technique out of the space, and the best with it."""
@@ -289,8 +316,21 @@ class Loop:
         except SpaceExhausted:
             self.store.abandon_running()
             return False
+        except NOT_COMPUTED as error:
+            self.store.abandon_running()
+            self._tell_not_computed(error)
+            return self._probe_next_of_start()
         self._run_trial(trial, config, "search", "" if self.sampler == COST_MODEL else f"proposed by {self.sampler}")
         return True
+
+    def _probe_next_of_start(self) -> bool:
+        """Probe the next config of the starting design; whether one was left."""
+        fits = self.baseline is not None and self.objective.feasible(self.baseline)
+        for config, reason in self.starting(self.space, baseline_fits=fits, objective=self.objective.name):
+            if self._admissible(config):
+                self._probe_once(config, "search", reason)
+                return True
+        return False
 
     def _run_trial(
         self,
@@ -305,7 +345,7 @@ class Loop:
         """Run one probe, once more when it was disturbed, and tell the study. None when the machinery itself failed."""
         settings = settings or self.settings
         number = trial.number
-        forecast = None if stage == "play-off" else self.store.forecast(self._cost_model, config)
+        forecast = None if stage == "play-off" else self._forecast(config)
         reason = reason or (forecast.reason if forecast else "")
         self.store.describe(trial, config, stage=stage, reason=reason, forecast=forecast, **extra)
         self.listener.on(
@@ -359,7 +399,26 @@ class Loop:
                 elapsed_s=self.elapsed_s,
             )
         )
+        if outcome.kind is Kind.ERROR and stage != "play-off":
+            self._end_if_everything_fails_so(outcome)
         return outcome
+
+    def _end_if_everything_fails_so(self, outcome: Outcome) -> None:
+        """End the search when nothing has run, and configs that differ in more than the batch all failed with this error.
+
+        Raises:
+            TaskError: the error, where it arose in the user's code.
+            OwnFault: the error, where it arose in autotune itself.
+        """
+        if any(known.ok for known in self._known.values()):
+            return
+        unlike = {
+            config.replace(batch_size=1, accumulation_steps=1)
+            for config, known in self._known.items()
+            if known.kind is Kind.ERROR and without_digits(known.cause) == without_digits(outcome.cause)
+        }
+        if len(unlike) >= SAME_ERRORS:
+            raise as_error(outcome, f"{len(unlike)} unlike configs ended with this error and none ran")
 
     def _run(self, config: Config, settings: ProbeSettings) -> Outcome:
         left_s = max(1.0, self._deadline_s - self.elapsed_s)

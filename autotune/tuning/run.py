@@ -255,7 +255,7 @@ def inspection_failed(outcome: Outcome, limit: int) -> AutotuneError:
             "raise --memory-limit, or make the model or the sample smaller"
         )
     if outcome.kind is Kind.ERROR:
-        return TaskError(outcome.cause, frames=outcome.detail)
+        return why.as_error(outcome)
     return TaskError(
         f"one training step of two samples did not work: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
         "holds what it printed",

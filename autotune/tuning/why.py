@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from autotune.errors import AutotuneError, OwnFault, TaskError
 from autotune.records.config import Config
 from autotune.records.front import pareto_front
 from autotune.records.objective import Objective
@@ -20,6 +22,23 @@ DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading t
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 OWN_STUDY = "with a study of its own (--study NAME)"  # none is resumed with another limit or headroom
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
+
+
+def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
+    """The error to raise for an outcome of the kind `error`.
+
+    Args:
+        consequence: what follows from it, appended to the cause.
+    """
+    text = outcome.cause + (f"; {consequence}" if consequence else "")
+    if outcome.own_fault:
+        return OwnFault(f"{text}; please report it with the traceback above", frames=outcome.detail)
+    return TaskError(text, frames=outcome.detail)
+
+
+def without_digits(cause: str) -> str:
+    """A cause without its figures, such as shapes, by which the same error differs from config to config."""
+    return re.sub(r"\d+", "", cause)
 
 
 def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Config, Measured]:

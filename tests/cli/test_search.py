@@ -154,6 +154,13 @@ def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_pa
     assert not processes_with("autotune-orphan")
 
 
+def test_an_allocation_of_a_pebibyte_that_fails_does_not_end_the_search(tmp_path):
+    shutil.copy(MODELS / "far_allocation.py", tmp_path)
+    result = search("far_allocation.py", "--budget", "40s", "--trials", "8", "--memory-limit", "2GiB", cwd=tmp_path)
+    assert result["outcomes"].keys() >= {"ok", "oom"}
+    assert result["config"]["batch_size"] < 32
+
+
 def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
     shutil.copy(MODELS / "faulty.py", tmp_path)
     fix = [

@@ -20,6 +20,8 @@ SMALL = (
     "optimizer_impl=default",
     "--grid",
     "amp=off,bf16",
+    "--include",  # a processor may only emulate bf16
+    "amp",
 )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autotune.predict.memory import MemoryModel, beyond
+from autotune.predict.footprint import TracedPeak
+from autotune.predict.memory import MemoryEstimate, MemoryModel, beyond
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
@@ -165,3 +167,48 @@ def test_what_is_beyond_a_bound_has_the_moments_of_the_truncated_normal() -> Non
 def test_a_bound_however_far_off_says_something_finite_or_nothing(least: float) -> None:
     value, noise = beyond(1.0, 4.0, least)
     assert noise > 0 and (math.isinf(noise) or value > 1.0)
+
+
+@pytest.mark.parametrize("make", [traced, untraced])
+@pytest.mark.parametrize("probed", [True, False])
+def test_an_allocation_of_a_pebibyte_that_failed_leaves_finite_bounds(space: Space, make: object, probed: bool) -> None:
+    failed = [ran_out(space.complete({"batch_size": size}), 300 * MIB, 2**50) for size in (32, 48, 96)]
+    model: MemoryModel = make(space).fitted([*([ran(space.baseline)] if probed else []), *failed])  # type: ignore[operator]
+    for estimate in model.estimates(list(space)):
+        assert estimate is not None
+        assert 0 < estimate.low_bytes <= estimate.peak_bytes <= estimate.high_bytes
+        assert 0 <= estimate.chance_within(2**30) <= 1
+
+
+def test_it_tells_little_of_what_is_smaller_where_that_was_traced(space: Space) -> None:
+    failed = [ran_out(space.complete({"batch_size": size}), 300 * MIB, 2**50) for size in (32, 48, 96)]
+    estimate = traced(space).fitted([ran(space.baseline), *failed]).estimate(space.complete({"batch_size": 6}))
+    assert estimate is not None and estimate.chance_within(2**30) > 0.5
+
+
+@pytest.mark.parametrize("log_std", [0.0, 1.0, 900.0])
+@pytest.mark.parametrize("peak_bytes", [0, 2**30])
+def test_bounds_and_chances_are_finite_whatever_the_deviation(peak_bytes: int, log_std: float) -> None:
+    estimate = MemoryEstimate(peak_bytes=peak_bytes, log_std=log_std)
+    assert 0 <= estimate.low_bytes <= estimate.peak_bytes <= max(1, estimate.high_bytes) <= 2**62
+    assert all(0 <= estimate.chance_within(limit) <= 1 for limit in (-1, 0, 2**30))
+
+
+def test_a_bound_far_beyond_what_was_expected_is_an_observation_near_it() -> None:
+    for far in (1e2, 1e3, 1e9, 1e15):
+        value, noise = beyond(0.0, 1.0, far)
+        assert 0 < noise < 1e-3 and value == pytest.approx(min(far, 1e3), rel=0.01)
+
+
+def test_traces_that_a_probe_refutes_by_far_are_left_aside(space: Space) -> None:
+    probes = [ran(space.baseline), ran(space.complete({"batch_size": 2}))]
+    absurd = MemoryModel(AbsurdPeaks(PROBER), OUTSIDE_BYTES, space).fitted(probes)
+    config = space.complete({"batch_size": 6})
+    assert absurd.estimate(config) == untraced(space).fitted(probes).estimate(config)
+
+
+class AbsurdPeaks(NoisyPeaks):
+    """Traced with a pebibyte that only larger batches ask for."""
+
+    def peak(self, config: Config) -> TracedPeak:
+        return replace(super().peak(config), peak_bytes=2**50)

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,8 +13,26 @@ def linear() -> torch.nn.Module:
     return torch.nn.Linear(8, 4)
 
 
-def test_a_cpu_trains_in_bf16(make_task, make_setting):
-    assert {"off", "bf16"} <= set(Amp().support(make_setting(make_task(linear))).choices)
+def test_a_cpu_trains_in_bf16_where_it_is_asked_to(make_task, make_setting):
+    support = Amp().support(make_setting(make_task(linear)))
+    assert {"off", "bf16"} <= {*support.choices, *support.optional}
+
+
+def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reason():
+    program = (
+        "import torch\n"
+        "from types import SimpleNamespace\n"
+        "from autotune.techniques.amp import Amp\n"
+        "device = SimpleNamespace(kind='cpu', torch_device=torch.device('cpu'))\n"
+        "support = Amp().support(SimpleNamespace(device=device))\n"
+        "print(support.choices, support.optional, support.reason, sep='|')\n"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    choices, optional, reason = done.stdout.strip().split("|")
+    assert choices == "('off',)"
+    assert "bf16" in optional
+    assert "no bf16" in reason and "emulating" in reason
 
 
 def test_bf16_autocasts_the_forward_pass_and_needs_no_scaler(make_task):

@@ -4,13 +4,17 @@ import time
 from dataclasses import replace
 
 import pytest
+from numpy.linalg import LinAlgError
 
-from autotune.proposers.design import one_change_back
+from autotune.errors import OwnFault, TaskError
+from autotune.proposers.acquisition import Advisor
+from autotune.proposers.design import one_change_back, starting_configs
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import ProbeFault
 from autotune.study.reading import load_study
+from autotune.tuning.events import Listener, Note
 from tests.closed_form import LIMIT_BYTES, ClosedFormProber, inspection, make_loop
 from tests.rough_world import NoisyPeaks
 
@@ -220,6 +224,79 @@ def test_a_baseline_is_probed_again_after_a_fault_of_the_machinery(tmp_path, giv
     assert prober.configs == [loop.space.baseline] * 3
     assert loop.baseline is not None and loop.baseline.ok
     assert loop.settings.slowest_samples_per_s > 0
+
+
+class Erring(ClosedFormProber):
+    """Every config with a technique of `fails` ends with an error whose figures depend on the config."""
+
+    own_fault = False
+    fails = ("off", "bf16", "fp16")
+
+    def run(self, config, settings) -> Outcome:
+        if config["amp"] not in self.fails:
+            return super().run(config, settings)
+        self.configs.append(config)
+        cause = f"ValueError: expected {config.batch_size} rows"
+        return Outcome(kind=Kind.ERROR, cause=cause, detail="line 7", own_fault=self.own_fault, wall_s=0.1)
+
+
+@pytest.mark.parametrize(("own_fault", "expected"), [(False, TaskError), (True, OwnFault)])
+@pytest.mark.parametrize("sampler", ["cost-model", "random"])
+def test_the_same_error_from_three_unlike_configs_ends_the_search_with_it(tmp_path, sampler, own_fault, expected):
+    prober = Erring()
+    prober.own_fault = own_fault
+    loop = make_loop(tmp_path, prober, sampler=sampler)
+    with pytest.raises(expected, match=r"expected \d+ rows; 3 unlike configs") as raised:
+        finish(loop)
+    assert raised.value.frames == "line 7"
+    assert len({config.replace(batch_size=1, accumulation_steps=1) for config in prober.configs}) == 3
+
+
+def test_an_error_of_many_configs_does_not_end_a_search_in_which_something_ran(tmp_path):
+    prober = Erring()
+    prober.fails = ("bf16", "fp16")
+    loop = make_loop(tmp_path, prober, sampler="random", num_trials=12)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert len(prober.configs) == 12
+
+
+def test_configs_that_differ_in_the_batch_alone_are_not_unlike(tmp_path):
+    prober = Erring()
+    fix = {"amp": "off", "checkpoint_segments": 0, "optimizer_impl": "default"}
+    loop = make_loop(tmp_path, prober, sampler="random", fix=fix)
+    loop.measure_baseline(given=True)
+    loop.explore()
+    assert len(prober.configs) > 3
+
+
+@pytest.mark.parametrize("error", [OverflowError("math range error"), LinAlgError("not positive definite")])
+@pytest.mark.parametrize("broken", ["next", "forecast", "ranked"])
+def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_of_once(
+    tmp_path, monkeypatch, broken, error
+):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(Advisor, broken, fail)
+    notes = Notes()
+    prober = ClosedFormProber()
+    loop = make_loop(tmp_path, prober, sampler="cost-model", listener=notes, num_trials=15)
+    standing = finish(loop)
+    assert [note for note in notes.texts if str(error) in note] == notes.texts[:1]
+    start = starting_configs(loop.space, baseline_fits=True, objective="throughput")
+    if broken == "next":
+        assert {config for config, _ in start} & set(prober.configs)
+    assert standing.answer.config["amp"] == "bf16"
+
+
+class Notes(Listener):
+    def __init__(self):
+        self.texts = []
+
+    def on(self, event):
+        if isinstance(event, Note) and event.warning:
+            self.texts.append(event.text)
 
 
 def test_three_faults_of_the_baseline_end_the_search(tmp_path):

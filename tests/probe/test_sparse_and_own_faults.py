@@ -1,0 +1,69 @@
+"""Sparse gradients are gradients, and an exception in a line of the package is not put down to the user's code."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune import techniques
+from autotune.devices.cpu import CpuDevice
+from autotune.probe import measure, worker
+from autotune.probe.measure import dense_values
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.task import load_task
+from autotune.task.usercode import arose_in_autotune
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+def probe(task, **choices):
+    settings = ProbeSettings(device="cpu", memory_limit_bytes=None, num_steps=3, max_warmup_s=0.1)
+    arguments = {"config": techniques.complete({"batch_size": 4, **choices}, global_batch=48).as_dict()}
+    arguments["settings"] = settings.to_dict()
+    return worker._probe(task, arguments, lambda stage, train_s: None)["outcome"]
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    return load_task(shutil.copy(MODELS / "sparse.py", tmp_path))
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_a_model_with_sparse_gradients_is_measured(sparse, amp):
+    outcome = probe(sparse, amp=amp)
+    assert (outcome["kind"], outcome["cause"]) == (Kind.OK, "")
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_found(sparse):
+    bag = torch.nn.EmbeddingBag(10, 4, sparse=True)
+    (bag(torch.tensor([[1, 1]])).sum() * float("inf")).backward()
+    assert bag.weight.grad.is_sparse
+    assert not torch.isfinite(dense_values(bag.weight.grad)).all()
+
+
+def test_an_exception_in_a_line_of_autotune_is_its_own_fault_and_said_so(sparse, monkeypatch):
+    monkeypatch.setattr(measure, "dense_values", lambda gradient: gradient)  # as it was: isfinite refuses sparse ones
+    outcome = probe(sparse)
+    assert (outcome["kind"], outcome["own_fault"]) == (Kind.ERROR, True)
+    assert outcome["cause"].startswith("a fault of autotune itself: NotImplementedError: ")
+    assert "measure.py" in outcome["detail"]
+
+
+def test_an_exception_in_the_users_code_or_in_torch_called_by_it_is_not(sparse):
+    def broken(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1][:-1])
+
+    outcome = probe(replace(sparse, training_step=broken))
+    assert (outcome["kind"], outcome["own_fault"]) == (Kind.ERROR, False)
+    assert "broken" in outcome["detail"] and not outcome["cause"].startswith("a fault")
+
+
+def test_a_full_disk_is_nobodys_fault():
+    with pytest.raises(TypeError) as raised:
+        CpuDevice().limit_memory("many")
+    assert arose_in_autotune(raised.value)
+    full = OSError(28, "No space left on device").with_traceback(raised.value.__traceback__)
+    assert not arose_in_autotune(full)
