@@ -5,6 +5,7 @@ On a CPU that is the data of the whole process, on a GPU what the caching alloca
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding an
 # same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
+GROUP_STDS = ((GROUP_STD, 0.9), (0.3, 0.07), (1.2, 0.03))  # with prior weights
 # what one choice makes a process hold beside all that is traced (compiled kernels of many shapes), as a share of what
 # the probes hold, with prior weights; times the choice's own spread
 UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
@@ -147,7 +149,7 @@ class _Traced:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._layout = Layout(PARTS, space)
-        self._untraced_std_bytes = 0.0
+        self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config))]
         exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
         failed = [
@@ -157,7 +159,7 @@ class _Traced:
         ]
         surprises = [(p, c, least) for p, c, least in failed if least - outside_bytes > _line([p])[0]]
         self._take([*exact, *surprises])
-        self._learn_untraced_std()
+        self._learn_scales()
         self._take(exact)
         for trace, config, least in failed:
             self._add_beyond(trace, config, least - outside_bytes)
@@ -187,21 +189,24 @@ class _Traced:
         self._values = [float(peak_bytes - self._outside_bytes) for _, _, peak_bytes in found]
         self._noise = [self._noise_of(trace) for trace in self._traces]
 
-    def _learn_untraced_std(self) -> None:
-        """From how well the fit does: a library may hold far more for one choice than all that is traced."""
+    def _learn_scales(self) -> None:
+        """From how well the fit does: a library may hold far more for a choice or a group than anything that is traced."""
         if not self._values:
             return
         design = self._layout.design(self._configs)
         typical_bytes = float(_held(self._traces).mean())
+        grid = list(itertools.product(GROUP_STDS, UNTRACED_STDS))
         logs = []
-        for share, weight in UNTRACED_STDS:
+        for (self._group_std, group_weight), (share, weight) in grid:
             self._untraced_std_bytes = share * typical_bytes
             kernel = self._kernel(self._traces, design, self._traces, design)
             root = np.linalg.cholesky(kernel + np.diag(self._noise))
             whitened = np.linalg.solve(root, np.array(self._values) - _line(self._traces))
-            logs.append(math.log(weight) - 0.5 * float(whitened @ whitened) - float(np.log(np.diag(root)).sum()))
+            log_likelihood = -0.5 * float(whitened @ whitened) - float(np.log(np.diag(root)).sum())
+            logs.append(math.log(group_weight * weight) + log_likelihood)
         weights = np.exp(np.array(logs) - max(logs))
-        share = math.exp(float(weights @ np.log([share for share, _ in UNTRACED_STDS])) / float(weights.sum()))
+        stds = np.log([(group, share) for (group, _), (share, _) in grid])
+        self._group_std, share = np.exp(weights @ stds / weights.sum())
         self._untraced_std_bytes = share * typical_bytes
 
     def _predict(self, traces: Sequence[TracedPeak], configs: Sequence[Config]) -> tuple[Array, Array]:
@@ -210,7 +215,7 @@ class _Traced:
         design = self._layout.design(configs)
         variance = (
             (_features(traces) ** 2).sum(axis=1)
-            + (GROUP_STD * _held(traces)) ** 2
+            + (self._group_std * _held(traces)) ** 2
             + (self._untraced_std_bytes) ** 2 * (design.untraced**2).sum(axis=1)
         )
         if self._values:
@@ -228,7 +233,7 @@ class _Traced:
         shared = a_design.untraced @ b_design.untraced.T
         of_line = _features(a) @ _features(b).T
         return np.asarray(
-            of_line + np.outer(_held(a), _held(b)) * GROUP_STD**2 * likeness + (self._untraced_std_bytes) ** 2 * shared
+            of_line + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness + (self._untraced_std_bytes) ** 2 * shared
         )
 
     def _noise_of(self, trace: TracedPeak) -> float:
