@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """What the allocator holds at the moment of its peak, by purpose. The parts add up to the tensors' sum.
+    """What the allocator holds at the moment of its peak, by purpose.
 
     Attributes:
         parameters_bytes: parameters and buffers of the model.
@@ -24,6 +24,12 @@ class Breakdown:
     activations_bytes: int
     temporaries_bytes: int
     modules: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all purposes."""
+        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return held_bytes + self.activations_bytes + self.temporaries_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

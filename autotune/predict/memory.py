@@ -233,7 +233,9 @@ class _Traced:
         shared = a_design.untraced @ b_design.untraced.T
         of_line = _features(a) @ _features(b).T
         return np.asarray(
-            of_line + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness + (self._untraced_std_bytes) ** 2 * shared
+            of_line
+            + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness
+            + (self._untraced_std_bytes) ** 2 * shared
         )
 
     def _noise_of(self, trace: TracedPeak) -> float:
