@@ -15,7 +15,6 @@ from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.kernels.workspaces import hidden_allocations
 from autotune.devices.targets import CPU, CUDA, Target
 from autotune.predict.storages import StorageTracker
-from autotune.techniques.matmul_precision import kept_matmul_precision
 
 
 class OneFakeMode(FakeTensorMode):
@@ -32,7 +31,6 @@ def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(kept_matmul_precision())
         if target != CPU:
             stack.enter_context(cuda_like(flash_attention=target == CUDA))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

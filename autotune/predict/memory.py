@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from autotune.predict.array import Array
+from autotune.predict.cost_fit import CostModel, Observation, Scales
+from autotune.predict.cost_terms import CostTerm, Design, Layout, Residual, SpaceLike
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
-from autotune.predict.parts import Design, Layout, Part, Residual, SpaceLike
-from autotune.predict.parts_model import Observation, PartsModel, Scales
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.techniques import Factor
@@ -27,11 +27,11 @@ Probes = Sequence[tuple[Config, Outcome]]
 
 Z95 = 1.96
 
-# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x turnover, with standard deviations.
+# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
-# of the turnover: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
-# same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
+# of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
+# same size; 0.15 and 0.20 of a micro batch's allocated volume stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
 GROUP_STDS = ((GROUP_STD, 0.9), (0.3, 0.07), (1.2, 0.03))  # with prior weights
@@ -42,9 +42,9 @@ PROBE_STD = 0.02  # of what is held for tensors, from one process to the next
 PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
-PARTS = (
-    Part(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
-    Part(
+TERMS = (
+    CostTerm(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
+    CostTerm(
         name="state",
         scale=lambda b, s, w: np.ones_like(b),
         effect=lambda e: e.state,
@@ -148,7 +148,7 @@ class _Traced:
     def __init__(self, peaks: PeakSource, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
-        self._layout = Layout(PARTS, space)
+        self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config))]
         exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
@@ -267,13 +267,13 @@ def _sizes(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.peak_bytes for trace in traces], dtype=float)
 
 
-def _turnovers(traces: Sequence[TracedPeak]) -> Array:
+def _volumes(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.volume_bytes for trace in traces], dtype=float)
 
 
 def _held(traces: Sequence[TracedPeak]) -> Array:
     """What a process is expected to hold for its tensors."""
-    return np.asarray((1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces))
+    return np.asarray((1 + SHARE) * _sizes(traces) + KEPT * _volumes(traces))
 
 
 def _line(traces: Sequence[TracedPeak]) -> Array:
@@ -284,7 +284,7 @@ def _line(traces: Sequence[TracedPeak]) -> Array:
 def _features(traces: Sequence[TracedPeak]) -> Array:
     """What the line's three figures multiply, times how little they are known: (traces, 3)."""
     fixed = np.full(len(traces), float(FIXED_STD_BYTES))
-    return np.column_stack([fixed, SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces)])
+    return np.column_stack([fixed, SHARE_STD * _sizes(traces), KEPT_STD * _volumes(traces)])
 
 
 class _Untraced:
@@ -292,32 +292,32 @@ class _Untraced:
 
     def __init__(self, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
         self._outside_bytes = outside_bytes
-        layout = Layout(PARTS, space)
+        layout = Layout(TERMS, space)
         seen = [
-            Observation(config=c, value=self._log(o.measurement.peak_bytes), noise=0.0, parts={})
+            Observation(config=c, value=self._log(o.measurement.peak_bytes), noise=0.0, terms={})
             for c, o in probes
             if o.measurement is not None
         ]
         failed = [(c, _least_bytes(o)) for c, o in probes if o.kind is Kind.OOM and _least_bytes(o)]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
-            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD, parts={})]
+            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD, terms={})]
         self._any = bool(seen)
-        self._model = PartsModel(layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
-            belief = self._model.belief([config])
-            variance = float(belief.variance[0]) + self._model.noise**2
-            value, noise = beyond(float(belief.mean[0]), variance, self._log(least))
+            posterior = self._model.posterior([config])
+            variance = float(posterior.variance[0]) + self._model.noise**2
+            value, noise = beyond(float(posterior.mean[0]), variance, self._log(least))
             if math.isfinite(noise):
-                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise), parts={}))
-                self._model = PartsModel(layout, RESIDUAL, SCALES, seen)
+                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise), terms={}))
+                self._model = CostModel(layout, RESIDUAL, SCALES, seen)
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
         if not self._any or not configs:
             return [None] * len(configs)
-        belief = self._model.belief(configs)
+        posterior = self._model.posterior(configs)
         found: list[MemoryEstimate | None] = []
-        for mean, variance in zip(belief.mean, belief.variance, strict=True):
+        for mean, variance in zip(posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_bytes + trained
             log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak

@@ -10,20 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.array import Array
+from autotune.predict.cost_fit import CostModel, Observation, Posterior, Scales
+from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual, SpaceLike
 from autotune.predict.lengths import LengthDistribution
-from autotune.predict.parts import SIZES, Layout, Part, Residual, SpaceLike
-from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement, Outcome
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
 # compute * w + launch / b + update / s + data.
-PARTS = (
-    Part(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
-    Part(name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)),
-    Part(name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)),
-    Part(
+TERMS = (
+    CostTerm(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
+    CostTerm(
+        name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)
+    ),
+    CostTerm(
+        name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)
+    ),
+    CostTerm(
         name="data",
         scale=lambda b, s, w: np.ones_like(b),
         effect=lambda e: e.data,
@@ -32,7 +36,7 @@ PARTS = (
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
-PHASES = {"data": "data", "update": "optimizer"}  # part -> phase of a measurement that shows it alone
+PHASES = {"data": "data", "update": "optimizer"}  # term -> phase of a measurement that shows it alone
 MIN_PHASE_S = 1e-6  # what a clock can tell
 DISTURBED_NOISE = 0.1  # of a probe that others disturbed
 HURRIED_NOISE = 0.05  # of a probe that was cut short: its warm-up was all that was timed
@@ -64,23 +68,23 @@ class SpeedEstimate:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is believed of several configs' throughputs together. Logarithms; arrays of one figure a config."""
+    """The posterior of several configs' throughputs together. Logarithms; arrays of one figure a config."""
 
-    belief: Belief
+    posterior: Posterior
 
     @property
     def log_mean(self) -> Array:
         """Means of the log throughputs."""
-        return -self.belief.mean
+        return -self.posterior.mean
 
     @property
     def log_variance(self) -> Array:
         """Variances of the log throughputs."""
-        return self.belief.variance
+        return self.posterior.variance
 
     def log_covariance_with(self, index: int) -> Array:
         """Covariances with the config at `index`: what two configs have in common does not tell them apart."""
-        return self.belief.covariance_with(index)
+        return self.posterior.covariance_with(index)
 
 
 class TimeModel:
@@ -98,7 +102,7 @@ class TimeModel:
         lengths: LengthDistribution | None = None,
     ) -> None:
         self._baseline = space.baseline
-        self._layout = Layout(PARTS, space, lengths.mean_width) if lengths else Layout(PARTS, space)
+        self._layout = Layout(TERMS, space, lengths.mean_width) if lengths else Layout(TERMS, space)
         self._fit(probes)
 
     def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:
@@ -107,7 +111,7 @@ class TimeModel:
         new._fit(probes)
         return new
 
-    def doubting(self) -> list[TimeModel]:
+    def leave_one_out(self) -> list[TimeModel]:
         """The models that would be without one probe that is the only one to show a technique's choice.
 
         A process that something disturbed unseen may be far off, and nothing else would tell of it.
@@ -121,7 +125,7 @@ class TimeModel:
 
     def speeds(self, configs: Sequence[Config]) -> Speeds:
         """All that is known of several configs together."""
-        return Speeds(self._model.belief(configs))
+        return Speeds(self._model.posterior(configs))
 
     def estimate(self, configs: Sequence[Config]) -> list[SpeedEstimate]:
         """Each config by itself. Before any probe only ratios between configs mean something."""
@@ -134,7 +138,7 @@ class TimeModel:
     def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
         seen = [_observation(config, o.measurement) for config, o in probes if o.measurement is not None]
         self._seen = [observation.config for observation in seen]
-        self._model = PartsModel(self._layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
 
     def _without(self, row: int) -> TimeModel:
         new = copy(self)
@@ -154,12 +158,12 @@ class TimeModel:
 def _observation(config: Config, measured: Measurement) -> Observation:
     within = math.log(measured.samples_per_s_high / measured.samples_per_s_low) / 2 / Z95
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
-    # part / (samples / samples per step) is its size at the baseline's samples per step
-    parts = {
-        part: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
-        for part, phase in PHASES.items()
+    # term / (samples / samples per step) is its size at the baseline's samples per step
+    terms = {
+        term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
+        for term, phase in PHASES.items()
         if phase in measured.phases_s
     }
     return Observation(
-        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), parts=parts
+        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), terms=terms
     )

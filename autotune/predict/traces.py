@@ -151,7 +151,7 @@ class Traces:
     batch size, the last on those that act on the optimizer, and on what the others leave there.
 
     Attributes:
-        target: the kind of device they foretell (`autotune.devices.targets`).
+        target: the kind of device they predict (`autotune.devices.targets`).
         models: per group of techniques that act on the model.
         updates: per group of techniques that act on the optimizer.
         failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.

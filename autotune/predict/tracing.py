@@ -46,7 +46,7 @@ class Tracer:
 
     Args:
         task: the user's task; its dataset is made if it has one.
-        target: the kind of device to foretell.
+        target: the kind of device to predict.
 
     Raises:
         TraceError: the dataset cannot be made.

@@ -137,7 +137,7 @@ class _Knowledge:
         self.space = space
         self.objective = objective
         self.time = time
-        self.doubting = time.doubting()
+        self.leave_one_out = time.leave_one_out()
         self.memory = memory
         self.probes = probes
         self.seen = dict(probes)
@@ -190,9 +190,9 @@ class _Knowledge:
 
         Both are averaged over the models that doubt a probe on which much rests.
         """
-        weights = [1 - DOUBT * len(self.doubting), *[DOUBT] * len(self.doubting)]
+        weights = [1 - DOUBT * len(self.leave_one_out), *[DOUBT] * len(self.leave_one_out)]
         to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
-        for weight, time in zip(weights, (self.time, *self.doubting), strict=True):
+        for weight, time in zip(weights, (self.time, *self.leave_one_out), strict=True):
             gain, std = self._gain(time, configs, peaks)
             z = (gain - BETTER) / std
             to_win += weight * _normal_cdf(z)

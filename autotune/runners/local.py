@@ -125,7 +125,7 @@ class ProcessProber:
 
         Args:
             configs: a whole space, say; each group of techniques is traced once.
-            target: the kind of device to foretell (`autotune.devices.targets`). No GPU is needed or touched.
+            target: the kind of device to predict (`autotune.devices.targets`). No GPU is needed or touched.
             timeout_s: what was found until then is kept.
             known: traces that are there already and are not traced again.
 

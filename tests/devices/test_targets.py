@@ -1,4 +1,4 @@
-"""What a device is foretold as."""
+"""How memory on a device is predicted."""
 
 from __future__ import annotations
 

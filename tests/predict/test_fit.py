@@ -66,7 +66,7 @@ def test_what_is_held_at_the_start_and_what_an_update_adds_to_it():
     assert excess_at_peak(a_step(1)) == (0, 0, 0, 510, 0)
 
 
-def test_the_turnover_is_every_storage_as_a_line_in_the_batch_size():
+def test_the_allocated_volume_is_every_storage_as_a_line_in_the_batch_size():
     assert sorted(fit_volume([a_step(2), a_step(8)])) == [(0, 10, 1), (0, 20, 1), (500, 0, 1)]
     assert fit_volume([made(2, 50, 50), made(4, 60, 60)]) == ((40, 5, 2),)
 

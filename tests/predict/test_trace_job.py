@@ -72,7 +72,7 @@ def test_a_prober_that_fails_is_a_failure_of_the_groups(prober):
     assert traces.peak(config()) is not None  # by the process that was started in its place
 
 
-def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
+def test_no_gpu_is_touched_when_a_gpu_is_predicted(prober):
     traces = prober.trace([config()], "cuda", timeout_s=100)
     assert traces.failures == {}
     assert traces.target == "cuda"

@@ -83,7 +83,7 @@ def test_the_traced_peak_is_the_real_allocators(kind, choices):
 
 @pytest.mark.parametrize("kind", ["transformer", "unet"])
 @pytest.mark.parametrize("batch_size", [3, 24])
-def test_batch_sizes_that_were_not_traced_are_foretold_as_well(kind, batch_size):
+def test_batch_sizes_that_were_not_traced_are_predicted_as_well(kind, batch_size):
     task, traces = model(kind)
     wanted = techniques.complete({"batch_size": batch_size, "accumulation_steps": 2})
     assert traces.peak(wanted).peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=CLOSE)
