@@ -38,6 +38,8 @@ RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
 PHASES = {"data": "data", "update": "optimizer"}  # term -> phase of a measurement that shows it alone
 MIN_PHASE_S = 1e-6  # what a clock can tell
+UNKNOWN_NOISE = 1.0  # of a probe whose interval is no interval
+MAX_LOG = 700.0  # of a float
 DISTURBED_NOISE = 0.1  # of a probe that others disturbed
 HURRIED_NOISE = 0.05  # of a probe that was cut short: its warm-up was all that was timed
 Z95 = 1.96
@@ -58,12 +60,12 @@ class SpeedEstimate:
     @property
     def low(self) -> float:
         """Lower end of the 95 % interval."""
-        return self.samples_per_s * math.exp(-Z95 * self.log_std)
+        return self.samples_per_s * _exp(-Z95 * self.log_std)
 
     @property
     def high(self) -> float:
         """Upper end of the 95 % interval."""
-        return self.samples_per_s * math.exp(Z95 * self.log_std)
+        return self.samples_per_s * _exp(Z95 * self.log_std)
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,13 @@ class TimeModel:
         """Each config by itself. Before any probe only ratios between configs mean something."""
         speeds = self.speeds(configs)
         return [
-            SpeedEstimate(samples_per_s=math.exp(mean), log_std=math.sqrt(variance))
+            SpeedEstimate(samples_per_s=_exp(mean), log_std=math.sqrt(max(0.0, variance)))
             for mean, variance in zip(speeds.log_mean, speeds.log_variance, strict=True)
         ]
 
     def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
-        seen = [_observation(config, o.measurement) for config, o in probes if o.measurement is not None]
+        measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
+        seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
         self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
 
@@ -155,8 +158,13 @@ class TimeModel:
         )
 
 
+def _exp(log: float) -> float:
+    return math.exp(min(max(log, -MAX_LOG), MAX_LOG))
+
+
 def _observation(config: Config, measured: Measurement) -> Observation:
-    within = math.log(measured.samples_per_s_high / measured.samples_per_s_low) / 2 / Z95
+    low, high = measured.samples_per_s_low, measured.samples_per_s_high
+    within = math.log(high / low) / 2 / Z95 if 0 < low <= high < math.inf else UNKNOWN_NOISE
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
     # term / (samples / samples per step) is its size at the baseline's samples per step
     terms = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
@@ -222,13 +222,8 @@ class Traces:
                 raise ValueError(f"format {data['format']!r} is not {FORMAT}")
             return Traces(
                 target=data["target"],
-                models={_group(group): _model(trace) for group, trace in data["models"]},
-                updates={
-                    _group(group): UpdateTrace(
-                        **trace | {"first": tuple(trace["first"]), "later": tuple(trace["later"])}
-                    )
-                    for group, trace in data["updates"]
-                },
+                models={_group(group): _decode(ModelTrace, trace) for group, trace in data["models"]},
+                updates={_group(group): _decode(UpdateTrace, trace) for group, trace in data["updates"]},
                 failures=dict(data["failures"]),
                 lengths=LengthDistribution(tuple(data["lengths"])) if data["lengths"] else None,
             )
@@ -256,30 +251,13 @@ def _group(pairs: list[list[Any]]) -> Group:
     return tuple((str(name), choice) for name, choice in pairs)
 
 
-def _piece(data: Mapping[str, Any]) -> Piece:
-    modules = tuple((str(name), constant, slope) for name, constant, slope in data["modules"])
-    return Piece(constant=tuple(data["constant"]), per_sample=tuple(data["per_sample"]), modules=modules)
-
-
-def _fit(data: Mapping[str, Any]) -> PeakFit:
-    return PeakFit(
-        pieces=tuple(_piece(piece) for piece in data["pieces"]),
-        batch_sizes=tuple(data["batch_sizes"]),
-        deviation=data["deviation"],
-    )
-
-
-def _pair(values: list[float]) -> tuple[float, float]:
-    constant, per_sample = values
-    return constant, per_sample
-
-
-def _model(data: Mapping[str, Any]) -> ModelTrace:
-    return ModelTrace(
-        alone=_fit(data["alone"]),
-        beside=_fit(data["beside"]),
-        before_update=_piece(data["before_update"]),
-        input_bytes=_pair(data["input_bytes"]),
-        volume=tuple((constant, slope, count) for constant, slope, count in data["volume"]),
-        reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
-    )
+def _decode(kind: Any, data: Any) -> Any:
+    """Rebuild frozen dataclasses and tuples from what JSON made of them."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: _decode(hint, data[name]) for name, hint in get_type_hints(kind).items()})
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return tuple(_decode(kinds[0], item) for item in data)
+        return tuple(_decode(each, item) for each, item in zip(kinds, data, strict=True))
+    return data

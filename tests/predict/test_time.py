@@ -192,3 +192,16 @@ def test_fitting_leaves_the_model_as_it_was_and_is_deterministic(space: Space) -
     before = model.estimate([target])
     fits = [model.fitted([ran(space.baseline, 50.0)]).estimate([target]) for _ in range(2)]
     assert fits[0] == fits[1] and model.estimate([target]) == before
+
+
+@pytest.mark.parametrize(
+    "figures", [(0.0, 0.0, 0.0), (50.0, 0.0, math.inf), (1e300, 1e299, 1e301), (math.inf, 1.0, math.inf)]
+)
+def test_figures_that_cannot_be_leave_estimates_that_can_be_computed(space: Space, figures: tuple[float, ...]) -> None:
+    speed, low, high = figures
+    config, outcome = ran(space.complete({"amp": "fp16"}), 1.0)
+    assert outcome.measurement is not None
+    shown = replace(outcome.measurement, samples_per_s=speed, samples_per_s_low=low, samples_per_s_high=high)
+    odd = config, replace(outcome, measurement=shown)
+    for estimate in TimeModel(space).fitted([ran(space.baseline, 50.0), odd]).estimate(list(space)):
+        assert 0 <= estimate.low <= estimate.samples_per_s <= estimate.high
