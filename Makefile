@@ -10,21 +10,32 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: demo test lint bench bench-searches bench-memory bench-peers clean
+.PHONY: help demo test test-avx2 lint bench bench-searches bench-memory bench-peers clean
 .DEFAULT_GOAL := test
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '%-15s %s\n' "$$name" "$$text"; done
 
 demo: $(VENV)/.installed  ## search on a shipped case study
 	$(RUN)/autotune search studies/gpt/model.py --budget 2m
 
-test: $(VENV)/.installed-dev  ## PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
+test: $(VENV)/.installed-dev  ## run the tests; PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev
+# ONEDNN_MAX_CPU_ISA=AVX2 makes a processor with bf16 arithmetic behave like one that emulates it.
+test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic once more, with less of it
+	@if $(RUN)/python -c 'import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then \
+		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(PYTEST_ARGS); \
+	else echo "this processor emulates bf16: make test has run these tests so"; fi
+
+lint: $(VENV)/.installed-dev  ## ruff, mypy and the rule of imports
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/lint-imports
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev  ## what a search itself costs
 	$(RUN)/python tests/benchmarks/bench.py
 
 bench-searches: $(VENV)/.installed-dev  ## search strategies over the recorded tables
@@ -33,10 +44,10 @@ bench-searches: $(VENV)/.installed-dev  ## search strategies over the recorded t
 bench-memory: $(VENV)/.installed-dev  ## predicted memory against what was measured
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.memory $(BENCH_ARGS)
 
-bench-peers: $(VENV)/.installed-bench  ## BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
+bench-peers: $(VENV)/.installed-bench  ## other tuners on the same models; BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
 	OMP_NUM_THREADS=1 $(RUN)/python tests/benchmarks/peers.py $(BENCH_ARGS)
 
-clean:
+clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
 # torch is installed first, and pinned: nothing that follows can then bring another build of it.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autotune.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from autotune.api import predict, search
     from autotune.session import Session, prepare
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from autotune.task import Task, load_task
 
 __all__ = ["Session", "Task", "load_study", "load_task", "predict", "prepare", "search"]
-__version__ = "0.1.0"
 
 _HOMES = {
     "Session": "autotune.session",

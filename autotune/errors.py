@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class AutotuneError(Exception):
-    """Something the user can put right; the command line shows the message alone and exits with 2.
+    """Something the user can put right; the command line shows the message alone and exits with `exit_code`.
 
     Args:
         message: one paragraph: the value, what was expected, the next step.
@@ -12,6 +12,7 @@ class AutotuneError(Exception):
     """
 
     frames_of = "your code"
+    exit_code = 2
 
     def __init__(self, message: str, *, frames: str = "") -> None:
         super().__init__(message)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,7 @@ from autotune.errors import ConfigError
 from autotune.records.config import Choice, Config
 from autotune.task import Task, load_task
 from autotune.task.batches import StepBatch, map_tensors, split
-
-
-@dataclass(kw_only=True)
-class Build:
-    """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
-
-    Attributes:
-        forward_contexts: entered around every forward pass, outermost first.
-        batch_transforms: applied in order to every micro batch once it is on the device.
-        scaler: scales the loss and unscales the gradients, or None.
-        loader_options: keyword arguments for the data loader.
-    """
-
-    task: Task
-    device: Device
-    config: Config
-    model: torch.nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
-    forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
-    batch_transforms: list[Callable[[Any], Any]] = field(default_factory=list)
-    scaler: torch.amp.GradScaler | None = None
-    loader_options: dict[str, Any] = field(default_factory=dict)
+from autotune.techniques.build import Build
 
 
 class Session:
@@ -123,7 +102,7 @@ class Session:
 
 
 def _shares(weights: list[float]) -> list[float]:
-    """What each micro batch counts in the mean over all; the same where none has a term."""
+    """Each micro batch's weight in the mean over all; equal weights where none has a term."""
     total = sum(weights)
     return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
 
@@ -162,7 +141,7 @@ class StepLoader:
         return -(-len(self._micro_loader) // self._config.accumulation_steps)
 
     def micro_batches(self) -> Iterator[Any]:
-        """Single micro batches, before they are grouped."""
+        """Yield single micro batches, before they are grouped."""
         if self._micro_loader is not None:
             yield from self._micro_loader
         else:
@@ -198,7 +177,7 @@ def prepare(
         raise ConfigError(f"{config!r} is no config; expected a dict such as the config of a search's result")
     choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
     config = techniques.complete(choices, global_batch=task.global_batch)
-    if task.global_batch is not None and config.samples_per_step != task.global_batch:
+    if not config.plan.keeps(task.global_batch):
         raise ConfigError(
             f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "
             f"{config.samples_per_step} samples per optimizer step, but the task's global batch is {task.global_batch}; "

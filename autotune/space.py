@@ -1,4 +1,4 @@
-"""The search space: which configs may be probed, and how they look to Optuna."""
+"""The search space: which configs may be probed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-
 from autotune import techniques
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 
-ACCUMULATION = "accumulation_steps"
-
 
 class SpaceExhausted(Exception):
-    """Every config of the space is measured or ruled out."""
+    """No config of the space is left to probe: each was measured or ruled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +27,29 @@ class Space:
     Attributes:
         choices: per technique the choices that are searched, in order; one choice means fixed. Accumulation is not among them
             when there is a global batch: it follows from the batch size.
-        distributions: the techniques with a choice to make, as Optuna sees them. They cover every supported choice, also those
-            left out of this search, because Optuna does not let a categorical distribution change within a study.
+        supported: every supported choice of what is searched, also those left out of this search. A study keeps them: its
+            distributions must not change from one search to the next.
         baseline: always part of the space.
         accumulations: the accumulation steps that may be used.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
-    distributions: Mapping[str, BaseDistribution]
+    supported: Mapping[str, tuple[Choice, ...]]
     baseline: Config
     global_batch: int | None
     accumulations: frozenset[Choice]
 
+    @property
+    def ordered(self) -> frozenset[str]:
+        """Names whose choices are numbers on a scale."""
+        return frozenset(filter(techniques.is_ordered, self.choices))
+
     def complete(self, choices: Mapping[str, Choice]) -> Config:
-        """A full config: what is missing is as fixed, or else as in the baseline; accumulation follows."""
+        """Fill a partial config up: with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
         fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
         full = {**self.baseline.as_dict(), **fixed, **choices}
         if self.global_batch is not None:
-            full[ACCUMULATION] = self.global_batch // int(full["batch_size"])
+            full[ACCUMULATION] = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE])).accumulation_steps
         return Config(tuple(full.items()))
 
     def contains(self, config: Config) -> bool:
@@ -57,7 +59,7 @@ class Space:
         return (
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
-            and (self.global_batch is None or config.samples_per_step == self.global_batch)
+            and config.plan.keeps(self.global_batch)
             and not any(config[name] != t.off and t.is_redundant(config) for name, t in techniques.REGISTRY.items())
         )
 
@@ -68,19 +70,21 @@ class Space:
                 yield config
 
     def tracing(self) -> Iterator[Config]:
-        """Configs that between them show a tracer everything: the baseline, each combination of the techniques of a phase
-        that shapes memory, and each batch size.
+        """Configs whose traces cover the space: the baseline, each combination of the techniques of one phase that shape
+        memory, and each batch size.
         """
         yield self.baseline
-        phases = [phase for phase in techniques.Phase if phase.shapes_memory]
-        together = [[name for name in self.choices if techniques.REGISTRY[name].phase is phase] for phase in phases]
-        for names in (*together, ["batch_size"]):
+        together: dict[techniques.Phase, list[str]] = {}
+        for name, technique in techniques.REGISTRY.items():
+            if technique.shapes_memory:
+                together.setdefault(technique.phase, []).append(name)
+        for names in (*together.values(), [BATCH_SIZE]):
             for values in itertools.product(*(self.choices[name] for name in names)):
                 yield self.complete(dict(zip(names, values, strict=True)))
 
     @property
     def num_combinations(self) -> int:
-        """Size of the product of choices: an upper bound on the number of configs."""
+        """How many combinations of choices there are, which is an upper bound on the number of configs."""
         return math.prod(len(choices) for choices in self.choices.values())
 
     def without(self, name: str, dropped: set[Choice]) -> Space:
@@ -89,33 +93,35 @@ class Space:
         return replace(self, choices={**self.choices, name: kept})
 
     def with_smaller_baseline(self) -> Space | None:
-        """The space with the baseline's batch halved (or the next divisor of the global batch below), and with that batch for
-        all other configs, too; None at one.
+        """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
+
+        The smaller batch size may be searched with every technique. None where the batch is one sample already.
         """
-        half = self.baseline.batch_size // 2
-        if half < 1:
+        if self.baseline.batch_size == 1:
             return None
-        changes: dict[str, Choice] = {"batch_size": half}
+        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch)
+        plan = BatchPlan(half, self.baseline.accumulation_steps)
         if self.global_batch is not None:
-            half = max(divisor for divisor in techniques.divisors(self.global_batch) if divisor <= half)
-            changes = {"batch_size": half, ACCUMULATION: self.global_batch // half}
-        sizes = self.choices["batch_size"]
-        choices = {**self.choices, "batch_size": tuple(sorted({half, *sizes}))} if len(sizes) > 1 else self.choices
-        baseline = self.baseline.replace(**changes)
+            plan = BatchPlan.keeping(self.global_batch, half)
+
+        def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
+            sizes = choices.get(BATCH_SIZE, ())
+            return {**choices, BATCH_SIZE: tuple(sorted({half, *sizes}))} if len(sizes) > 1 else dict(choices)
+
         return replace(
             self,
-            baseline=baseline,
-            choices=choices,
-            distributions={**self.distributions, **distributions_of({"batch_size": choices["batch_size"]})},
-            accumulations=self.accumulations | {baseline.accumulation_steps},
+            baseline=self.baseline.replace(**{BATCH_SIZE: half, ACCUMULATION: plan.accumulation_steps}),
+            choices=with_half(self.choices),
+            supported=with_half(self.supported),
+            accumulations=self.accumulations | {plan.accumulation_steps},
         )
 
-    def params(self, config: Config) -> dict[str, Any]:
-        """The config as Optuna's trial parameters."""
-        return {name: config[name] for name in self.distributions}
+    def params(self, config: Config) -> dict[str, Choice]:
+        """The config's choices of what is searched, from which `complete` makes the config again."""
+        return {name: config[name] for name in self.supported}
 
     def nearest(self, proposal: Mapping[str, Any], admissible: Callable[[Config], bool]) -> Config:
-        """The admissible config nearest to a proposal: snapped to the choices, then outwards one step at a time.
+        """The admissible config nearest to a proposal, which is snapped to the choices and then moved one step at a time.
 
         Raises:
             SpaceExhausted: there is none.
@@ -138,7 +144,7 @@ class Space:
     def neighbours(self, config: Config) -> Iterator[Config]:
         """Configs one step away: the next choice up or down on a scale, any other choice of a category."""
         for name, choices in self.choices.items():
-            if config[name] in choices and techniques.REGISTRY[name].ordered:
+            if config[name] in choices and techniques.is_ordered(name):
                 index = choices.index(config[name])
                 near = choices[max(index - 1, 0) : index] + choices[index + 1 : index + 2]
             else:
@@ -149,7 +155,10 @@ class Space:
 def build_space(
     inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> tuple[Space, list[str]]:
-    """The space of a task on a device, with what the user fixed, included and excluded, and notes on what was left out.
+    """Make the space of a task on a device from what is supported and what the user fixed, included and excluded.
+
+    Returns:
+        The space, and notes for the user on what was left out.
 
     Raises:
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
@@ -160,41 +169,32 @@ def build_space(
         raise ConfigError(f"{min(twice)!r} is both excluded and fixed or included; leave one of the options out")
     fixed = {name: techniques.validate(name, choice) for name, choice in fix.items()}
     baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
-    derived = inspection.global_batch is not None
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
-    accumulations: frozenset[Choice] = frozenset()
     notes: list[str] = []
-    for name, technique in techniques.REGISTRY.items():
-        support = inspection.support[name]
+    for name in (*BATCH_KEYS, *techniques.REGISTRY):
+        support = inspection.support_of(name)
         optional = support.optional if name in include else ()
-        everything = tuple(dict.fromkeys((*support.choices, *support.optional, baseline[name])))
-        searched = tuple(dict.fromkeys((*support.choices, *optional, baseline[name])))
-        if technique.ordered:
-            everything, searched = tuple(sorted(everything)), tuple(sorted(searched))
-        if name in fixed and name == "batch_size":
-            searched = (_possible_batch(int(fixed[name]), inspection),)
-        elif name in fixed:
-            searched = (
-                _supported(name, fixed[name], everything, support.reason, derived=name == ACCUMULATION and derived),
-            )
+        everything = _in_order(name, (*support.choices, *support.optional, baseline[name]))
+        searched = _in_order(name, (*support.choices, *optional, baseline[name]))
+        if name in fixed:
+            searched = (_possible(name, fixed[name], everything, inspection),)
         elif name in exclude:
             searched = (baseline[name],)
         elif support.optional and name not in include and support.reason:
             notes.append(f"{name}: {support.reason}; --include {name} searches it all the same")
-        if name == ACCUMULATION and derived:
-            accumulations = frozenset(searched)
-            continue
         choices[name] = searched
-        if name == ACCUMULATION:
-            accumulations = frozenset(searched)
         if len(everything) > 1 and len(searched) > 1:
             supported[name] = everything
-    if inspection.global_batch is not None and "batch_size" in fixed:
-        _require_accumulation(int(fixed["batch_size"]), accumulations, inspection)
+    accumulations = frozenset(choices[ACCUMULATION])
+    if inspection.global_batch is not None:  # accumulation follows from the batch size
+        del choices[ACCUMULATION]
+        supported.pop(ACCUMULATION, None)
+        if BATCH_SIZE in fixed:
+            _require_accumulation(int(fixed[BATCH_SIZE]), accumulations, inspection)
     space = Space(
         choices=choices,
-        distributions=distributions_of(supported),
+        supported=supported,
         baseline=baseline,
         global_batch=inspection.global_batch,
         accumulations=accumulations,
@@ -202,50 +202,48 @@ def build_space(
     return space, notes
 
 
-def _possible_batch(batch_size: int, inspection: Inspection) -> int:
-    """Any batch size may be fixed that the global batch and the dataset allow, also between the searched steps."""
-    techniques.complete({"batch_size": batch_size}, global_batch=inspection.global_batch)
-    dataset_size = inspection.facts.get("dataset_size")
-    if dataset_size is not None and batch_size > dataset_size:
-        raise ConfigError(
-            f"batch_size={batch_size} is more than the training set's {dataset_size} samples; fix a smaller one"
-        )
-    return batch_size
+def _in_order(name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    unique = tuple(dict.fromkeys(choices))
+    return tuple(sorted(unique)) if techniques.is_ordered(name) else unique
 
 
-def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
-    """A fixed batch takes as many micro steps as the global batch has of it."""
-    assert inspection.global_batch is not None
-    steps = inspection.global_batch // batch_size
-    if steps not in accumulations:
-        raise ConfigError(
-            f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "
-            f"{inspection.support[ACCUMULATION].reason or 'it is fixed to another'}; fix a larger batch_size, or add "
-            f"--include {ACCUMULATION}"
-        )
+def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspection: Inspection) -> Choice:
+    """The choice that the user fixed.
 
+    A batch size need not be one of those that would be searched: the global batch and the dataset have to allow it.
 
-def _supported(name: str, choice: Choice, supported: tuple[Choice, ...], reason: str, *, derived: bool) -> Choice:
-    if choice not in supported:
+    Raises:
+        ConfigError: it is not supported for this task on this device.
+    """
+    if name == BATCH_SIZE:
+        techniques.complete({name: choice}, global_batch=inspection.global_batch)
+        dataset_size = inspection.facts.get("dataset_size")
+        if dataset_size is not None and int(choice) > dataset_size:
+            raise ConfigError(
+                f"batch_size={choice} is more than the training set's {dataset_size} samples; fix a smaller one"
+            )
+    elif choice not in supported:
+        reason = inspection.support_of(name).reason
         because = f": {reason}" if reason else ""
-        what = "follows from the global batch and " if derived else ""
+        derived = name == ACCUMULATION and inspection.global_batch is not None
+        follows = "follows from the global batch and " if derived else ""
         listed = ", ".join(str(option) for option in supported[:20])
         raise ConfigError(
-            f"{name}={choice} {what}is not supported for this task on this device{because}; supported: {listed}"
+            f"{name}={choice} {follows}is not supported for this task on this device{because}; supported: {listed}"
         )
     return choice
 
 
-def distributions_of(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, BaseDistribution]:
-    """How Optuna sees the techniques that leave a choice."""
-    found: dict[str, BaseDistribution] = {}
-    for name, options in choices.items():
-        if len(options) > 1 and techniques.REGISTRY[name].ordered:
-            low, high = int(options[0]), int(options[-1])
-            found[name] = IntDistribution(low, high, log=low > 0)
-        elif len(options) > 1:
-            found[name] = CategoricalDistribution(options)
-    return found
+def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
+    """Refuse a fixed batch size whose accumulation steps are not searched."""
+    assert inspection.global_batch is not None
+    steps = BatchPlan.keeping(inspection.global_batch, batch_size).accumulation_steps
+    if steps not in accumulations:
+        raise ConfigError(
+            f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "
+            f"{inspection.batch.reason or 'it is fixed to another'}; fix a larger batch_size, or add "
+            f"--include {ACCUMULATION}"
+        )
 
 
 def _snap(value: Any, choices: tuple[Choice, ...]) -> Choice:

@@ -74,6 +74,22 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def format_exact_bytes(num_bytes: int) -> str:
+    """`1610612736` -> `1536MiB`: the shortest text that means exactly so many bytes."""
+    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size}{unit}"
+    return str(num_bytes)
+
+
+def format_exact_seconds(seconds: float) -> str:
+    """`300` -> `5m`: the shortest text that means exactly so many seconds."""
+    for size, unit in ((3600, "h"), (60, "m")):
+        if seconds and seconds % size == 0:
+            return f"{seconds / size:g}{unit}"
+    return f"{seconds!r}s" if seconds % 1 else f"{seconds:.0f}s"
+
+
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `12.3 ms`, `75` -> `1m15s`."""
     if seconds < 1:

@@ -1,4 +1,4 @@
-"""A prober that computes instead of training, to test search logic alone: same interface, known optimum, no process."""
+"""A runner that computes instead of training, to test search logic alone: a known optimum and no process."""
 
 from __future__ import annotations
 
@@ -6,25 +6,36 @@ import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autotune import techniques
+from autotune.predict.traces import Traces
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
-from autotune.records.inspection import Inspection, Support
+from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.objective import Objective
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.runners.instant import InstantRunner
+from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
-from autotune.study.store import Store, place_of
-from autotune.tuning.events import Listener
-from autotune.tuning.loop import Loop
+from autotune.study.history import History
+from autotune.study.place import place_of
+from autotune.study.store import Store
+from autotune.tuning.budget import Budget
+from autotune.tuning.events import Listener, Note
+from autotune.tuning.state import Search
+from autotune.tuning.tracing import Tracing
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB
 
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
+BATCH = BatchSupport(sizes=SIZES, accumulation_steps=SIZES)
 SUPPORT = {
-    "batch_size": Support(choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)),
-    "accumulation_steps": Support(choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)),
     "amp": Support(choices=("off", "bf16", "fp16")),
     "checkpoint_segments": Support(choices=(0, 1, 2, 3, 6)),
     "optimizer_impl": Support(choices=("default", "fused")),
@@ -32,18 +43,43 @@ SUPPORT = {
 
 
 @dataclass
-class ClosedFormProber:
+class ClosedFormRunner(InstantRunner):
     """Speed rises with the batch towards a plateau, bf16 gains 1.4x, checkpointing costs time and saves memory."""
 
     noise: float = 0.0
     seed: int = 0
     seconds: float = 0.0  # of real time that a probe takes
     configs: list[Config] = field(default_factory=list)
+    waited_s: float = 0.0  # by which its clock is ahead
+
+    task_name = "closed"
 
     def __post_init__(self) -> None:
+        super().__init__()
         self._random = random.Random(self.seed)
 
-    def run(self, config: Config, settings: ProbeSettings) -> Outcome:
+    def now_s(self) -> float:
+        return time.monotonic() + self.waited_s
+
+    def device(self) -> DeviceInfo:
+        return inspection().device
+
+    def result_of(self, job: Job) -> JobResult:
+        match job:
+            case InspectJob():
+                return inspection()
+            case ProbeJob():
+                return self.outcome_of(job.config, job.settings)
+            case CheckJob():
+                return self.check_of(job.config, job.settings, job.batch_size)
+            case TraceJob():
+                return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), "nothing is traced"))
+
+    def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome | NotCompared:
+        """Tests of checks say what is found."""
+        return NotCompared(reason="a closed form has no gradients")
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
         """The outcome of the closed form, with noise between processes."""
         self.configs.append(config)
         time.sleep(self.seconds)
@@ -100,38 +136,52 @@ def inspection(**changes: object) -> Inspection:
         "global_batch": 96,
         "baseline": techniques.complete({"batch_size": 4}, global_batch=96).as_dict(),
         "baseline_given": True,
+        "batch": BATCH,
         "support": support,
         "outside_bytes": 200 * MIB,
     }
     return Inspection(**{**base, **changes})  # type: ignore[arg-type]
 
 
-def make_loop(folder: Path, prober: ClosedFormProber, **changes: object) -> Loop:
-    """A loop over the closed form, with its study in `folder`."""
-    fix = changes.pop("fix", {})
+def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Search:
+    """A search over the closed form, with its study in `folder`; `changes` are options, or parts of the search."""
     found = changes.pop("inspection", inspection())
-    assert isinstance(found, Inspection) and isinstance(fix, dict)
-    space, _ = build_space(found, fix=fix, include=(), exclude=())
+    peaks = changes.pop("peaks", None)
+    options = SearchOptions(
+        budget_s=changes.pop("budget_s", 1000.0),
+        probe_timeout_s=changes.pop("timeout_s", None),
+        **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
+        sampler=changes.pop("sampler", "gp"),
+    )
+    space, _ = build_space(found, fix=options.fix, include=(), exclude=())
+    objective = Objective(name=options.objective, memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    budget = Budget(
+        budget_s=options.budget_s,
+        probe_timeout_s=options.probe_timeout_s,
+        now_s=runner.now_s,
+        started_s=runner.now_s(),
+        num_trials=options.num_trials,
+    )
     store = Store(
         place_of(str(folder / "closed.db"), None, "closed"),
         {"task": "abc"},
         {"baseline_config": space.baseline.as_dict()},
     )
-    settings = {
-        "prober": prober,
-        "store": store,
-        "space": space,
-        "objective": Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05),
-        "settings": ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES),
-        "listener": Listener(),
-        "interrupted": lambda: False,
-        "budget_s": 1000.0,
-        "started": time.monotonic(),
-        "num_trials": None,
-        "sampler": "gp",
-        "seed": 0,
-        "timeout_s": None,
-        "peaks": None,
-        "outside_bytes": 200 * MIB,
-    }
-    return Loop(**{**settings, **changes})  # type: ignore[arg-type]
+    listener = changes.pop("listener", Listener())
+    cost_model = CostModel(
+        lambda: peaks, 200 * MIB, options.seed, tell=lambda text: listener.on(Note(text=text, warning=True))
+    )
+    return Search(
+        runner=runner,
+        store=store,
+        history=History(space, objective, store.trials(), budget.timeout_s),
+        inspection=found,
+        options=options,
+        settings=ProbeSettings(memory_limit_bytes=LIMIT_BYTES),
+        budget=budget,
+        tracing=Tracing(runner, lambda: (), "cpu", None, 0.0),
+        cost_model=cost_model,
+        listener=listener,
+        interrupted=changes.pop("interrupted", lambda: False),
+        **changes,
+    )

@@ -1,6 +1,8 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU."""
+"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU; `avx2` takes a processor's arithmetic away."""
 
 from __future__ import annotations
+
+import platform
 
 import pytest
 
@@ -14,3 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started from now on have AVX2 and no later arithmetic: their oneDNN emulates bf16 and fp16."""
+    if platform.machine() != "x86_64":
+        pytest.skip("AVX2 is x86's")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")

@@ -10,14 +10,14 @@ from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
-from tests.closed_form import MIB, SUPPORT, ClosedFormProber, inspection
+from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection
 
 OUTSIDE_BYTES = 200 * MIB
 CHANNELS_LAST = SUPPORT | {"channels_last": Support(choices=(False, True))}
 
 
 @dataclass
-class RoughProber(ClosedFormProber):
+class RoughRunner(ClosedFormRunner):
     """Smaller batches are faster but for a cache's worth of exceptions, bf16 is slow, and techniques get in each other's way.
 
     `world` draws the figures: how much bf16, fp16, channels_last, checkpointing and the batch size gain or cost, and how much
@@ -61,7 +61,7 @@ def rough_inspection() -> Inspection:
 class NoisyPeaks:
     """A prober's own peaks as a tracer would find them: less than the process shows, off by some 4 % in each technique group."""
 
-    prober: ClosedFormProber
+    prober: ClosedFormRunner
     lengths: LengthDistribution | None = None
 
     def peak(self, config: Config) -> TracedPeak:

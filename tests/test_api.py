@@ -18,3 +18,10 @@ def test_a_config_of_another_global_batch_is_refused_with_how_to_run_it(tmp_path
         ConfigError, match=r"96 samples per optimizer step.*is 48.*global batch of 96 \(--global-batch 96\)"
     ):
         api.probe(TINY, config, device="cpu", logs=tmp_path)
+
+
+def test_an_unknown_sampler_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'psychic' is not known; expected one of .*cost-model.*tpe"):
+        api.search(TINY, device="cpu", sampler="psychic")
+    assert not list(tmp_path.iterdir())

@@ -144,6 +144,7 @@ def test_a_step_changes_the_parameters_clears_the_gradients_and_returns_the_mean
     assert all(not torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_gradients_are_clipped_after_unscaling(amp):
     session = prepare(task_of(max_grad_norm=1e-3), {"batch_size": 4, "amp": amp}, device="cpu")
@@ -244,6 +245,7 @@ def test_a_model_file_is_taken_by_its_path(tmp_path):
     assert isinstance(session.optimizer, torch.optim.AdamW)
 
 
+@pytest.mark.arithmetic
 def test_all_techniques_at_once_train_like_plain_fp32():
     def build():
         blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4)]

@@ -1,12 +1,20 @@
 """The search space: which configs belong to it and how a proposal becomes one of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from autotune import techniques
 from autotune.errors import ConfigError
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport, Support
 from autotune.space import SpaceExhausted, build_space
-from tests.closed_form import SUPPORT, inspection
+from autotune.study.distributions import distributions_of
+from tests.closed_form import SIZES, inspection
+
+# with batch normalisation accumulating more than a baseline of 12 x 8 is optional
+NORMALISED = BatchSupport(
+    sizes=SIZES, accumulation_steps=SIZES[:6], optional_accumulation_steps=SIZES[6:], reason="BatchNorm"
+)
 
 
 def space_of(*, fix=None, include=(), exclude=(), **changes):
@@ -27,7 +35,7 @@ def test_the_space_holds_every_combination_once():
 
 
 def test_what_does_not_apply_is_not_searched():
-    assert "channels_last" not in space_of().distributions
+    assert "channels_last" not in distributions_of(space_of())
 
 
 def test_a_fixed_technique_has_its_choice_alone():
@@ -55,21 +63,15 @@ def test_optional_choices_need_to_be_included():
 
 
 def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
-    steps = SUPPORT["accumulation_steps"].choices
-    accumulation = Support(choices=steps[:6], optional=steps[6:], reason="BatchNorm")
-    support = support_with(accumulation_steps=accumulation)
     baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
-    kept = space_of(support=support, baseline=baseline)
+    kept = space_of(batch=NORMALISED, baseline=baseline)
     assert max(config.accumulation_steps for config in kept) == 8
-    included = space_of(support=support, baseline=baseline, include=("accumulation_steps",))
+    included = space_of(batch=NORMALISED, baseline=baseline, include=("accumulation_steps",))
     assert max(config.accumulation_steps for config in included) == 96
 
 
 def test_what_is_left_out_is_told_with_the_way_to_include_it():
-    accumulation = Support(choices=(1, 2), optional=(3,), reason="BatchNorm sees the micro batch")
-    _, notes = build_space(
-        inspection(support=support_with(accumulation_steps=accumulation)), fix={}, include=(), exclude=()
-    )
+    _, notes = build_space(inspection(batch=NORMALISED), fix={}, include=(), exclude=())
     assert any("BatchNorm" in note and "--include accumulation_steps" in note for note in notes)
 
 
@@ -82,7 +84,8 @@ def test_redundant_combinations_are_left_out():
 def test_distributions_do_not_change_with_what_is_left_out():
     """Optuna refuses a categorical distribution that changes within a study."""
     support = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
-    assert space_of(support=support).distributions == space_of(support=support, include=("amp",)).distributions
+    included = space_of(support=support, include=("amp",))
+    assert distributions_of(space_of(support=support)) == distributions_of(included)
 
 
 def test_a_proposal_goes_to_the_nearest_config():
@@ -115,14 +118,14 @@ def test_a_technique_cannot_be_fixed_and_excluded():
 
 
 def test_without_a_global_batch_nothing_accumulates():
-    support = support_with(accumulation_steps=Support(choices=(1,)))
+    batch = BatchSupport(sizes=SIZES)
     baseline = techniques.complete({"batch_size": 32}).as_dict()
-    assert {c.accumulation_steps for c in space_of(support=support, global_batch=None, baseline=baseline)} == {1}
+    assert {c.accumulation_steps for c in space_of(batch=batch, global_batch=None, baseline=baseline)} == {1}
 
 
 def test_any_batch_size_that_divides_the_global_batch_may_be_fixed():
-    support = support_with(batch_size=Support(choices=(1, 2, 4)))
-    assert {c.batch_size for c in space_of(support=support, fix={"batch_size": 32})} == {32}
+    batch = BatchSupport(sizes=(1, 2, 4), accumulation_steps=SIZES)
+    assert {c.batch_size for c in space_of(batch=batch, fix={"batch_size": 32})} == {32}
     with pytest.raises(ConfigError, match="divide"):
         space_of(fix={"batch_size": 37})
 
@@ -140,15 +143,12 @@ def test_what_is_traced_is_the_baseline_and_every_combination_that_shapes_memory
 
 
 def test_a_baseline_that_is_halved_takes_the_space_with_it():
-    steps = SUPPORT["accumulation_steps"].choices
-    support = support_with(
-        batch_size=Support(choices=(8, 12, 24, 96)), accumulation_steps=Support(choices=steps[:6], optional=steps[6:])
-    )
+    batch = replace(NORMALISED, sizes=(8, 12, 24, 96))
     baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
-    halved = space_of(support=support, baseline=baseline).with_smaller_baseline()
+    halved = space_of(batch=batch, baseline=baseline).with_smaller_baseline()
     assert (halved.baseline.batch_size, halved.baseline.accumulation_steps) == (6, 16)
     assert {config["amp"] for config in halved if config.batch_size == 6} == {"off", "bf16", "fp16"}
-    assert halved.distributions["batch_size"].low == 6
+    assert distributions_of(halved)["batch_size"].low == 6
 
 
 def test_a_fixed_batch_stays_when_the_baseline_is_halved():
@@ -157,10 +157,8 @@ def test_a_fixed_batch_stays_when_the_baseline_is_halved():
 
 
 def test_a_batch_that_would_accumulate_more_than_the_model_allows_cannot_be_fixed():
-    steps = SUPPORT["accumulation_steps"].choices
-    support = support_with(accumulation_steps=Support(choices=steps[:6], optional=steps[6:], reason="BatchNorm"))
     baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
     with pytest.raises(ConfigError, match=r"accumulation_steps=24, .*BatchNorm"):
-        space_of(support=support, baseline=baseline, fix={"batch_size": 4})
-    included = space_of(support=support, baseline=baseline, fix={"batch_size": 4}, include=("accumulation_steps",))
+        space_of(batch=NORMALISED, baseline=baseline, fix={"batch_size": 4})
+    included = space_of(batch=NORMALISED, baseline=baseline, fix={"batch_size": 4}, include=("accumulation_steps",))
     assert {config.accumulation_steps for config in included} == {24}

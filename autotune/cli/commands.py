@@ -6,29 +6,25 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
-from autotune.errors import AutotuneError, ConfigError
-from autotune.records.outcome import Kind
-
-
-def exit_code(error: AutotuneError) -> int:
-    """1 when nothing was feasible, 2 for what the user can put right."""
-    from autotune.tuning.answer import NothingFeasible
-
-    return NOTHING_FEASIBLE if isinstance(error, NothingFeasible) else USAGE
+from autotune.cli.parser import given
+from autotune.errors import ConfigError, StudyError
+from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
+from autotune.records.outcome import Kind, Outcome
 
 
 def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
     from autotune.records.result import Result
-    from autotune.report import export
+    from autotune.report.answer import answer_sections
+    from autotune.report.json import document
     from autotune.report.live import live_listener
-    from autotune.tuning.answer import Interrupted
+    from autotune.tuning.recommend import Interrupted
 
     if options.out:
         _require_writable(Path(options.out))
@@ -37,89 +33,97 @@ def search(options: argparse.Namespace) -> int:
     try:
         result = api.search(
             options.model,
-            device=options.device,
-            objective=options.objective,
-            memory_limit=options.memory_limit,
-            headroom=options.headroom,
-            global_batch=options.global_batch,
-            budget=options.budget,
-            trials=options.trials,
-            fix=_fixed(options.fix),
-            include=options.include,
-            exclude=options.exclude,
-            sampler=options.sampler,
-            seed=options.seed,
-            probe_timeout=options.probe_timeout,
-            study=options.study,
-            storage=options.storage,
             listener=live_listener(sys.stderr, quiet=options.quiet),
+            **_runner(options),
+            **given(options, SearchOptions),
         )
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
-    document = nothing if result is None else result.to_dict()
+    text = document(nothing if result is None else result.to_dict())
     if options.out:  # before it is printed: where this fails, the document that says so is the only one
-        _write(Path(options.out), export.document(document) + "\n")
+        _write(Path(options.out), text + "\n")
     if options.json:
-        print(export.document(document))
+        print(text)
     elif result is not None:
-        from autotune.report.text import render_result
-
-        render_result(result, _console(), model=options.model)
+        _print(answer_sections(result, model=options.model))
     return code
+
+
+def _runner(options: argparse.Namespace) -> dict[str, Any]:
+    """The runner to search with, where it is not this machine."""
+    if options.replay is None:
+        return {}
+    from autotune.runners import table
+    from autotune.runners.replay import ReplayRunner
+
+    return {"runner": ReplayRunner(table.read(options.replay))}
 
 
 def probe(options: argparse.Namespace) -> int:
     """`autotune probe`: one config, once."""
-    return _run_one(options, steps=0)
+    from autotune import api
+
+    config = _config(options.config)
+    return _show_outcome(api.probe(options.model, config, **given(options, ProbeOptions)), config, options)
 
 
 def verify(options: argparse.Namespace) -> int:
     """`autotune verify`: a long run of one config."""
-    if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps} is not possible; expected at least 1")
-    return _run_one(options, steps=options.steps)
-
-
-def _run_one(options: argparse.Namespace, *, steps: int) -> int:
     from autotune import api
-    from autotune.report import export
 
     config = _config(options.config)
-    outcome = api.probe(
-        options.model,
-        config,
-        device=options.device,
-        memory_limit=options.memory_limit,
-        global_batch=options.global_batch,
-        timeout=options.timeout,
-        steps=steps,
-    )
-    if options.json:
-        print(export.document({"config": config, **outcome.to_dict()}))
-    else:
-        from autotune.report.outcome import render_outcome
+    return _show_outcome(api.verify(options.model, config, **given(options, VerifyOptions)), config, options)
 
-        render_outcome(outcome, config, _console())
+
+def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
+    from autotune.report.json import document
+    from autotune.report.outcome import outcome_sections
+
+    if options.json:
+        print(document({"config": config, **outcome.to_dict()}))
+    else:
+        _print(outcome_sections(outcome, config))
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
         return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE
 
 
 def show(options: argparse.Namespace) -> int:
-    """`autotune show`: what a study holds."""
-    from autotune.report import export
-    from autotune.report.study_text import render_study
+    """`autotune show`: the probes, the front and the answer of a study."""
+    from autotune.report.csv import study_csv
+    from autotune.report.json import study_json
+    from autotune.report.study import study_sections
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
     if options.json:
-        print(export.to_json(study))
+        print(study_json(study))
     elif options.csv:
-        sys.stdout.write(export.to_csv(study))
+        sys.stdout.write(study_csv(study))
     else:
-        render_study(study, _console(), model=study.attributes.get("model", "model.py"))
+        _print(study_sections(study, model=study.attributes.get("model", "model.py")))
+    return ANSWERED
+
+
+def export(options: argparse.Namespace) -> int:
+    """`autotune export`: the answer in other words, on stdout or in a file; what cannot be said there, on stderr."""
+    from autotune.export import export
+    from autotune.study.reading import load_study
+
+    study = load_study(options.study_file, study=options.study)
+    if study.result is None:
+        raise StudyError(
+            f"the study {study.name} has no answer yet; the same `autotune search` command goes on with it"
+        )
+    exported = export(study.result, options.to, space=study.attributes.get("space"))
+    for name, why in exported.unsaid.items():
+        print(f"not said: {name}: {why}", file=sys.stderr)
+    if options.out:
+        _write(Path(options.out), exported.text + "\n")
+    else:
+        print(exported.text)
     return ANSWERED
 
 
@@ -127,58 +131,39 @@ def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
     from autotune.report.live import summary
-    from autotune.report.words import describe
-    from autotune.task.source import TaskSource
-    from autotune.tuning import sweep as sweeping
+    from autotune.techniques.labels import describe
+    from autotune.tuning.sweep import Progress
 
-    def show(progress: sweeping.Progress) -> None:
+    def show(progress: Progress) -> None:
+        if options.quiet:
+            return
         found = summary(progress.row.outcome, feasible=True)
         line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
-    table = sweeping.sweep(
-        TaskSource.of(options.model),
-        sweeping.SweepOptions(
-            out=Path(options.out),
-            device=options.device,
-            memory_limit_bytes=api.memory_limit_bytes(options.memory_limit, options.device),
-            global_batch=options.global_batch,
-            grid={name: _choices(text) for name, text in _named(options.grid, "--grid", "amp=off,bf16").items()},
-            include=tuple(options.include),
-            exclude=tuple(options.exclude),
-            interval=options.interval,
-            max_repeats=options.max_repeats,
-            max_timed_s=options.timed,
-            probe_timeout_s=options.probe_timeout,
-            seed=options.seed,
-        ),
-        (lambda progress: None) if options.quiet else show,
-    )
+    asked = given(options, SweepOptions)
+    interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
+    table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
-    sharp = sum(figure.half_width <= options.interval for figure in ran)
+    sharp = sum(figure.half_width <= interval for figure in ran)
     print(
         f"{table.path}: {len(table.figures)} configs, {len(table.rows)} probes; {len(ran)} ran, {sharp} of them known within "
-        f"{options.interval:.1%}"
+        f"{interval:.1%}"
     )
     return ANSWERED
 
 
 def predict(options: argparse.Namespace) -> int:
-    """`autotune predict`: what fits, before anything has run."""
+    """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
-    from autotune.report import export
-    from autotune.report.prediction import render_prediction
+    from autotune.report.json import document
+    from autotune.report.prediction import prediction_sections
     from autotune.units import format_seconds
 
     prediction = api.predict(
         options.model,
         None if options.config is None else _config(options.config),
-        gpu=options.gpu,
-        device=options.device,
-        memory_limit=options.memory_limit,
-        headroom=options.headroom,
-        global_batch=options.global_batch,
-        timeout=options.timeout,
+        **given(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
     what = "one config" if options.config is not None else f"{combinations} combinations of techniques"
@@ -188,14 +173,14 @@ def predict(options: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     if options.json:
-        print(export.document(prediction.to_dict()))
+        print(document(prediction.to_dict()))
     else:
-        render_prediction(prediction, _console())
+        _print(prediction_sections(prediction))
     return ANSWERED if prediction.fits else NOTHING_FEASIBLE
 
 
 def devices(options: argparse.Namespace) -> int:
-    """`autotune devices`: what there is to train on."""
+    """`autotune devices`: the devices to train on."""
     from autotune.report.devices import render_devices, watch_devices
 
     if options.watch:
@@ -219,6 +204,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "probe": probe,
     "verify": verify,
     "show": show,
+    "export": export,
     "sweep": sweep,
     "predict": predict,
     "devices": devices,
@@ -226,46 +212,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def _console() -> Any:
-    import io
+def _print(sections: Iterable[Any]) -> None:
+    from autotune.report.terminal import render, stdout_console
 
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode shows `?` for what it lacks
-        sys.stdout.reconfigure(errors="replace")
-    return Console(file=sys.stdout, highlight=False)
-
-
-def _fixed(items: list[str]) -> dict[str, Any]:
-    """`--fix amp=bf16 --fix batch_size=8` as a dict."""
-    return {name: _choice(text) for name, text in _named(items, "--fix", "amp=bf16").items()}
-
-
-def _named(items: list[str], option: str, example: str) -> dict[str, str]:
-    """Options of the form NAME=CHOICE as a dict.
-
-    Raises:
-        ConfigError: an item has no `=`.
-    """
-    named = {}
-    for item in items:
-        name, separator, text = item.partition("=")
-        if not separator:
-            raise ConfigError(f"{option} {item} is not NAME=CHOICE; expected for example {option} {example}")
-        named[name] = text
-    return named
-
-
-def _choices(text: str) -> tuple[Any, ...]:
-    return tuple(_choice(part) for part in text.split(","))
-
-
-def _choice(text: str) -> Any:
-    """A choice, read as JSON where it is JSON."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    render(sections, stdout_console())
 
 
 def _config(text: str) -> dict[str, Any]:
@@ -307,6 +257,3 @@ def _write(path: Path, content: str) -> None:
         path.write_text(content)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None
-
-
-__all__ = ["COMMANDS", "exit_code"]

@@ -1,4 +1,4 @@
-"""Run a command, and turn whatever it raises into an exit code, a message and, with `--json`, a document."""
+"""Run a command, and turn an exception into an exit code, a message and, with `--json`, a document."""
 
 from __future__ import annotations
 
@@ -67,12 +67,8 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     """The exit code and the message of an exception."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
-    if isinstance(error, UsageError):
-        return USAGE, str(error)
     if isinstance(error, AutotuneError):
-        from autotune.cli.commands import exit_code
-
-        return exit_code(error), str(error)
+        return error.exit_code, str(error)
     if isinstance(error, OSError):
         what = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
         next_step = _NEXT_STEPS.get(error.errno or 0, "put that right (--debug shows where it arose)")

@@ -1,17 +1,28 @@
-"""The command line's grammar."""
+"""The command line's grammar. What a command takes beside files and forms of output is `autotune.records.options`' table."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from autotune import __version__
 from autotune.errors import AutotuneError
-from autotune.units import parse_bytes, parse_fraction, parse_seconds
+from autotune.records.options import (
+    Option,
+    PredictOptions,
+    ProbeOptions,
+    RunOptions,
+    SearchOptions,
+    SweepOptions,
+    VerifyOptions,
+    table,
+)
+from autotune.version import __version__
 
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
+CONFIG = "a config dict, or the JSON of a search"
 
 
 class UsageError(AutotuneError):
@@ -27,7 +38,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command; `command` in the result names the one that was given. It raises UsageError."""
+    """The parser of every command; `command` in the result names the one that was given. It raises UsageError.
+
+    An option of the table that was not given is absent from the result: `given` finds those that were.
+    """
     parser = _Parser(
         prog="autotune",
         description="Find the fastest way to train a PyTorch model on this machine, by really training it.",
@@ -35,146 +49,88 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"autotune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_search(commands)
-    _add_probe(commands)
-    _add_verify(commands)
-    _add_show(commands)
-    _add_sweep(commands)
-    _add_predict(commands)
-    devices = commands.add_parser("devices", help="memory, utilisation, temperature, power, processes")
+
+    def command(name: str, help: str, options: type[RunOptions] | None = None) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
+        if options is not None:
+            made.add_argument("model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it")
+            _add_table(made, options)
+        made.add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
+        return made
+
+    search = command("search", "find the best config of a model file", SearchOptions)
+    search.add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
+    search.add_argument("--out", metavar="FILE", help="write the JSON document there too")
+    search.add_argument("--quiet", action="store_true", help="only warnings on stderr")
+    _add_json(search)
+    probe = command("probe", "run one config once", ProbeOptions)
+    probe.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
+    _add_json(probe)
+    verify = command("verify", "a long run of one config, with real data", VerifyOptions)
+    verify.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
+    _add_json(verify)
+    show = command("show", "probes, front and answer of a study, with the reasons")
+    _add_study(show)
+    form = show.add_mutually_exclusive_group()
+    _add_json(form)
+    form.add_argument("--csv", action="store_true", help="one line per probe")
+    export = command("export", "the answer in the words of a framework")
+    _add_study(export)
+    export.add_argument(
+        "--to", required=True, metavar="NAME", help="env, json, transformers, or another that is installed"
+    )
+    export.add_argument("--out", metavar="FILE", help="write it there instead of to stdout")
+    predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
+    predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
+    _add_json(predict)
+    sweep = command("sweep", "measure a whole space into a table, to compare searches on", SweepOptions)
+    sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
+    devices = command("devices", "memory, utilisation, temperature, power, processes")
     devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
-    devices.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    init = commands.add_parser("init", help="write a commented model.py that runs as it is")
+    _add_json(devices)
+    init = command("init", "write a commented model.py that runs as it is")
     init.add_argument("file", nargs="?", default="model.py", metavar="FILE")
-    for command in commands.choices.values():
-        command.add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
     return parser
 
 
-def _add_search(commands: Any) -> None:
-    search = commands.add_parser("search", help="find the best config of a model file", epilog=EXIT_CODES)
-    _add_model(search)
-    search.add_argument("--objective", default="throughput", choices=("throughput", "memory", "balanced"))
-    search.add_argument("--headroom", type=_checked(parse_fraction), default=0.05, metavar="5%", help="left free (5%%)")
-    search.add_argument(
-        "--budget", type=_checked(parse_seconds), default=300.0, metavar="5m", help="for everything (5m)"
-    )
-    search.add_argument("--trials", type=int, metavar="N", help="at most N probes before the play-off")
-    search.add_argument("--fix", action="append", default=[], metavar="NAME=CHOICE", help="use this choice only")
-    search.add_argument(
-        "--include", action="append", default=[], metavar="NAME", help="search an optional technique too"
-    )
-    search.add_argument("--exclude", action="append", default=[], metavar="NAME", help="leave as in the baseline")
-    search.add_argument(
-        "--sampler", default="cost-model", metavar="NAME", help="cost-model, gp, tpe, random or grid (cost-model)"
-    )
-    search.add_argument("--seed", type=int, default=0, metavar="N")
-    search.add_argument("--probe-timeout", type=_checked(parse_seconds), metavar="60s", help="kill a probe after that")
-    search.add_argument("--study", metavar="NAME", help="name of the study (the task's)")
-    search.add_argument("--storage", metavar="URL", help="database file or Optuna URL (studies/<task>.db)")
-    search.add_argument("--out", metavar="FILE", help="write the JSON document there too")
-    search.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    search.add_argument("--quiet", action="store_true", help="only warnings on stderr")
+def given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str, Any]:
+    """The options of the table that the user gave, by name, as text. The Python API takes them so."""
+    return {option.name: getattr(namespace, option.name) for option in table(options) if option.name in namespace}
 
 
-def _add_probe(commands: Any) -> None:
-    probe = commands.add_parser("probe", help="run one config once", epilog=EXIT_CODES)
-    _add_model(probe)
-    _add_config(probe)
-    probe.add_argument("--timeout", type=_checked(parse_seconds), metavar="60s")
-    probe.add_argument("--json", action="store_true", help="one JSON document on stdout")
+def _add_table(parser: argparse.ArgumentParser, options: type[RunOptions]) -> None:
+    groups: dict[str, Any] = {}
+    for option, default in table(options).items():
+        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
+        known = "" if default in (None, MISSING) or not default else f" (default: {option.kind.write(default)})"
+        group.add_argument(
+            option.flag,
+            action="append" if option.kind.repeated else "store",
+            type=_checked(option),
+            default=argparse.SUPPRESS,
+            required=default is MISSING,
+            metavar=option.kind.metavar,
+            help=f"{option.help}{known}".replace("%", "%%"),
+        )
 
 
-def _add_verify(commands: Any) -> None:
-    verify = commands.add_parser("verify", help="a long run of one config, with real data", epilog=EXIT_CODES)
-    _add_model(verify)
-    _add_config(verify)
-    verify.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps")
-    verify.add_argument("--timeout", type=_checked(parse_seconds), metavar="1h")
-    verify.add_argument("--json", action="store_true", help="one JSON document on stdout")
+def _checked(option: Option) -> Callable[[str], str]:
+    """An argparse type that refuses what the option's kind cannot read, in its words, and leaves the text as it is."""
 
-
-def _add_show(commands: Any) -> None:
-    show = commands.add_parser("show", help="trials, front, recommendation, why", epilog=EXIT_CODES)
-    show.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
-    show.add_argument("--study", metavar="NAME")
-    form = show.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    form.add_argument("--csv", action="store_true", help="one line per probe")
-
-
-def _add_sweep(commands: Any) -> None:
-    sweep = commands.add_parser(
-        "sweep", help="measure a whole space into a table, to compare searches on", epilog=EXIT_CODES
-    )
-    _add_model(sweep)
-    sweep.add_argument("--out", required=True, metavar="FILE.csv", help="the table; one that is there is carried on")
-    sweep.add_argument(
-        "--grid", action="append", default=[], metavar="NAME=A,B,...", help="sweep these choices of a technique only"
-    )
-    sweep.add_argument("--include", action="append", default=[], metavar="NAME", help="sweep an optional technique too")
-    sweep.add_argument("--exclude", action="append", default=[], metavar="NAME", help="leave as in the baseline")
-    sweep.add_argument(
-        "--interval", type=_checked(parse_fraction), default=0.03, metavar="3%", help="repeat until known so well (3%%)"
-    )
-    sweep.add_argument("--max-repeats", type=int, default=8, metavar="N", help="but no more often than that (8)")
-    sweep.add_argument(
-        "--timed",
-        type=_checked(parse_seconds),
-        default=0.5,
-        metavar="0.5s",
-        help="time each probe for at most that (0.5s)",
-    )
-    sweep.add_argument("--probe-timeout", type=_checked(parse_seconds), default=120.0, metavar="120s")
-    sweep.add_argument("--seed", type=int, default=0, metavar="N")
-    sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
-
-
-def _add_predict(commands: Any) -> None:
-    predict = commands.add_parser(
-        "predict", help="what fits into a memory, without training and without a GPU", epilog=EXIT_CODES
-    )
-    _add_model(predict)
-    predict.add_argument("--gpu", metavar="80GiB|NAME", help="a card that need not be here, e.g. 'A100 80GB'")
-    predict.add_argument("--config", metavar="JSON|FILE", help="this config alone, or a search's JSON")
-    predict.add_argument(
-        "--headroom", type=_checked(parse_fraction), default=0.05, metavar="5%", help="left free (5%%)"
-    )
-    predict.add_argument(
-        "--timeout",
-        type=_checked(parse_seconds),
-        default=120.0,
-        metavar="2m",
-        help="leave out what is not traced by then",
-    )
-    predict.add_argument("--json", action="store_true", help="one JSON document on stdout")
-
-
-def _add_model(parser: Any) -> None:
-    parser.add_argument("model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda[:i]")
-    parser.add_argument(
-        "--memory-limit", type=_checked(_bytes_or_share), metavar="12GiB|80%", help="default: what is free"
-    )
-    parser.add_argument("--global-batch", type=int, metavar="N", help="samples per optimizer step")
-
-
-def _add_config(parser: Any) -> None:
-    parser.add_argument("--config", required=True, metavar="JSON|FILE", help="a config dict, or a search's JSON")
-
-
-def _bytes_or_share(text: str) -> str:
-    parse_bytes(text, total_bytes=2**40)
-    return text
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argparse type that shows the parser's own message."""
-
-    def convert(text: str) -> Any:
+    def check(text: str) -> str:
         try:
-            return parse(text)
+            option.kind.read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        return text
 
-    return convert
+    return check
+
+
+def _add_json(parser: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
+    parser.add_argument("--study", metavar="NAME", help="where the file holds several")

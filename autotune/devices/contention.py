@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
 from pathlib import Path
 
-from autotune.devices.procfs import PROC, descendants
+import psutil
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from autotune.devices.procfs import PROC, descendants
 
 
 class ProcessorWatch:
@@ -60,11 +61,9 @@ class ProcessorWatch:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         total = time.process_time() + children.ru_utime + children.ru_stime
         for pid in descendants(self._proc):
-            try:
-                fields = (self._proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            total += sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
         return total
 
     def _ticks(self) -> tuple[int, int]:

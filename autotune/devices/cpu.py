@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from autotune.devices import cgroup, oom, procfs
 from autotune.devices.base import Telemetry
 from autotune.devices.contention import ProcessorWatch
@@ -52,13 +54,13 @@ class CpuDevice:
         Raises:
             DeviceError: this is not Linux.
         """
-        try:
-            total_bytes, free_bytes = procfs.machine_memory()
-        except OSError:
+        if sys.platform != "linux":
             raise DeviceError(
                 f"the memory of this system ({sys.platform}) cannot be measured: autotune reads Linux's /proc; "
                 "run it on Linux (or in a Linux container)"
-            ) from None
+            )
+        machine = psutil.virtual_memory()
+        total_bytes, free_bytes = machine.total, machine.available
         if allowance := cgroup.memory_allowance():
             total_bytes = min(total_bytes, allowance.limit_bytes)
             free_bytes = min(free_bytes, allowance.free_bytes)

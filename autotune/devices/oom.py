@@ -23,7 +23,8 @@ _ALLOCATION_FAILED = re.compile(
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )
 _PERHAPS_FAILED = re.compile(
-    r"could not (?:create|execute|initialize) an? [\w ]+\Z"  # oneDNN: convolutions, linear layers, LSTMs
+    # oneDNN: convolutions, linear layers, LSTMs. Without a primitive descriptor it has no such kernel, whatever the memory
+    r"could not (?:create|execute|initialize) an? (?!primitive descriptor\b)[\w ]+\Z"
     r"|can't start new thread\Z"
     r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
     r"|CUDA error: CUBLAS_STATUS_NOT_INITIALIZED\b"
@@ -99,7 +100,7 @@ def _is_failed_allocation(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
-    if _is_librarys(error) and _ALLOCATION_FAILED.match(text):
+    if is_librarys(error) and _ALLOCATION_FAILED.match(text):
         return True
     return _HANDED_OVER.match(text) is not None and any(
         line["memory"] or _ALLOCATION_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
@@ -108,13 +109,13 @@ def _is_failed_allocation(error: BaseException) -> bool:
 
 def _is_suspect(error: BaseException) -> bool:
     text = str(error)
-    if _is_librarys(error) and _PERHAPS_FAILED.match(text):
+    if is_librarys(error) and _PERHAPS_FAILED.match(text):
         return True
     return _HANDED_OVER.match(text) is not None and any(
         line["message"] and _PERHAPS_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
     )
 
 
-def _is_librarys(error: BaseException) -> bool:
+def is_librarys(error: BaseException) -> bool:
     """Whether its type is one that torch's C++ raises: RuntimeError itself, or AcceleratorError (since torch 2.8)."""
     return type(error) is RuntimeError or type(error).__qualname__ == "AcceleratorError"

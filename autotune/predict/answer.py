@@ -197,12 +197,12 @@ def answer(
 def _warnings(inspection: Inspection, config: PredictedPeak | None, groups: Sequence[GroupPrediction]) -> Iterator[str]:
     if config is not None:
         for name, choice in config.config.items():
-            support = inspection.support[name]
+            support = inspection.support_of(name)
             if support.reason and choice not in (*support.choices, *support.optional):
                 yield f"{name}={choice} does not apply here: {support.reason}"
-    accumulation = inspection.support["accumulation_steps"]
-    if any(group.peak.config["accumulation_steps"] in accumulation.optional for group in groups):
-        yield accumulation.reason
+    optional = inspection.batch.optional_accumulation_steps
+    if any(group.peak.config["accumulation_steps"] in optional for group in groups):
+        yield inspection.batch.reason
 
 
 class Question:
@@ -305,4 +305,4 @@ def switched_on(config: Config) -> dict[str, Choice]:
 
 
 def _shapes_memory(name: str) -> bool:
-    return techniques.REGISTRY[name].phase.shapes_memory
+    return name in techniques.REGISTRY and techniques.REGISTRY[name].shapes_memory

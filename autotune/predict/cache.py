@@ -7,89 +7,60 @@ import hashlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from autotune import __version__, techniques
+from autotune.devices.cpu import processor_model
+from autotune.devices.targets import CPU
 from autotune.predict.traces import Traces
-from autotune.records.config import Config
+from autotune.version import __version__
 
 FOLDER = ".traces"  # beside the study's database
 
 
-class TracingProber(Protocol):
-    """What traces: `autotune.runners.local.ProcessProber`."""
-
-    def trace(self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None) -> Traces:
-        """Trace configs; neither raises nor takes longer than `timeout_s`."""
-
-
-def cached_traces(
-    prober: TracingProber,
-    configs: Iterable[Config],
-    target: str,
-    *,
-    facts: Mapping[str, Any],
-    folder: Path,
-    timeout_s: float,
-) -> Traces:
-    """Traces of `configs`, as far as they can be had: those kept in `folder`, and the others traced now and added to them.
-
-    What is kept is used only if tracing plain training gives the same once more: sizes and the optimizer may come from the
-    environment or from files, which the task's hash does not cover. Failures are not kept.
+class TraceCache:
+    """The kept traces of one task on one kind of device.
 
     Args:
+        folder: is made when needed. A file in it that is broken or of another format is replaced; a folder that cannot be
+            written costs nothing but the time to trace again.
         facts: the task's, from its inspection.
-        folder: is made when needed. What it holds is replaced when it is broken or of another form; a folder that
-            cannot be written costs nothing but the time to trace again.
+        target: the kind of device that the traces predict for.
+        batch_sizes: of the configs that are traced.
     """
-    deadline = time.monotonic() + timeout_s
-    configs = list(configs)
-    sizes = sorted({config.batch_size for config in configs})
-    path = folder / f"{_key(facts, target, sizes)}.json"
-    kept = _read(path)
-    traces = Traces(target=target)
-    if kept is not None:
-        plain_configs = [techniques.complete({"batch_size": size}) for size in sizes]
-        known = Traces(target=target, lengths=kept.lengths)
-        plain = prober.trace(plain_configs, target, timeout_s, known=known)
-        if plain.failures:
-            return plain  # what is kept may be right, and is left for a time when this can be told
-        traces = kept.merged(plain) if _agrees(plain, kept) else replace(plain, lengths=None)
-    traces = prober.trace(configs, target, max(0.0, deadline - time.monotonic()), known=traces)
-    if kept is None or traces != replace(kept, failures=traces.failures):
-        _write(path, traces)
-    return traces
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], target: str, batch_sizes: Collection[int]) -> None:
+        versions = [__version__, metadata.version("torch")]
+        # what can be traced depends on the processor's arithmetic, and several machines may share the folder
+        processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
+        sizes = sorted({*batch_sizes})
+        known = [facts["source_hash"], facts.get("num_parameters"), target, sizes, *versions, *processor]
+        key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        self._path = folder / f"{facts['name']}-{key}.json"
+
+    def read(self) -> Traces | None:
+        """What is kept; None where there is nothing, or nothing that can be read."""
+        try:
+            return Traces.from_dict(json.loads(self._path.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, traces: Traces) -> None:
+        """Keep traces, but not failures. The file is replaced in one go: whoever reads meanwhile gets all of it or nothing."""
+        content = json.dumps(replace(traces, failures={}).to_dict())
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", delete=False) as file:
+                file.write(content)
+            os.replace(file.name, self._path)
 
 
-def _agrees(plain: Traces, kept: Traces) -> bool:
-    """Whether plain training is as it was."""
+def agrees(plain: Traces, kept: Traces) -> bool:
+    """Whether plain training, traced once more, is as it was when `kept` was traced.
+
+    Sizes and the optimizer may come from the environment or from files, which the task's hash does not cover.
+    """
     return plain.models.items() <= kept.models.items() and plain.updates.items() <= kept.updates.items()
-
-
-def _key(facts: Mapping[str, Any], target: str, batch_sizes: list[int]) -> str:
-    """Of everything that the traces depend on and that is known without tracing."""
-    versions = [__version__, metadata.version("torch")]
-    known = [facts["source_hash"], facts["num_parameters"], target, batch_sizes, *versions]
-    return f"{facts['name']}-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}"
-
-
-def _read(path: Path) -> Traces | None:
-    try:
-        return Traces.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _write(path: Path, traces: Traces) -> None:
-    """Replace the file in one go, so that a search that runs at the same time reads all of it or nothing."""
-    content = json.dumps(replace(traces, failures={}).to_dict())
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)

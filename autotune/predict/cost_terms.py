@@ -18,12 +18,13 @@ import numpy as np
 
 from autotune import techniques
 from autotune.predict.array import Array
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.techniques import Expectation, Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
-SIZES = ("batch_size", "accumulation_steps")  # act through the terms' scales, not as techniques
+SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
 UNLIKE = 0.55  # correlation that is left between residuals of configs that differ in one technique which does much
 MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first term that makes a technique one of those
 LITTLE = 0.2  # as much unlike, at the least, does any other technique make two configs
@@ -138,6 +139,8 @@ class Layout:
         means = [math.log(term.share.typical) for term in terms]
         blocks = [np.array([[math.log(term.share.spread) ** 2]]) for term in terms]
         for name in self._searched:
+            if name in SIZES:
+                continue
             technique = techniques.REGISTRY[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
             expected = [technique.expectation(choice, space.choices[name]) for choice in active]
@@ -173,9 +176,7 @@ class Layout:
         batch, samples = np.zeros(count), np.zeros(count)
         untraced = np.zeros((count, len(self._untraced)))
         columns = {switch: column for column, switch in enumerate(self._untraced)}
-        places = [
-            _places(self.space.choices[name], ordered=techniques.REGISTRY[name].ordered) for name in self._searched
-        ]
+        places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
         for row, config in enumerate(configs):
             choices = config.as_dict()
             batch[row] = int(choices["batch_size"])
@@ -212,7 +213,7 @@ class Layout:
             if name in SIZES:
                 continue
             distance = np.abs(a.ranks[:, None, column] - b.ranks[None, :, column])
-            unlike += self._reach[name] * (distance if techniques.REGISTRY[name].ordered else distance > 0)
+            unlike += self._reach[name] * (distance if techniques.is_ordered(name) else distance > 0)
         # half of a group's departure is the same at every batch size
         return np.asarray(UNLIKE**unlike * (0.5 + 0.5 * self._nearness(residual, a, b)))
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 
+from autotune import techniques
 from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.kernels.workspaces import hidden_allocations
 from autotune.devices.targets import CPU, CUDA, Target
@@ -31,6 +32,7 @@ def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(techniques.restored_settings())
         if target != CPU:
             stack.enter_context(cuda_like(flash_attention=target == CUDA))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

@@ -63,7 +63,13 @@ class _Job:
         return Traces(target=self.target, updates={group: trace})
 
     def model(self, group: Group) -> Traces:
-        """Trace the micro batches of one group, or of one that takes the same memory."""
+        """Trace the micro batches of one group, or of one that takes the same memory.
+
+        Raises:
+            TraceError: it cannot be traced, by what happened or by what a technique says.
+        """
+        if reason := techniques.untraceable(config_of(group), "cpu" if self.target == CPU else "cuda"):
+            raise TraceError(reason)
         alike = _traced_as(group)
         if alike not in self.traces_of:
             self.traces_of[alike] = self.model_trace(alike)

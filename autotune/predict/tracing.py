@@ -28,6 +28,7 @@ from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -150,7 +151,7 @@ class Tracer:
 def without_loader(config: Config) -> Config:
     """The config with everything off that acts on the loading of data, batch size and accumulation included."""
     off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
-    return config.replace(**off)
+    return config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
 
 
 class _Run:

@@ -17,6 +17,7 @@ from autotune.devices import Device
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
 from autotune.records.outcome import Measurement
+from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
 from autotune.task.batches import StepBatch, num_samples
@@ -27,6 +28,7 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 DISTURBED = 0.1  # share of the wall time that others may hold
 MIN_GROWTH_POINTS = 5  # blocks after the first ones
+REPORT_INTERVAL_S = 0.25
 LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
 
 
@@ -49,8 +51,10 @@ class Run:
     session: Session
     device: Device
     settings: ProbeSettings
-    report: Callable[[str, float], None]  # stage and seconds inside training steps, for a process that may be killed
+    report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
+    stage: str = "setup"
     num_steps: int = 0
+    num_micro_steps: int = 0
     train_s: float = 0.0
     warm_steps: list[WarmStep] = field(default_factory=list)
 
@@ -58,6 +62,8 @@ class Run:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
+        self._fastest_micro_s = math.inf  # of the micro steps after the first optimizer step
+        self._reported_s = -math.inf
 
     def measure(self, setup_s: float) -> Measurement:
         """Warm up, time, and measure.
@@ -66,10 +72,10 @@ class Run:
             NonFiniteError: the loss or a gradient is not finite.
             Exception: whatever the user's code or an allocation raises.
         """
-        self.report("warmup", 0.0)
+        self._enter("warmup")
         self._warm_up()
         warmup_s = self.train_s
-        self.report("timing", self.train_s)
+        self._enter("timing")
         cut_short = self._is_hopeless()
         blocks, growth = (self._warm_up_as_blocks(), 0.0) if cut_short else self._time()
         contention = 0.0 if cut_short else self.device.contention()
@@ -123,24 +129,23 @@ class Run:
             if enough and (is_warm(self._whole_steps_s()) or self.train_s > self.settings.max_warmup_s):
                 break
         if self.session.task.dataset() is not None:
-            self._clock(partial(self._accumulate_part, first))
+            self._clock(partial(self._accumulate_part, first), len(first))
             self._clock(self._update)
         missing = accumulation_steps - len(first) - (len(self.warm_steps) - 1)
         cycle_started_s = self.train_s
         if missing > 0:
             while missing > 0 and self.train_s - cycle_started_s < MAX_CYCLE_S:
-                self._clock(partial(self._accumulate_next, 1))
+                self._clock(partial(self._accumulate_next, 1), 1)
                 missing -= 1
             self._clock(self._update)
 
     def _warm_step(self, batch: StepBatch) -> None:
-        accumulated_s = self._clock(partial(self._accumulate_part, batch))
+        accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s))
         self._require_finite_loss()
-        self.report("warmup", self.train_s)
 
     def _typical(self) -> WarmStep:
         """The first one, which takes the largest batch and finds everything cold, says nothing."""
@@ -207,13 +212,13 @@ class Run:
         done = 0
         while done < exact if exact else not blocks.enough:
             if sliced:
-                slice_s = self._clock(partial(self._accumulate_next, num_micro))
+                slice_s = self._clock(partial(self._accumulate_next, num_micro), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
                 blocks.add(config.samples_per_step / full_s, slice_s + update_s)
             else:
                 count = min(steps_per_block, exact - done) if exact else steps_per_block
-                block_s = self._clock(partial(self._steps, count))
+                block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(count * config.samples_per_step / block_s, block_s)
                 done += count
             self._require_finite_loss()
@@ -274,14 +279,39 @@ class Run:
         self.session.update()
         self.num_steps += 1
 
-    def _clock(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes on the device. Counts as time inside training steps."""
+    def _clock(self, work: Callable[[], object], num_micro_steps: int = 0) -> float:
+        """Seconds that `work`, so many micro steps, takes on the device. Counts as time inside training steps."""
         started = time.perf_counter()
         work()
         self.device.synchronize()
         elapsed = time.perf_counter() - started
         self.train_s += elapsed
+        self.num_micro_steps += num_micro_steps
+        if num_micro_steps and len(self.warm_steps) > 0:
+            self._fastest_micro_s = min(self._fastest_micro_s, elapsed / num_micro_steps)
+        self._report(at_once=self.num_micro_steps == num_micro_steps > 0)
         return elapsed
+
+    def _enter(self, stage: str) -> None:
+        self.stage = stage
+        self._report(at_once=True)
+
+    def _report(self, *, at_once: bool) -> None:
+        """Say how far the run has come: a few times a second, and at once what is new."""
+        now_s = time.perf_counter()
+        if not at_once and now_s < self._reported_s + REPORT_INTERVAL_S:
+            return
+        self._reported_s = now_s
+        seen = self._fastest_micro_s < math.inf
+        self.report(
+            Progress(
+                stage=self.stage,
+                train_s=self.train_s,
+                num_micro_steps=self.num_micro_steps,
+                peak_bytes=self.device.peak_bytes() if self.num_micro_steps else 0,
+                samples_per_s_high=self.session.config.batch_size / self._fastest_micro_s if seen else None,
+            )
+        )
 
     def _require_finite_loss(self) -> None:
         if not bool(self._finite):

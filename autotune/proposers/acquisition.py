@@ -1,4 +1,4 @@
-"""Which config to probe next: the one that promises most over the best, weighed with its chance to fit and to run."""
+"""Which config to probe next: the one with the largest expected gain over the best, weighed with its chance to fit and to run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from autotune import techniques
 from autotune.predict.array import Array
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.time import TimeModel
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Choice, Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
-from autotune.space import ACCUMULATION, Space
+from autotune.space import Space
 
 BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
@@ -27,7 +28,7 @@ UNKNOWN_MEMORY_STD = 0.5  # in logarithms, where nothing is known of a config's 
 UNSAFE = 1e3  # below any other score: where nothing is known that fits, the safest of the unsafe
 MAX_ENUMERATED = 3000  # configs of a space that is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger one
-DOUBT = 0.05  # chance that a probe is far off without a sign of it
+UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
 RUNS_AFTER_FAILURE = 0.2  # chance that a config runs which is to blame for one failure, wholly
 
 WEIGHTS = {"throughput": (1.0, 0.0), "memory": (0.0, 1.0), "balanced": (1.0, 0.5)}  # of log speed and log memory
@@ -36,25 +37,25 @@ Probes = Sequence[tuple[Config, Outcome]]
 
 
 @dataclass(frozen=True)
-class Prospects:
+class Posterior:
     """What is expected of several configs. Arrays of one figure a config.
 
     Attributes:
         to_win: chance to be better than the best by 1 %; 1 where nothing is known that fits.
         to_fit: chance to need no more than the limit less headroom.
-        promise: chance to become the best: to win, to fit and to run; 0 where it is too likely to run out of memory.
-        score: what the next probe is chosen by: the expected gain, where it is one, times the promise.
+        chance: chance to become the best: to win, to fit and to run; 0 where it is too likely to run out of memory.
+        score: what the next probe is chosen by: the expected gain over the best, times `chance`.
     """
 
     peaks: Sequence[MemoryEstimate | None]
     to_win: Array
     to_fit: Array
-    promise: Array
+    chance: Array
     score: Array
 
 
-class Advisor:
-    """Ranks configs of a space, given the probes so far. Knows no Optuna; the same probes give the same advice.
+class Acquisition:
+    """Ranks configs of a space, given the probes so far. Knows no Optuna; the same probes give the same proposal.
 
     Args:
         seed: of where climbs through a large space start.
@@ -68,24 +69,24 @@ class Advisor:
         self._time = time_model
         self._memory = memory_model
         self._seed = seed
-        self._last: _Knowledge | None = None
+        self._last: _Fitted | None = None
 
     def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> Config | None:
         """The config to probe next; None when none has more than a small chance to win."""
-        known = self._knowledge(probes)
+        known = self._fitted(probes)
         if self.space.num_combinations <= MAX_ENUMERATED:
             return known.choose([config for config in self._configs if admissible(config)])
         return self._climb(known, admissible)
 
-    def forecast(self, config: Config, probes: Probes) -> Forecast:
+    def predict(self, config: Config, probes: Probes) -> Forecast:
         """What the probes so far predict of a config."""
-        return self._knowledge(probes).forecast(config)
+        return self._fitted(probes).predict(config)
 
     def ranked(self, probes: Probes) -> list[Config]:
         """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
-        return self._knowledge(probes).ranked
+        return self._fitted(probes).ranked
 
-    def _knowledge(self, probes: Probes) -> _Knowledge:
+    def _fitted(self, probes: Probes) -> _Fitted:
         """What the probes tell; kept, since a proposal and its forecast are asked for one after the other."""
         if self._last is None or self._last.probes != list(probes):
             objective = self.objective
@@ -93,14 +94,14 @@ class Advisor:
             if baseline is not None:
                 objective = objective.with_baseline(baseline)
             time, memory = self._time.fitted(probes), self._memory.fitted(probes)
-            self._last = _Knowledge(self.space, objective, time, memory, list(probes))
+            self._last = _Fitted(self.space, objective, time, memory, list(probes))
         return self._last
 
     @cached_property
     def _configs(self) -> list[Config]:
         return list(self.space)
 
-    def _climb(self, known: _Knowledge, admissible: Callable[[Config], bool]) -> Config | None:
+    def _climb(self, known: _Fitted, admissible: Callable[[Config], bool]) -> Config | None:
         """The best of what is met on the way up from several configs, one change at a time."""
         chance = random.Random(self._seed)
         starts = [self.space.baseline.as_dict()] + ([known.best.as_dict()] if known.best else [])
@@ -112,7 +113,7 @@ class Advisor:
             here, height = self.space.nearest(start, lambda config: True), -math.inf
             while around := [config for config in self._one_change(here) if self.space.contains(config)]:
                 met.update(around)
-                scores = known.prospects(around).score
+                scores = known.posterior(around).score
                 top = int(np.argmax(scores))
                 if scores[top] <= height:
                     break
@@ -128,7 +129,7 @@ class Advisor:
         ]
 
 
-class _Knowledge:
+class _Fitted:
     """What some probes tell, and what follows for other configs."""
 
     def __init__(
@@ -164,12 +165,12 @@ class _Knowledge:
         """The config with the highest score, if any is worth a probe."""
         if not configs:
             return None
-        found = self.prospects(configs)
-        if self.best is not None and float(found.promise.max()) < ENOUGH:
+        found = self.posterior(configs)
+        if self.best is not None and float(found.chance.max()) < ENOUGH:
             return None
         return configs[int(np.argmax(found.score))]
 
-    def prospects(self, configs: Sequence[Config]) -> Prospects:
+    def posterior(self, configs: Sequence[Config]) -> Posterior:
         """What is expected of configs."""
         peaks = self.memory.estimates(configs)
         limit, usable = self.objective.memory_limit_bytes, self.objective.usable_bytes
@@ -180,17 +181,17 @@ class _Knowledge:
         if self.best is None:
             careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9))
             score = np.where(safe, self._merit(configs, peaks) + careful, careful - UNSAFE)
-            return Prospects(peaks, np.ones(len(configs)), to_fit, chance, score)
+            return Posterior(peaks, np.ones(len(configs)), to_fit, chance, score)
         to_win, improvement = self._winning(configs, peaks)
-        promise = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)
-        return Prospects(peaks, to_win, to_fit, promise, improvement * promise)
+        chance_of_best = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)
+        return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best)
 
     def _winning(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> tuple[Array, Array]:
         """Chance to be better than the best by 1 %, and the gain beyond that to be expected.
 
-        Both are averaged over the models that doubt a probe on which much rests.
+        Both are averaged over the model and those that leave out one probe on which much rests.
         """
-        weights = [1 - DOUBT * len(self.leave_one_out), *[DOUBT] * len(self.leave_one_out)]
+        weights = [1 - UNSEEN_FAULT * len(self.leave_one_out), *[UNSEEN_FAULT] * len(self.leave_one_out)]
         to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
         for weight, time in zip(weights, (self.time, *self.leave_one_out), strict=True):
             gain, std = self._gain(time, configs, peaks)
@@ -243,9 +244,9 @@ class _Knowledge:
             blame += [len(suspects & _choices(config)) / len(suspects) for config in configs]
         return np.asarray(RUNS_AFTER_FAILURE**blame)
 
-    def forecast(self, config: Config) -> Forecast:
+    def predict(self, config: Config) -> Forecast:
         """What is predicted of one config."""
-        found = self.prospects([config])
+        found = self.posterior([config])
         peak = found.peaks[0]
         speed = self.time.estimate([config])[0] if any(o.ok for o in self.seen.values()) else None
         win = float(found.to_win[0]) if self.best is not None else None

@@ -1,112 +1,107 @@
-"""The default sampler: proposes what the cost models take for most likely to beat the best within the memory limit."""
+"""The default proposer: the config that the cost models take for most likely to beat the best within the memory limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
-
-from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from collections.abc import Callable
 
 from autotune.predict.memory import MemoryModel, PeakSource
 from autotune.predict.time import TimeModel
-from autotune.proposers.acquisition import Advisor
+from autotune.proposers.acquisition import Acquisition
+from autotune.proposers.base import InTurn, Proposer
+from autotune.proposers.design import StartingDesign
+from autotune.proposers.undo import UndoChanges
 from autotune.records.config import Config
-from autotune.records.objective import Objective
-from autotune.records.outcome import Outcome
 from autotune.records.prediction import Forecast
-from autotune.space import Space, SpaceExhausted
+from autotune.records.trial import Proposal
+from autotune.space import Space
+from autotune.study.history import History
+
+LIKELY = 0.5
+ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
 
 
-class NothingPromising(SpaceExhausted):
-    """No config that was not tried has more than a small chance to beat the best: the search knows enough."""
+class CostModel:
+    """Predicts any config from the history, and proposes by what it predicts.
 
-
-class CostModelSampler(BaseSampler):
-    """Asks the time and memory models, fitted to the study's finished trials, which config to probe next.
-
-    All it knows is in the study: a search that is resumed goes on as if it had never stopped, and trials that other
-    workers run are not proposed again. The same study, space and seed give the same proposal.
+    The same history, space and seed give the same proposal: a search that is resumed goes on as if it had never stopped.
 
     Args:
-        admissible: whether a config may be probed now (not measured before, not ruled out).
-        peaks: traced peaks, or None where the model cannot be traced.
+        peaks: gives the predicted peaks that are known by now, or None where the model cannot be traced.
         outside_bytes: what a probe's process holds before it builds the model.
-        forgiven: numbers of trials that are left out: what failed in them is worth another try, and would else be held
-            against all that is like it.
+        seed: of where climbs through a large space start.
+        tell: told once, in words, when the models cannot be computed, and the starting design takes their place.
     """
 
     def __init__(
         self,
-        space: Space,
-        objective: Objective,
-        admissible: Callable[[Config], bool],
-        *,
-        peaks: PeakSource | None,
+        peaks: Callable[[], PeakSource | None],
         outside_bytes: int,
-        seed: int,
-        forgiven: Collection[int] = (),
+        seed: int = 0,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.space = space
-        self._forgiven = forgiven
-        self._admissible = admissible
-        time_model = TimeModel(space, lengths=peaks.lengths if peaks is not None else None)
-        self._advisor = Advisor(space, objective, time_model, MemoryModel(peaks, outside_bytes, space), seed)
-        self._outcomes: dict[int, tuple[Config, Outcome]] = {}  # of finished trials, by number: they do not change
+        self._peaks = peaks
+        self._outside_bytes = outside_bytes
+        self._seed = seed
+        self._tell = tell
+        self._last: tuple[Space, PeakSource | None, Acquisition] | None = None
+        self._fallback = StartingDesign()
+        self._is_told = False
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All of the space at once."""
-        return dict(self.space.distributions)
+    def propose(self, history: History) -> Proposal | None:
+        """The config to probe next; None when none has more than a small chance to beat the best."""
+        try:
+            found = self._acquisition(history).next(history.evidence, history.admissible())
+        except ARITHMETIC as error:
+            self._tell_of(error)
+            return self._fallback.propose(history)
+        return None if found is None else Proposal(config=found)
 
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """The parameters of the config to probe next; nothing for a trial whose config is given.
+    def predict(self, history: History, config: Config) -> Forecast | None:
+        """What the history predicts of any config; None where that cannot be computed."""
+        try:
+            return self._acquisition(history).predict(config, history.evidence)
+        except ARITHMETIC as error:
+            self._tell_of(error)
+            return None
 
-        Raises:
-            NothingPromising: no config is worth a probe.
-        """
-        if "fixed_params" in trial.system_attrs:
-            return {}
-        running = {
-            _config(other)
-            for other in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
-            if "config" in other.user_attrs
-        }
-        found = self._advisor.next(
-            self._probes(study), lambda config: config not in running and self._admissible(config)
-        )
-        if found is None:
-            raise NothingPromising
-        return self.space.params(found)
+    def is_likely_to_fit(self, history: History, config: Config) -> bool:
+        """Whether a config is likelier to fit than not. What cannot be predicted is given the benefit of the doubt."""
+        prediction = self.predict(history, config)
+        return prediction is None or prediction.chance_to_fit > LIKELY
 
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """The baseline's choice; never needed, since every parameter is sampled relative to the others or given."""
-        return self.space.baseline[param_name]
+    def ranked(self, history: History) -> list[Config]:
+        """The feasible configs, best first by what all probes together say: the best of noisy figures is often a lucky one."""
+        feasible = history.feasible
+        try:
+            order = self._acquisition(history).ranked(history.evidence)
+        except ARITHMETIC as error:
+            self._tell_of(error)
+            objective = history.objective
+            order = sorted(feasible, key=lambda config: -objective.score(feasible[config]))
+        return [config for config in order if config in feasible]
 
-    def forecast(self, study: Study, config: Config) -> Forecast:
-        """What the study predicts of any config now."""
-        return self._advisor.forecast(config, self._probes(study))
+    def _tell_of(self, error: Exception) -> None:
+        """Say once that the models failed, and what happens instead."""
+        if not self._is_told:
+            self._is_told = True
+            self._tell(
+                "the models of speed and memory could not be computed; configs of the starting design are probed "
+                f"({type(error).__name__}: {error})"
+            )
 
-    def ranked(self, study: Study) -> list[Config]:
-        """The feasible configs that were probed, best first by what all probes together say of each."""
-        return self._advisor.ranked(self._probes(study))
-
-    def _probes(self, study: Study) -> list[tuple[Config, Outcome]]:
-        """Every finished probe but the forgiven and what ran in a play-off, whose machine may have become slower since.
-
-        What failed there is no longer feasible.
-        """
-        for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
-            counts = trial.user_attrs.get("stage") != "play-off" or not trial.user_attrs["feasible"]
-            if trial.number not in self._outcomes and counts:
-                self._outcomes[trial.number] = _config(trial), Outcome.from_dict(trial.user_attrs["outcome"])
-        return [self._outcomes[number] for number in sorted(self._outcomes) if number not in self._forgiven]
+    def _acquisition(self, history: History) -> Acquisition:
+        """Kept, since a proposal and its prediction are asked for one after the other."""
+        peaks = self._peaks()
+        if self._last is None or self._last[0] is not history.space or self._last[1] is not peaks:
+            time_model = TimeModel(history.space, lengths=peaks.lengths if peaks is not None else None)
+            memory_model = MemoryModel(peaks, self._outside_bytes, history.space)
+            made = Acquisition(history.space, history.objective, time_model, memory_model, self._seed)
+            self._last = history.space, peaks, made
+        return self._last[2]
 
 
-def _config(trial: FrozenTrial) -> Config:
-    return Config(tuple(trial.user_attrs["config"].items()))
+def _with_changes_undone(cost_model: CostModel, seed: int) -> Proposer:
+    return InTurn([lambda: cost_model, lambda: UndoChanges(cost_model.is_likely_to_fit)])
+
+
+SAMPLERS = {"cost-model": _with_changes_undone}

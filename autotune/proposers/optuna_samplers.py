@@ -1,70 +1,109 @@
-"""Optuna's samplers over our space: their proposal is moved to the nearest config that is worth a probe."""
+"""Optuna's samplers: their proposal is moved to the nearest config that is worth a probe."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
 
 import optuna
-from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState, create_trial
 
-from autotune.records.config import Config
-from autotune.space import Space
+from autotune.proposers.base import InTurn, Proposer
+from autotune.proposers.cost_model import CostModel
+from autotune.proposers.design import StartingDesign
+from autotune.proposers.undo import UndoChanges
+from autotune.records.trial import Proposal
+from autotune.space import Space, SpaceExhausted
+from autotune.study.distributions import distributions_of
+from autotune.study.history import History
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
+PATIENCE = 12  # proposals without a better one by 1 % after which the sampler is taken to know enough
+BETTER = 1.01
 
 
-class AdmissibleSampler(BaseSampler):
-    """Wraps a sampler so that it proposes only configs of the space that are neither measured nor ruled out.
+def gp(seed: int) -> BaseSampler:
+    """A Gaussian process."""
+    return GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
+
+
+def tpe(seed: int) -> BaseSampler:
+    """A tree-structured Parzen estimator."""
+    return TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True)
+
+
+def uniform(seed: int) -> BaseSampler:
+    """Uniform draws."""
+    return RandomSampler(seed=seed)
+
+
+class OptunaProposer:
+    """Asks one of Optuna's samplers, over a study in memory that is given every trial of the history.
 
     Optuna's distributions know ranges and categories; ours are lists (the divisors of a global batch, say) with rules
-    between them. The inner sampler proposes freely, and the nearest admissible config is what the trial gets and records.
+    between them. The sampler proposes freely, and the nearest config that may be probed is proposed.
+
+    Args:
+        name: of the sampler, for the reason that is told.
+        make_sampler: from a seed.
     """
 
-    def __init__(self, inner: BaseSampler, space: Space, admissible: Callable[[Config], bool]) -> None:
-        self._inner = inner
-        self.space = space
-        self._admissible = admissible
+    def __init__(self, name: str, make_sampler: Callable[[int], BaseSampler], seed: int) -> None:
+        self._name = name
+        self._sampler = make_sampler(seed)
+        self._study: optuna.Study | None = None
+        self._space: Space | None = None
+        self._num_told = 0
+        self._best_score: float | None = None
+        self._num_since_better = 0
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All of the space at once."""
-        return dict(self.space.distributions)
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """The nearest admissible config to the inner sampler's proposal; nothing for a trial whose config is given."""
-        if "fixed_params" in trial.system_attrs:
-            return {}
-        known = self._inner.infer_relative_search_space(study, trial)
+    def propose(self, history: History) -> Proposal | None:
+        """The sampler's proposal; None when all configs were tried, or nothing better has come up for a while."""
+        if self._is_stale(history):
+            return None
+        study = self._told(history)
         with _one_torch_thread():
-            proposal = self._inner.sample_relative(study, trial, known) if known else {}
-        for name, distribution in search_space.items():
-            if name not in proposal:
-                proposal[name] = self._inner.sample_independent(study, trial, name, distribution)
-        return self.space.params(self.space.nearest(proposal, self._admissible))
+            trial = study.ask(distributions_of(history.space))
+        study.tell(trial, state=TrialState.FAIL)  # what is found of it comes with the history
+        try:
+            config = history.space.nearest(trial.params, history.admissible())
+        except SpaceExhausted:
+            return None
+        return Proposal(config=config, reason=f"proposed by {self._name}")
 
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """Never needed: every parameter is sampled relative to the others or given."""
-        return self._inner.sample_independent(study, trial, param_name, param_distribution)
+    def _is_stale(self, history: History) -> bool:
+        score, before = history.best_score, self._best_score
+        if before is None or (score is not None and score > before + abs(before) * (BETTER - 1)):
+            self._best_score, self._num_since_better = score, 0
+        else:
+            self._num_since_better += 1
+        return self._num_since_better > PATIENCE
 
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """As the inner sampler does."""
-        self._inner.before_trial(study, trial)
-
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As the inner sampler does."""
-        self._inner.after_trial(study, trial, state, values)
-
-    def reseed_rng(self) -> None:
-        """As the inner sampler does."""
-        self._inner.reseed_rng()
+    def _told(self, history: History) -> optuna.Study:
+        """The study in memory, with every trial of the search."""
+        space = history.space
+        if self._study is None or self._space is not space:
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
+            self._space, self._num_told = space, 0
+        trials = history.searched
+        for trial in trials[self._num_told :]:
+            infeasibility = history.objective.infeasibility(trial.outcome)
+            with contextlib.suppress(
+                ValueError
+            ):  # a choice that an earlier search of the study had and this one has not
+                told = create_trial(
+                    value=trial.score,
+                    params=space.params(trial.config),
+                    distributions=distributions_of(space),
+                    constraints={"infeasibility": infeasibility},
+                )
+                self._study.add_trial(told)
+        self._num_told = len(trials)
+        return self._study
 
 
 @contextlib.contextmanager
@@ -75,19 +114,29 @@ def _one_torch_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
     finally:
         torch.set_num_threads(num_threads)
 
 
-def make_sampler(name: str, space: Space, admissible: Callable[[Config], bool], seed: int) -> AdmissibleSampler:
-    """One of Optuna's samplers, by its name on the command line."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    inner: BaseSampler
-    if name == "gp":
-        inner = GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
-    elif name == "tpe":
-        inner = TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True)
-    else:  # a grid is every config once, in random order, as with Optuna's own, which cannot skip what is ruled out
-        inner = RandomSampler(seed=seed)
-    return AdmissibleSampler(inner, space, admissible)
+def _after_the_starting_design(
+    name: str, make_sampler: Callable[[int], BaseSampler]
+) -> Callable[[CostModel, int], Proposer]:
+    """The starting design, the best of it taken apart, the sampler, and the best of all taken apart.
+
+    Techniques that usually help may hurt here, and a sampler that knows nothing of techniques takes long to find out.
+    """
+
+    def make(cost_model: CostModel, seed: int) -> Proposer:
+        return InTurn([StartingDesign, UndoChanges, lambda: OptunaProposer(name, make_sampler, seed), UndoChanges])
+
+    return make
+
+
+SAMPLERS = {
+    "gp": _after_the_starting_design("gp", gp),
+    "tpe": _after_the_starting_design("tpe", tpe),
+    "random": _after_the_starting_design("random", uniform),
+}

@@ -1,20 +1,22 @@
-"""A config: one choice for each technique. Plain frozen data; what the keys mean is `autotune.techniques`' business."""
+"""A config: the batch plan and one choice for each technique, as plain frozen data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
+
 Choice = int | str | bool
 
 
 @dataclass(frozen=True)
-class Config:
-    """One point of the search space.
+class Config(Mapping[str, Choice]):
+    """One point of the search space, as a mapping from keys to choices.
 
     Attributes:
-        choices: (technique name, choice) pairs, in the registry's order, every technique present. Build one with
-            `autotune.techniques.complete(mapping)`, which fills in what is missing and rejects what is unknown.
+        choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the registry's order.
+            `autotune.techniques.complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
     """
 
     choices: tuple[tuple[str, Choice], ...]
@@ -28,20 +30,28 @@ class Config:
     def __iter__(self) -> Iterator[str]:
         return (key for key, _ in self.choices)
 
+    def __len__(self) -> int:
+        return len(self.choices)
+
     @property
     def batch_size(self) -> int:
         """Samples per micro step and device."""
-        return int(self["batch_size"])
+        return int(self[BATCH_SIZE])
 
     @property
     def accumulation_steps(self) -> int:
         """Micro steps per optimizer step."""
-        return int(self["accumulation_steps"])
+        return int(self[ACCUMULATION])
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How an optimizer step is cut into micro batches on this device."""
+        return BatchPlan(self.batch_size, self.accumulation_steps)
 
     @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step on this device."""
-        return self.batch_size * self.accumulation_steps
+        return self.plan.samples_per_step
 
     def replace(self, **changes: Choice) -> Config:
         """The same config with other choices.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.device import DeviceInfo
 
@@ -27,12 +28,33 @@ class Support:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchSupport:
+    """Which micro batches and accumulation steps may be searched for a task.
+
+    Attributes:
+        sizes: micro batch sizes, in increasing order.
+        accumulation_steps: searched without being asked for.
+        optional_accumulation_steps: searched only when the user includes `accumulation_steps`: they change what is learned.
+        sizes_reason, reason: why some sizes, or some accumulation steps, are left out; empty when none is.
+        note: goes to the result's warnings when accumulation differs from the baseline's.
+    """
+
+    sizes: tuple[int, ...]
+    accumulation_steps: tuple[int, ...] = (1,)
+    optional_accumulation_steps: tuple[int, ...] = ()
+    sizes_reason: str = ""
+    reason: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """What the search knows before its first probe.
 
     Attributes:
         facts: `autotune.task.facts.TaskFacts` as a dict.
         baseline: the user's baseline, complete; `baseline_given` when the task states one.
+        batch: what may be searched of micro batches and accumulation.
         support: per technique what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
             user's module, a CUDA context.
@@ -43,8 +65,33 @@ class Inspection:
     global_batch: int | None
     baseline: dict[str, Choice]
     baseline_given: bool
+    batch: BatchSupport
     support: dict[str, Support]
     outside_bytes: int
+
+    def support_of(self, name: str) -> Support:
+        """What may be searched of any key of a config.
+
+        Raises:
+            KeyError: it is not one.
+        """
+        batch = self.batch
+        if name == BATCH_SIZE:
+            return Support(choices=batch.sizes, reason=batch.sizes_reason)
+        if name == ACCUMULATION:
+            return Support(
+                choices=batch.accumulation_steps,
+                optional=batch.optional_accumulation_steps,
+                reason=batch.reason,
+                note=batch.note,
+            )
+        return self.support[name]
+
+    @property
+    def unsupported(self) -> dict[str, str]:
+        """What has one choice only, with the reason."""
+        found = {name: self.support_of(name) for name in (*BATCH_KEYS, *self.support)}
+        return {name: support.reason for name, support in found.items() if support.reason and len(support.choices) < 2}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Inspection:
@@ -53,4 +100,6 @@ class Inspection:
             name: Support(**item | {"choices": tuple(item["choices"]), "optional": tuple(item["optional"])})
             for name, item in data["support"].items()
         }
-        return Inspection(**{**data, "device": DeviceInfo.from_dict(data["device"]), "support": support})
+        batch: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["batch"].items()}
+        device = DeviceInfo.from_dict(data["device"])
+        return Inspection(**{**data, "device": device, "batch": BatchSupport(**batch), "support": support})

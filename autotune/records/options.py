@@ -1,45 +1,263 @@
-"""What the user asks of a search, as plain frozen data."""
+"""The options, each spelled once. The command line, the Python API and the stored study read this table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from autotune.errors import ConfigError
+from autotune.records import option_kinds as kinds
+from autotune.records.option_kinds import Kind
+from autotune.units import parse_bytes
 
 OBJECTIVES = ("throughput", "memory", "balanced")
-COST_MODEL = "cost-model"  # the sampler that is this package's own
-SAMPLERS = (COST_MODEL, "gp", "tpe", "random", "grid")
+TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """The search's options; the command line's flags have the same names.
+class Option:
+    """One option.
 
     Attributes:
-        objective: `throughput`; `memory` (least memory at no less than the baseline's speed); `balanced`
-            (throughput over the square root of memory: a halving of memory is worth 1.4 times the speed).
-        memory_limit_bytes: for the training process; None takes what the device has free.
-        headroom: share of the limit that the answer leaves free.
-        budget_s: for the whole search, play-off included.
-        num_trials: at most that many probes before the play-off; None leaves it to the budget.
-        fix: technique -> the one choice to use. include: techniques whose optional choices are searched too.
-            exclude: techniques that stay as in the baseline.
-        probe_timeout_s: None takes a multiple of the baseline's time, at least 20 s.
-        study, storage: name and storage URL; None for `studies/<task>.db`.
+        name: the keyword in Python; `--name`, with hyphens, on the command line.
+        kind: how its value is read.
+        help: its effect, for `--help` and for docstrings.
+        group: under which `--help` lists it.
     """
 
-    device: str = "auto"
-    objective: str = "throughput"
-    memory_limit_bytes: int | None = None
-    headroom: float = 0.05
-    global_batch: int | None = None
-    budget_s: float = 300.0
-    num_trials: int | None = None
-    fix: Mapping[str, Any] = field(default_factory=dict)
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    sampler: str = COST_MODEL
-    seed: int = 0
-    probe_timeout_s: float | None = None
-    study: str | None = None
-    storage: str | None = None
+    name: str
+    kind: Kind
+    help: str
+    group: str
+
+    @property
+    def flag(self) -> str:
+        """`--memory-limit`."""
+        return f"--{self.name.replace('_', '-')}"
+
+    def default(self, value: Any) -> Any:
+        """The field of an options class that holds it."""
+        metadata = {"option": self}
+        if isinstance(value, dict):
+            return field(default_factory=value.copy, metadata=metadata)
+        return field(default=value, metadata=metadata)
+
+    def required(self) -> Any:
+        """The same for an option that has to be given."""
+        return field(metadata={"option": self})
+
+
+def _option(name: str, kind: Kind, group: str, help: str) -> Option:
+    return Option(name=name, kind=kind, help=help, group=group)
+
+
+DEVICE = _option("device", kinds.text("auto|cpu|cuda[:i]"), TASK, "where to train")
+MEMORY_LIMIT = _option(
+    "memory_limit",
+    kinds.MEMORY,
+    TASK,
+    "bytes of one training process, or a share of the device's; default: all that is free",
+)
+GLOBAL_BATCH = _option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
+HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit that is to stay free")
+OBJECTIVE = _option(
+    "objective",
+    kinds.one_of(OBJECTIVES),
+    SPACE,
+    "throughput; memory: least memory at the baseline's speed or more; balanced: throughput over the square root of memory",
+)
+FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
+INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
+EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as in the baseline")
+GRID = _option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
+SAMPLER = _option(
+    "sampler",
+    kinds.text("NAME"),
+    SPACE,
+    "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid",
+)
+SEED = _option("seed", kinds.SEED, SPACE, "seed of all random choices")
+BUDGET = _option("budget", kinds.SECONDS, EFFORT, "time for the whole search, play-off included")
+TRIALS = _option("trials", kinds.COUNT, EFFORT, "at most N probes before the play-off")
+PROBE_TIMEOUT = _option(
+    "probe_timeout",
+    kinds.SECONDS,
+    EFFORT,
+    "kill a probe after that; a search's default is a multiple of the baseline's time",
+)
+TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "end the run after that")
+TRACE_TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "leave out what is not traced by then")
+STEPS = _option("steps", kinds.COUNT, EFFORT, "exactly N timed optimizer steps")
+INTERVAL = _option(
+    "interval", kinds.SHARE, EFFORT, "repeat a config until its throughput is known so well, either side"
+)
+MAX_REPEATS = _option("max_repeats", kinds.COUNT, EFFORT, "but no more often than that")
+TIMED = _option("timed", kinds.SECONDS, EFFORT, "time each probe for at most that")
+STUDY = _option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
+STORAGE = _option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
+TABLE = _option("out", kinds.path("FILE.csv"), KEPT, "the table; one that is there is carried on with")
+GPU = _option("gpu", kinds.text("80GiB|NAME"), TASK, "memory or name of a card that need not be here, e.g. 'A100 80GB'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of every run of a task; an answer is run with the same ones."""
+
+    device: str = DEVICE.default("auto")
+    memory_limit_bytes: int | None = MEMORY_LIMIT.default(None)
+    global_batch: int | None = GLOBAL_BATCH.default(None)
+
+    def __post_init__(self) -> None:
+        for item, option in _table(type(self)):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            try:
+                object.__setattr__(self, item.name, option.kind.read(value))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{option.name}: {error}") from None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, total_bytes: Callable[[str], int] | None = None) -> Self:
+        """Options from values by the names that users write, as text or as Python values.
+
+        Args:
+            total_bytes: memory of a device by its name, of which a percentage is taken.
+
+        Raises:
+            ConfigError: a value that is not possible.
+            TypeError: a name that is no option, or a required one that is missing.
+        """
+        names = {option.name: item.name for item, option in _table(cls)}
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+                raise TypeError(f"there is no option {name!r}; {hint}")
+        options = cls(**{names[name]: value for name, value in given.items()})
+        limit: Any = options.memory_limit_bytes
+        if isinstance(limit, str):
+            assert total_bytes is not None, "a percentage needs the device's memory"
+            limit = parse_bytes(limit, total_bytes=total_bytes(options.device))
+            object.__setattr__(options, "memory_limit_bytes", limit)
+        return options
+
+    def asked(self) -> dict[str, str | int]:
+        """The options with which an answer has to be run, without those that are defaults."""
+        values = {option.name: (getattr(self, item.name), item.default) for item, option in _table(RunOptions)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(RunOptions):
+    """The options of a search."""
+
+    headroom: float = HEADROOM.default(0.05)
+    objective: str = OBJECTIVE.default("throughput")
+    fix: Mapping[str, Any] = FIX.default({})
+    include: tuple[str, ...] = INCLUDE.default(())
+    exclude: tuple[str, ...] = EXCLUDE.default(())
+    sampler: str = SAMPLER.default("cost-model")
+    seed: int = SEED.default(0)
+    budget_s: float = BUDGET.default(300.0)
+    num_trials: int | None = TRIALS.default(None)
+    probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
+    study: str | None = STUDY.default(None)
+    storage: str | None = STORAGE.default(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(RunOptions):
+    """The options of a single probe."""
+
+    timeout_s: float = TIMEOUT.default(600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(RunOptions):
+    """The options of a long run."""
+
+    num_steps: int = STEPS.required()
+    timeout_s: float = TIMEOUT.default(24 * 3600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(RunOptions):
+    """The options of a prediction."""
+
+    gpu: str | None = GPU.default(None)
+    headroom: float = HEADROOM.default(0.05)
+    timeout_s: float = TRACE_TIMEOUT.default(120.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(RunOptions):
+    """The options of a sweep: a technique that `grid` does not name is swept over all its choices."""
+
+    out: Path = TABLE.required()  # noqa: RUF009  # a field
+    grid: Mapping[str, Any] = GRID.default({})
+    include: tuple[str, ...] = INCLUDE.default(())
+    exclude: tuple[str, ...] = EXCLUDE.default(())
+    interval: float = INTERVAL.default(0.03)
+    max_repeats: int = MAX_REPEATS.default(8)
+    max_timed_s: float = TIMED.default(0.5)
+    max_warmup_s: float = 1.0  # processes differ more than blocks within one, so many short probes do best
+    probe_timeout_s: float = PROBE_TIMEOUT.default(120.0)
+    seed: int = SEED.default(0)
+
+
+def table(options: type[RunOptions]) -> dict[Option, Any]:
+    """The options of a class, in order, with their defaults; MISSING for what has to be given."""
+    return {option: _default(item) for item, option in _table(options)}
+
+
+def words(asked: Mapping[str, str | int]) -> list[str]:
+    """The result of `RunOptions.asked` as words of a command line."""
+    kind_of = {option.name: option for _, option in _table(RunOptions)}
+    return [word for name, value in asked.items() for word in (kind_of[name].flag, kind_of[name].kind.write(value))]
+
+
+def takes(options: type[RunOptions]) -> Callable[[F], F]:
+    """Give a function that takes `**options` the signature and the docstring that name each of them.
+
+    In the docstring they replace the line `**options`.
+    """
+
+    def decorate(function: F) -> F:
+        own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        added = []
+        for option, default in table(options).items():
+            optional = " | None" if default is None else ""
+            shown = inspect.Parameter.empty if default is MISSING else default
+            added.append(
+                inspect.Parameter(
+                    option.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=shown,
+                    annotation=option.kind.python + optional,
+                )
+            )
+        returns = inspect.signature(function).return_annotation
+        function.__signature__ = inspect.Signature([*own, *added], return_annotation=returns)  # type: ignore[attr-defined]
+        lines = (
+            textwrap.fill(f"{o.name}: {o.help}.", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+            for o in table(options)
+        )
+        function.__doc__ = (function.__doc__ or "").replace("        **options\n", "\n".join(lines) + "\n")
+        return function
+
+    return decorate
+
+
+def _table(options: type[RunOptions]) -> list[tuple[Field[Any], Option]]:
+    return [(item, item.metadata["option"]) for item in fields(options) if "option" in item.metadata]
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()

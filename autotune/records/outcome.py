@@ -60,6 +60,19 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What a probe that was ended early still says of its config.
+
+    Attributes:
+        samples_per_s_high: it trains at most so fast; None where only its first optimizer step was seen.
+        peak_bytes_low: it needs at least so much memory; comparable with the memory limit.
+    """
+
+    samples_per_s_high: float | None
+    peak_bytes_low: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """One probe's result, whatever it was.
 
@@ -71,6 +84,7 @@ class Outcome:
         own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
+        bound: for a probe whose process was ended after some micro steps: what they say of the config.
     """
 
     kind: Kind
@@ -84,11 +98,17 @@ class Outcome:
     peak_bytes: int = 0
     attempted_bytes: int = 0
     own_fault: bool = False
+    bound: Bound | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the probe ran to its end and was measured."""
         return self.kind is Kind.OK
+
+    @property
+    def spent_training_s(self) -> float:
+        """Seconds inside training steps, whether the probe was measured or not."""
+        return self.measurement.train_s if self.measurement else self.train_s
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data; `from_dict` reverses it."""
@@ -104,6 +124,8 @@ class Outcome:
             for name in ("block_samples_per_s", "disturbances"):
                 measured[name] = tuple(measured.get(name, ()))
             known["measurement"] = Measurement(**measured)
+        if known.get("bound"):
+            known["bound"] = Bound(**_known(Bound, known["bound"]))
         return Outcome(**known)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.formats import require_readable
+
+FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Dropped(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one technique of the answer did, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
+    """The effect of one technique of the answer, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
 
     technique: str
     choice: Choice
@@ -58,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search answers with.
+    """The answer of a search.
 
     Attributes:
         verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run.
@@ -66,12 +69,15 @@ class Result:
             baseline itself does not run within the limit (`baseline` is None then, too).
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
-        limit: what limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
+        limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
-        wall_s: of this search alone, from its start to the answer.
+        wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
+            None where none was. `split_s`: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`,
+            `probes` (outside training), `training`, `checks`, `other`.
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
+        format: version of this record; `from_dict` reads every one up to today's.
     """
 
     config: dict[str, Choice]
@@ -94,12 +100,15 @@ class Result:
     outcomes: dict[str, int] = field(default_factory=dict)
     probes: int = 0
     wall_s: float = 0.0
+    first_probe_s: float | None = None
+    split_s: dict[str, float] = field(default_factory=dict)
     train_s: float = 0.0
     storage: str = ""
     study: str = ""
     device: str = ""
     asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
         """The result as the JSON document that `autotune search --json` prints."""
@@ -107,17 +116,29 @@ class Result:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Result:
-        """Rebuild a result from `to_dict`'s data (or its JSON)."""
-        data = dict(data)
-        for name, cls in (("finalists", _finalist), ("front", Measured), ("effects", Effect), ("checks", Check)):
-            data[name] = tuple(cls(**_tuples(item)) for item in data.get(name, ()))
+        """Rebuild a result from `to_dict`'s data (or its JSON), of this format or an earlier one.
+
+        Raises:
+            StudyError: it was written in a later format.
+        """
+        require_readable("the answer", data.get("format", 1), FORMAT)
+        data = {**_known(Result, data), "format": FORMAT}
+        for name, cls in (("finalists", Measured), ("front", Measured), ("effects", Effect), ("checks", Check)):
+            data[name] = tuple(_record(cls, item) for item in data.get(name, ()))
         if data.get("baseline"):
-            data["baseline"] = Measured(**_tuples(data["baseline"]))
+            data["baseline"] = _record(Measured, data["baseline"])
         return Result(**_tuples(data))
 
 
-def _finalist(**data: Any) -> Measured:
-    return (Dropped if "dropped" in data else Measured)(**data)
+def _record(cls: type[Any], data: dict[str, Any]) -> Any:
+    made = Dropped if "dropped" in data else cls
+    return made(**_tuples(_known(made, data)))
+
+
+def _known(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The items that a record has a field for: earlier versions may have written others."""
+    names = {item.name for item in fields(cls)}
+    return {name: value for name, value in data.items() if name in names}
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

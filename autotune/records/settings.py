@@ -11,7 +11,6 @@ class ProbeSettings:
     """One rule of warming up, timing and stopping for all probes of a study.
 
     Attributes:
-        device: `cpu`, `cuda:0`.
         memory_limit_bytes: allocations beyond it fail; None for no limit.
         interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
         max_timed_s: timing stops then, if the noise has not let it stop before.
@@ -23,7 +22,6 @@ class ProbeSettings:
         timeout_s: the probe is killed then.
     """
 
-    device: str
     memory_limit_bytes: int | None
     interval: float = 0.02
     max_timed_s: float = 3.0

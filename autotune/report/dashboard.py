@@ -18,7 +18,7 @@ from autotune.records.front import pareto_front
 from autotune.records.outcome import Outcome
 from autotune.report.figures import counts, expected, measured_rate, plural, times
 from autotune.report.live import best_speed, introduction, is_best, summary
-from autotune.report.words import describe
+from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
 from autotune.units import format_bytes, format_seconds
 
@@ -140,25 +140,19 @@ class Dashboard(Listener):
         table = _table("front")
         best = self._best[0] if self._best else None
         for config, outcome in front:
-            assert outcome.measurement is not None
-            style = "green" if config == best else ""
-            speed, peak = measured_rate(outcome.measurement), format_bytes(outcome.measurement.peak_bytes)
-            table.add_row("", speed, peak, Text(describe(config)), style=style)
+            _add(table, "", outcome, Text(describe(config)), good=config == best)
         return table
 
     def _last_table(self, last: list[ProbeEnded]) -> Table:
         table = _table("last")
         for event in last:
-            found = event.outcome.measurement
-            if found is None:
-                speed, peak = Text(str(event.outcome.kind), style="red"), ""
-            else:
-                speed = Text(measured_rate(found), style="green" if is_best(event) else "")
-                peak = format_bytes(found.peak_bytes)
-            cause = f"  {event.outcome.cause}" if found is None else "" if event.feasible else "  not feasible"
-            before = f"  {expected(event.forecast)}" if event.forecast else ""
-            what = Text.assemble(describe(event.config), (cause, "red"), (before, "dim"))
-            table.add_row(f"#{event.number}", speed, peak, what)
+            cause = (
+                event.outcome.cause if event.outcome.measurement is None else "" if event.feasible else "not feasible"
+            )
+            what = Text.assemble(
+                describe(event.config), (f"  {cause}", "red"), (f"  {expected(event.forecast)}", "dim")
+            )
+            _add(table, f"#{event.number}", event.outcome, what, good=is_best(event))
         return table
 
     def _clock(self) -> RenderableType:
@@ -182,3 +176,12 @@ def _table(title: str) -> Table:
     table.add_column("peak", justify="right", width=8, no_wrap=True)
     table.add_column("config", ratio=1, no_wrap=True, overflow="ellipsis")
     return table
+
+
+def _add(table: Table, name: str, outcome: Outcome, what: Text, *, good: bool) -> None:
+    found = outcome.measurement
+    if found is None:
+        table.add_row(name, Text(str(outcome.kind), style="red"), "", what)
+    else:
+        speed = Text(measured_rate(found), style="green" if good else "")
+        table.add_row(name, speed, format_bytes(found.peak_bytes), what)

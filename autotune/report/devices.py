@@ -1,24 +1,29 @@
-"""`autotune devices`: what there is to train on, and how busy it is."""
+"""`autotune devices`: the devices to train on, and how busy they are."""
 
 from __future__ import annotations
 
-import io
-import json
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from autotune.devices import available, nvml
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
+from autotune.report.figures import plural
+from autotune.report.json import document
+from autotune.report.sections import Paragraph, Section, table
+from autotune.report.terminal import as_text
 from autotune.units import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_REFRESH_S = 1.0
+PIPE_WIDTH = 160  # wraps nothing that a device usually says
+REFRESH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,41 +38,21 @@ def render_devices(*, as_json: bool = False) -> str:
     The JSON has `devices` (a list: the fields of `DeviceInfo`, and `telemetry` with `values`, `throttle_reasons` and
     `processes`) and `no_gpu` (why there is none, else null).
     """
-    from rich.console import Console
-
     readings, remarks = _read()
     if as_json:
-        devices = [
-            asdict(reading.info)
-            | {
-                "telemetry": {
-                    "values": reading.telemetry.values,
-                    "throttle_reasons": reading.telemetry.throttle_reasons,
-                    "processes": [
-                        {"pid": pid, "used_bytes": used_bytes, "name": name}
-                        for pid, used_bytes, name in reading.telemetry.processes
-                    ],
-                }
-            }
-            for reading in readings
-        ]
-        return json.dumps({"devices": devices, "no_gpu": None if _has_gpu(readings) else nvml.why_no_gpu()}, indent=2)
-    text = io.StringIO()
-    width = Console().width if sys.stdout.isatty() else 160  # a pipe wraps nothing that a device usually says
-    Console(file=text, width=width, highlight=False, color_system=None).print(_renderable(readings, remarks))
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        no_gpu = None if _has_gpu(readings) else nvml.why_no_gpu()
+        return document({"devices": [_plain(reading) for reading in readings], "no_gpu": no_gpu})
+    width = Console().width if sys.stdout.isatty() else PIPE_WIDTH
+    return textwrap.dedent(as_text(_sections(readings, remarks), width))
 
 
-def watch_devices(stream: TextIO | None = None, interval_s: float = _REFRESH_S) -> None:
+def watch_devices(stream: TextIO | None = None, interval_s: float = REFRESH_S) -> None:
     """Show the devices until Ctrl-C, read again every `interval_s` seconds.
 
     Args:
         stream: where to; standard output by default. If it is not a terminal, one reading after the other is written.
         interval_s: seconds between readings.
     """
-    from rich.console import Console
-    from rich.live import Live
-
     stream = stream or sys.stdout
     console = Console(file=stream, highlight=False)
     try:
@@ -77,7 +62,7 @@ def watch_devices(stream: TextIO | None = None, interval_s: float = _REFRESH_S) 
                 time.sleep(interval_s)
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
-                live.update(_renderable(*_read()), refresh=True)
+                live.update(Text(as_text(_sections(*_read()), console.width)), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         return
@@ -104,38 +89,32 @@ def _has_gpu(readings: list[_Reading]) -> bool:
     return any(reading.info.driver for reading in readings)
 
 
-def _renderable(readings: list[_Reading], remarks: list[str]) -> RenderableType:
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
+def _plain(reading: _Reading) -> dict[str, object]:
+    processes = [{"pid": pid, "used_bytes": held, "name": name} for pid, held, name in reading.telemetry.processes]
+    return {**asdict(reading.info), "telemetry": {**asdict(reading.telemetry), "processes": processes}}
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+
+def _sections(readings: list[_Reading], remarks: list[str]) -> list[Section]:
     rows = [_row(reading) for reading in readings]
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)] if rows else []
-    for heading in shown:
-        table.add_column(heading, no_wrap=heading not in ("model", "slowed by"))
-    for row in rows:
-        table.add_row(*(row[heading] for heading in shown))
-    parts: list[RenderableType] = [table]
-    processes = [(reading.info.name, *process) for reading in readings for process in reading.telemetry.processes]
+    sections = [Section("", (table(shown, ([row[heading] for heading in shown] for row in rows)),))]
+    processes = sorted(
+        (reading.info.name, str(pid), format_bytes(used_bytes) if used_bytes else "", name or "?")
+        for reading in readings
+        for pid, used_bytes, name in reading.telemetry.processes
+    )
     if processes:
-        listing = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-        for heading in ("device", "pid", "memory", "process"):
-            listing.add_column(heading)
-        for name, pid, used_bytes, process_name in sorted(processes):
-            listing.add_row(name, str(pid), format_bytes(used_bytes) if used_bytes else "", process_name or "?")
-        parts.append(Padding(listing, (1, 0, 0, 0)))
+        sections.append(Section("", (table(("device", "pid", "memory", "process"), processes),)))
     if remarks:
-        parts.append(Padding(Text("\n".join(remarks)), (1, 0, 0, 0)))
-    return Group(*parts)
+        sections.append(Section("", tuple(map(Paragraph, remarks))))
+    return sections
 
 
 def _row(reading: _Reading) -> dict[str, str]:
     info, values = reading.info, reading.telemetry.values
     used_bytes = values.get("used_bytes", info.total_bytes - info.free_bytes)
     if info.num_threads:
-        load = f"{values['load_1m']:.2f} on {info.num_threads} thread{'' if info.num_threads == 1 else 's'}"
+        load = f"{values['load_1m']:.2f} on {plural(info.num_threads, 'thread')}"
     else:
         load = _shown(values, "gpu_utilization", "{:.0f} %")
     power = _shown(values, "power_w", "{:.0f} W")

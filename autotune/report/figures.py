@@ -10,7 +10,7 @@ from autotune.records.prediction import Forecast
 from autotune.records.result import Measured
 from autotune.units import format_bytes
 
-SURE_TO_FIT = 0.95  # above that a forecast need not speak of it
+SURE_TO_FIT = 0.95  # a chance above that is not mentioned
 
 
 def rate(samples_per_s: float) -> str:
@@ -36,20 +36,24 @@ def measured_rate(found: Measured | Measurement) -> str:
     return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
 
 
-def expected(forecast: Forecast | None) -> str:
+def expected(prediction: Forecast | None) -> str:
     """`expected 72.1 (65.0 to 80.2) samples/s, 600 MiB, 45% to win`, as far as anything was predicted; else empty."""
-    if forecast is None:
+    if prediction is None:
         return ""
     parts = []
-    if forecast.samples_per_s is not None and forecast.samples_per_s_low is not None and forecast.samples_per_s_high:
-        low, high = rate(forecast.samples_per_s_low), rate(forecast.samples_per_s_high)
-        parts.append(f"{rate(forecast.samples_per_s)} ({low} to {high}) samples/s")
-    if forecast.peak_bytes is not None:
-        parts.append(format_bytes(forecast.peak_bytes))
-    if forecast.chance_to_win is not None:
-        parts.append(f"{forecast.chance_to_win:.0%} to win")
-    if forecast.chance_to_fit < SURE_TO_FIT:
-        parts.append(f"{forecast.chance_to_fit:.0%} to fit")
+    if (
+        prediction.samples_per_s is not None
+        and prediction.samples_per_s_low is not None
+        and prediction.samples_per_s_high
+    ):
+        low, high = rate(prediction.samples_per_s_low), rate(prediction.samples_per_s_high)
+        parts.append(f"{rate(prediction.samples_per_s)} ({low} to {high}) samples/s")
+    if prediction.peak_bytes is not None:
+        parts.append(format_bytes(prediction.peak_bytes))
+    if prediction.chance_to_win is not None:
+        parts.append(f"{prediction.chance_to_win:.0%} to win")
+    if prediction.chance_to_fit < SURE_TO_FIT:
+        parts.append(f"{prediction.chance_to_fit:.0%} to fit")
     return f"expected {', '.join(parts)}" if parts else ""
 
 

@@ -1,4 +1,4 @@
-"""What is seen while a search runs: a live table on a terminal, a line a probe elsewhere. Never raises into it."""
+"""Views of a running search: a live table on a terminal, one line per probe elsewhere. They never raise into it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.report.figures import expected, measured_rate
-from autotune.report.words import describe
+from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
 from autotune.units import format_bytes, format_seconds
 
@@ -43,7 +43,7 @@ class WarningsOnly(Listener):
             self._stream.flush()
 
     def lines(self, event: Event) -> list[str]:
-        """What to print of an event."""
+        """The lines to print for an event."""
         return [f"warning: {event.text}"] if isinstance(event, Note) and event.warning else []
 
 
@@ -74,7 +74,7 @@ class Lines(WarningsOnly):
 
 
 def introduction(event: SearchStarted) -> str:
-    """What is searched for, and where it is kept."""
+    """The task, the limits, and the file of the study."""
     known = f", {event.num_resumed} probes known" if event.num_resumed else ""
     return (
         f"{event.task} on {event.device}: {event.objective} within {format_bytes(event.memory_limit_bytes)} "

@@ -1,51 +1,49 @@
-"""One probe's outcome for people: what `autotune probe` and `autotune verify` print."""
+"""One probe's outcome as sections, for `autotune probe` and `autotune verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterator, Mapping
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.report.figures import rate
+from autotune.report.sections import Cell, Code, Section, Span, Tone, pairs
 from autotune.units import format_bytes, format_seconds
 
 
-def render_outcome(outcome: Outcome, config: Mapping[str, Choice], console: Console) -> None:
-    """Print an outcome: the figures of one that ran, the cause and the log of one that did not."""
-    console.print(f"config   {dict(config)}", soft_wrap=True, markup=False)
+def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator[Section]:
+    """The figures of a probe that ran, the cause and the log of one that did not."""
+    rows: dict[str, Cell] = {"config": str(dict(config))}
     if outcome.measurement is None:
-        console.print(
-            f"outcome  {outcome.kind}: {outcome.cause} (during {outcome.stage})", soft_wrap=True, markup=False
-        )
-        if outcome.detail and outcome.kind is not Kind.OOM:
-            console.print(outcome.detail.rstrip(), soft_wrap=True, markup=False)
+        rows["outcome"] = Span(f"{outcome.kind}: {outcome.cause} (during {outcome.stage})", Tone.BAD)
     else:
-        console.print("outcome  ok")
-        console.print(_figures(outcome.measurement))
+        rows |= {"outcome": Span("ok", Tone.GOOD), **_figures(outcome.measurement)}
     if outcome.log:
-        console.print(f"log      {outcome.log}", soft_wrap=True, markup=False)
+        rows["log"] = outcome.log
+    yield Section("", (pairs(rows),))
+    if outcome.measurement is None and outcome.detail and outcome.kind is not Kind.OOM:
+        yield Section("In detail", tuple(Code(line) for line in outcome.detail.rstrip().splitlines()))
 
 
-def _figures(found: Measurement) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    rows = {
-        "throughput": f"{found.samples_per_s:.4g} samples/s (95 % {found.samples_per_s_low:.4g} to {found.samples_per_s_high:.4g})",
+def _figures(found: Measurement) -> dict[str, Cell]:
+    low, high = rate(found.samples_per_s_low), rate(found.samples_per_s_high)
+    times_s = {"setup": found.setup_s, "warm-up": found.warmup_s, "timed": found.timed_s}
+    skipped = f"; GradScaler skipped {found.skipped_steps}" if found.skipped_steps else ""
+    rows: dict[str, Cell] = {
+        "throughput": f"{rate(found.samples_per_s)} samples/s (95% {low} to {high})",
         "optimizer step": format_seconds(found.step_s),
         "peak memory": format_bytes(found.peak_bytes),
-        "steps": f"{found.num_steps}, warm-up included"
-        + (f"; GradScaler skipped {found.skipped_steps}" if found.skipped_steps else ""),
-        "time": f"setup {format_seconds(found.setup_s)}, warm-up {format_seconds(found.warmup_s)}, "
-        f"timed {format_seconds(found.timed_s)}",
-        "a step": ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in found.phases_s.items()),
+        "steps": f"{found.num_steps}, warm-up included{skipped}",
+        "time": _seconds(times_s),
+        "a step": _seconds(found.phases_s),
         "last loss": f"{found.final_loss:.4g}",
     }
     if found.growth_bytes_per_step:
         rows["leak"] = f"memory grows by {format_bytes(found.growth_bytes_per_step)} per optimizer step"
     if found.disturbances:
         rows["disturbed"] = "; ".join(found.disturbances)
-    for name, text in rows.items():
-        table.add_row(name, Text(text))
-    return table
+    return rows
+
+
+def _seconds(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())

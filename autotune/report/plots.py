@@ -1,15 +1,16 @@
-"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[plots]'`."""
+"""Pictures of a study. matplotlib is optional: `pip install 'autotune-torch[notebook]'`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AutotuneError
-from autotune.records.config import Choice
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.outcome import Kind
 from autotune.records.result import Measured
-from autotune.report.words import describe
 from autotune.study.reading import Study
+from autotune.techniques.labels import AnyConfig, as_dict, describe
 from autotune.units import MIB
 
 if TYPE_CHECKING:
@@ -18,14 +19,8 @@ if TYPE_CHECKING:
 NUM_GROUPS = 6  # lines in colour; more cannot be told apart
 FAR_LIMIT = 3.0  # times the largest peak
 GREY = "0.72"
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # Okabe and Ito: told apart without red and green
+# Okabe and Ito: told apart without red and green
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def plot_front(study: Study, ax: Axes | None = None) -> Axes:
@@ -40,25 +35,14 @@ def plot_front(study: Study, ax: Axes | None = None) -> Axes:
     ax = ax if ax is not None else _new_axes()
     measured, front = study.measured_configs(), study.front_configs()
     answer = study.result.config if study.result else None
-    _errorbars(ax, measured, color=GREY, label="feasible config")
+    baseline = [m for m in measured if m.config == study.baseline_config]
+    _errorbars(ax, measured, GREY, "feasible config")
     if front:
-        ax.step(
-            [m.peak_bytes / MIB for m in front],
-            [m.samples_per_s for m in front],
-            where="post",
-            color=COLOURS[0],
-            zorder=2,
-        )
-        _errorbars(ax, front, color=COLOURS[0], label="front")
-    _errorbars(
-        ax,
-        [m for m in measured if m.config == study.baseline_config],
-        color="black",
-        label="baseline",
-        marker="s",
-        size=8,
-    )
-    _errorbars(ax, [m for m in measured if m.config == answer], color=COLOURS[1], label="answer", marker="*", size=15)
+        peaks, speeds = [m.peak_bytes / MIB for m in front], [m.samples_per_s for m in front]
+        ax.step(peaks, speeds, where="post", color=COLOURS[0], zorder=2)
+    _errorbars(ax, front, COLOURS[0], "front")
+    _errorbars(ax, baseline, "black", "baseline", marker="s", size=8)
+    _errorbars(ax, [m for m in measured if m.config == answer], COLOURS[1], "answer", marker="*", size=15)
     if study.memory_limit_bytes:
         usable = study.memory_limit_bytes * (1 - study.headroom) / MIB
         largest = max((m.peak_bytes / MIB for m in measured), default=usable)
@@ -88,15 +72,17 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
     lines: dict[str, list[Measured]] = {}
     for measured in study.measured_configs():
         lines.setdefault(_group(measured.config), []).append(measured)
-    ranked = sorted(
-        lines, key=lambda group: (len(lines[group]) > 1, max(m.samples_per_s for m in lines[group])), reverse=True
-    )
+
+    def rank(group: str) -> tuple[bool, float]:
+        return len(lines[group]) > 1, max(m.samples_per_s for m in lines[group])
+
+    ranked = sorted(lines, key=rank, reverse=True)
     colours = dict(zip(ranked, COLOURS[:NUM_GROUPS], strict=False))
     for group in ranked:
         points = sorted(lines[group], key=lambda m: int(m.config["batch_size"]))
         sizes, colour = [int(m.config["batch_size"]) for m in points], colours.get(group, GREY)
         ax.plot(sizes, [m.samples_per_s for m in points], color=colour, zorder=2 if group in colours else 1)
-        _errorbars(ax, points, color=colour, label=group if group in colours else "", over_batch=True)
+        _errorbars(ax, points, colour, group if group in colours else "", over_batch=True)
     failed = {(_group(p.config), int(p.config["batch_size"])) for p in study.probes if p.outcome.kind is Kind.OOM}
     _mark_out_of_memory(ax, failed, colours)
     sizes = sorted({int(probe.config["batch_size"]) for probe in study.probes})
@@ -104,11 +90,8 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
         ax.set_xscale("log", base=2)
         ax.set_xticks(sizes, labels=[str(size) for size in sizes])
         ax.minorticks_off()
-    ax.set(
-        xlabel="batch size (samples per micro step)",
-        ylabel="throughput (samples/s)",
-        title=f"{study.name}: throughput and batch size",
-    )
+    title = f"{study.name}: throughput and batch size"
+    ax.set(xlabel="batch size (samples per micro step)", ylabel="throughput (samples/s)", title=title)
     ax.set_ylim(bottom=0)
     _finish(ax)
     return ax
@@ -119,44 +102,34 @@ def _new_axes() -> Axes:
         import matplotlib.pyplot as plt
     except ImportError:
         raise AutotuneError(
-            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[plots]'` adds it"
+            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[notebook]'` adds it"
         ) from None
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
-def _group(config: dict[str, Choice]) -> str:
-    """What stays the same along a line: every technique but the batch."""
-    words = describe({**config, "accumulation_steps": 1}).split(", ")[1:]
-    return ", ".join(["fp32", *words] if config.get("amp") == "off" else words)
+def _group(config: AnyConfig) -> str:
+    """The techniques, without the batch: they stay the same along a line."""
+    return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 
 def _errorbars(
     ax: Axes,
-    measured: list[Measured] | tuple[Measured, ...],
-    *,
+    found: Sequence[Measured],
     color: str,
     label: str,
+    *,
     marker: str = "o",
     size: float = 5,
     over_batch: bool = False,
 ) -> None:
-    if not measured:
+    """Each config at its throughput with the 95 % interval, over its peak memory or its batch size."""
+    if not found:
         return
-    xs = [int(m.config["batch_size"]) if over_batch else m.peak_bytes / MIB for m in measured]
-    below = [m.samples_per_s - m.samples_per_s_ci[0] for m in measured]
-    above = [m.samples_per_s_ci[1] - m.samples_per_s for m in measured]
-    ax.errorbar(
-        xs,
-        [m.samples_per_s for m in measured],
-        yerr=(below, above),
-        fmt=marker,
-        markersize=size,
-        color=color,
-        elinewidth=1,
-        capsize=2,
-        label=label or None,
-        zorder=1 if color == GREY else 3,
-    )
+    xs = [int(m.config["batch_size"]) if over_batch else m.peak_bytes / MIB for m in found]
+    speeds = [m.samples_per_s for m in found]
+    errors = [[abs(m.samples_per_s - m.samples_per_s_ci[side]) for m in found] for side in (0, 1)]
+    look: dict[str, Any] = {"fmt": marker, "markersize": size, "color": color, "elinewidth": 1, "capsize": 2}
+    ax.errorbar(xs, speeds, yerr=errors, label=label or None, zorder=1 if color == GREY else 3, **look)
 
 
 def _mark_out_of_memory(ax: Axes, failed: set[tuple[str, int]], colours: dict[str, str]) -> None:

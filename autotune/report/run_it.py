@@ -8,43 +8,27 @@ from __future__ import annotations
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 
-from autotune.report.words import AnyConfig, as_json
-from autotune.units import GIB, KIB, MIB
+from autotune.records.options import words
+from autotune.report.sections import Code
+from autotune.report.words import as_json
+from autotune.techniques.labels import AnyConfig
 
 VERIFY_STEPS = 100
 
 
-def python_lines(model: str, asked: Mapping[str, str | int], *, width: int = 80) -> str:
-    """A training loop, with the config in `config` (and a task built in Python in `task`), wrapped between arguments."""
-    task = json.dumps(model, ensure_ascii=False).replace(" ", "\0") if model else "task"
+def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:
+    """A training loop, with the config in `config`, and a task built in Python in `task`."""
+    task = json.dumps(model, ensure_ascii=False) if model else "task"
     options = [f"{name}={json.dumps(asked[name])}" for name in ("device", "global_batch") if name in asked]
-    call = "session\0=\0autotune.prepare("  # \0 is a space that no line is broken at
-    lines = textwrap.wrap(
-        f"{call}{', '.join([task, 'config', *options])})",
-        width,
-        subsequent_indent=" " * len(call),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join([*lines, "for batch in session.loader:", "    loss = session.step(batch)"]).replace("\0", " ")
+    call = Code("session = autotune.prepare(", (task, "config", *options), ")")
+    return call, Code("for batch in session.loader:"), Code("    loss = session.step(batch)")
 
 
 def verify_command(config: AnyConfig, model: str, asked: Mapping[str, str | int]) -> str:
     """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, which has no command."""
     if not model:
         return ""
-    words = ["autotune", "verify", model, "--config", as_json(config), "--steps", str(VERIFY_STEPS)]
-    for name, value in asked.items():
-        words += [f"--{name.replace('_', '-')}", _size(int(value)) if name == "memory_limit" else str(value)]
-    return shlex.join(words)
-
-
-def _size(num_bytes: int) -> str:
-    """The shortest text that means exactly so many bytes: `1536MiB`."""
-    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes % size == 0:
-            return f"{num_bytes // size}{unit}"
-    return str(num_bytes)
+    command = ["autotune", "verify", model, "--config", as_json(config), "--steps", str(VERIFY_STEPS)]
+    return shlex.join([*command, *words(asked)])

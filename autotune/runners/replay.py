@@ -1,35 +1,89 @@
-"""`ReplayProber`: a recorded table in the place of a device, so that a search strategy is measured without one."""
+"""`ReplayRunner`: a recorded table in the place of a device, so that a whole search runs without one."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
+from autotune.predict.traces import Traces
 from autotune.records.config import Config
+from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
-from autotune.runners.table import Row, Table, TableError
+from autotune.runners import table as table_file
+from autotune.runners.instant import InstantRunner
+from autotune.runners.recorded import Row, Table, TableError
+from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, Stated, TraceJob
 
 
-class ReplayProber:
+class ReplayRunner(InstantRunner):
     """Answers from a table: each probe of a config is one of its recorded repeats, drawn without replacement.
 
-    A memory limit below a config's recorded peak makes it run out of memory, as it would have.
+    Nothing is trained. Inspection, device, baseline and traces are the table's, the clock counts the recorded seconds of
+    the probes, and checks are not compared.
 
     Args:
+        table: a table, or its file.
+        memory_limit_bytes: what the device is to have free; None for what the probes were allowed when they were recorded.
         seed: of the order in which repeats are drawn. When all have been drawn, they are drawn again.
+
+    Raises:
+        TableError: the file is not a table.
     """
 
-    def __init__(self, table: Table, *, seed: int = 0) -> None:
-        self._table = table
+    def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self._table = table if isinstance(table, Table) else table_file.read(table)
+        self._memory_limit_bytes = memory_limit_bytes
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
+        self._now_s = 0.0
+        header = self._table.header
+        self.task_name = header.task
+        self.stated = Stated(
+            global_batch=header.global_batch, baseline=header.baseline if header.baseline_given else None
+        )
 
-    def run(self, config: Config, settings: ProbeSettings) -> Outcome:
-        """The outcome of one recorded repeat within the settings' memory limit.
+    @property
+    def default_study(self) -> str:
+        """A study of its own: what was recorded must not be taken for what was measured here."""
+        return f"{self.task_name}-replay"
 
-        Raises:
-            TableError: the table does not hold the config.
-        """
+    def now_s(self) -> float:
+        """Recorded seconds of the probes so far."""
+        return self._now_s
+
+    def device(self) -> DeviceInfo:
+        """The device that the table was recorded on."""
+        info = self._table.header.device_info()
+        return info if self._memory_limit_bytes is None else replace(info, free_bytes=self._memory_limit_bytes)
+
+    def result_of(self, job: Job) -> JobResult:
+        """The recorded result of a job. Raises TableError for a config that the table does not hold."""
+        match job:
+            case InspectJob():
+                return replace(self._table.header.inspection(), device=self.device())
+            case ProbeJob():
+                outcome = self._probe(job.config, job.settings)
+                self._now_s += outcome.wall_s
+                return outcome
+            case CheckJob():
+                return NotCompared(reason="the search ran over a recorded table, which holds no gradients")
+            case TraceJob():
+                return self._traces(job)
+
+    def _traces(self, job: TraceJob) -> Traces:
+        """The table's traces; what they lack counts as failed."""
+        found = self._table.traces
+        beside = table_file.traces_path(self._table.path).name
+        why = f"{beside} holds no traces of it" if found else f"there are no traces in {beside} beside the table"
+        found = found or Traces(target=job.target)
+        missing = dict.fromkeys(job.plan.without(found).labels(), why)
+        return found.merged(Traces(target=found.target, failures=missing))
+
+    def _probe(self, config: Config, settings: ProbeSettings) -> Outcome:
+        """One recorded repeat, within the settings' memory limit."""
         rows = self._table.repeats.get(config)
         if rows is None:
             raise TableError(
@@ -40,7 +94,8 @@ class ReplayProber:
             self._drawn[config] = list(rows)
             random.Random(f"{self._seed} {config}").shuffle(self._drawn[config])
         outcome = self._drawn[config].pop().outcome
-        limit_bytes = settings.memory_limit_bytes
+        limits = [limit for limit in (settings.memory_limit_bytes, self._memory_limit_bytes) if limit is not None]
+        limit_bytes = min(limits, default=None)
         measured = outcome.measurement
         if measured is None or limit_bytes is None or measured.peak_bytes <= limit_bytes:
             return outcome

@@ -1,16 +1,265 @@
-"""What the search needs of a prober: run a config, get an outcome. Processes, recorded tables and closed forms all fit."""
+"""`Runner`: what runs inspections, probes, checks and traces. A search knows nothing else of where they run.
+
+Local processes (`runners/local.py`) and recorded tables (`runners/replay.py`) are runners. A new one is a file of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+from autotune.errors import AutotuneError
+from autotune.predict.plan import Plan, plan_traces
+from autotune.predict.traces import Traces
 from autotune.records.config import Config
+from autotune.records.device import DeviceInfo
+from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome
+from autotune.records.progress import Progress
+from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 
+TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
 
-class Prober(Protocol):
-    """Runs configs."""
 
-    def run(self, config: Config, settings: ProbeSettings) -> Outcome:
-        """Train a few steps of `config` and say what was found. Never raises for what the config or the user's code does."""
+class ProbeFault(AutotuneError):
+    """The machinery around a job failed (a supervisor died, say): the machine is at fault, not the config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """What the task's author states, and how the task is named in a command.
+
+    Attributes:
+        model: names the task to a command, `model.py` or `model.py:task`; empty for a task that was built in Python.
+        global_batch: samples per optimizer step; None where the author leaves it open.
+        baseline: the config that the author runs today, as a partial dict; None when not stated.
+    """
+
+    model: str = ""
+    global_batch: int | None = None
+    baseline: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectJob:
+    """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there."""
+
+    name: ClassVar[str] = "inspect"
+    memory_limit_bytes: int | None
+    timeout_s: float
+    absent: DeviceInfo | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeJob:
+    """Train a few steps of a config and measure them."""
+
+    name: ClassVar[str] = "probe"
+    config: Config
+    settings: ProbeSettings
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckJob:
+    """Compare a config's gradients with plain fp32's, on `batch_size` samples."""
+
+    name: ClassVar[str] = "check"
+    config: Config
+    settings: ProbeSettings
+    batch_size: int
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceJob:
+    """Trace the memory of a plan's groups, one after another; after `slice_s` none is begun but the first."""
+
+    name: ClassVar[str] = "trace"
+    plan: Plan
+    target: str
+    slice_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCompared:
+    """A check that this runner cannot do, and why."""
+
+    reason: str
+
+
+Job = InspectJob | ProbeJob | CheckJob | TraceJob
+JobResult = Inspection | Outcome | Check | NotCompared | Traces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A job that ended.
+
+    Attributes:
+        ticket: as `submit` gave it.
+        result: of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a `CheckJob` a `Check` or
+            `NotCompared`, of a `TraceJob` the `Traces` that it added. An inspection or a check that failed is an `Outcome`.
+    """
+
+    ticket: int
+    result: JobResult
+
+
+class Runner(ABC):
+    """Runs jobs on one task and one device. A context manager: leaving it leaves no process behind.
+
+    Attributes:
+        num_slots: jobs that may be in flight.
+        task_name: of the task; it names the study.
+        stated: what the task's author states; known after entering.
+        notes: what the user should know of this runner; known after entering.
+    """
+
+    num_slots: int = 1
+    task_name: str
+    stated: Stated = Stated()
+    notes: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(self, *exc_info: object) -> None:
+        """End every job in flight."""
+
+    @property
+    def default_study(self) -> str:
+        """Name of the study unless the user gives one."""
+        return self.task_name
+
+    @abstractmethod
+    def now_s(self) -> float:
+        """The runner's own clock, in seconds from any start; budgets are spent on it."""
+
+    @abstractmethod
+    def device(self) -> DeviceInfo:
+        """The device that jobs run on, as it is now."""
+
+    @abstractmethod
+    def submit(self, job: Job) -> int:
+        """Start a job. Returns its ticket.
+
+        Raises:
+            RuntimeError: no slot is free.
+            ProbeFault: the machinery failed.
+        """
+
+    @abstractmethod
+    def collect(self, timeout_s: float | None = None) -> Finished | None:
+        """Wait for the next job to end; None when none did within `timeout_s`.
+
+        Raises:
+            RuntimeError: nothing is in flight.
+            ProbeFault: the machinery failed; the job that it ran is gone.
+        """
+
+    @abstractmethod
+    def progress(self, ticket: int) -> Progress | None:
+        """How far a probe in flight has come; None for a ticket that is not in flight."""
+
+    @abstractmethod
+    def cancel(self, ticket: int) -> None:
+        """End a job early. `collect` still returns it: a probe as a time-out, with the bound that it leaves."""
+
+    def inspect(
+        self, *, memory_limit_bytes: int | None, timeout_s: float, absent: DeviceInfo | None = None
+    ) -> Inspection | Outcome:
+        """Validate the task and ask which techniques apply to it; an `Outcome` when that failed.
+
+        Args:
+            absent: a GPU that is not there, to ask for in place of the runner's device.
+        """
+        result = self._run(InspectJob(memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s, absent=absent))
+        assert isinstance(result, Inspection | Outcome), result
+        return result
+
+    def probe(self, config: Config, settings: ProbeSettings) -> Outcome:
+        """Train a few steps of a config. Never raises for what the config or the user's code does."""
+        result = self._run(ProbeJob(config=config, settings=settings))
+        assert isinstance(result, Outcome), result
+        return result
+
+    def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome | NotCompared:
+        """Compare a config's gradients with plain fp32's on `batch_size` samples; an `Outcome` when that failed."""
+        result = self._run(CheckJob(config=config, settings=settings, batch_size=batch_size))
+        assert isinstance(result, Check | Outcome | NotCompared), result
+        return result
+
+    def trace(
+        self,
+        configs: Iterable[Config],
+        target: str,
+        timeout_s: float,
+        *,
+        known: Traces | None = None,
+        slice_s: float = math.inf,
+    ) -> Traces:
+        """Find the memory that configs need without running them. Never raises.
+
+        What is left when the time is up is neither found nor failed: another call with the result as `known` goes on.
+
+        Args:
+            configs: a whole space, say; each group of techniques is traced once.
+            target: the kind of device to predict for (`autotune.devices.targets`). No GPU is needed or touched.
+            timeout_s: tracing is killed then, and the group that it was at has failed.
+            known: traces that are there already and are not traced again.
+            slice_s: no group is begun after that, but for the first one.
+
+        Returns:
+            `known` and what was found. Groups that could not be traced are among its `failures`, with the reason.
+        """
+        traces = known or Traces(target=target)
+        plan = plan_traces(configs)
+        started = self.now_s()
+        why = ""
+        for attempt in range(TRACE_ATTEMPTS):
+            left, spent_s = plan.without(traces), self.now_s() - started
+            if not left.labels() or spent_s >= timeout_s or (attempt and spent_s >= slice_s):
+                return traces
+            job = TraceJob(plan=left, target=target, slice_s=slice_s - spent_s, timeout_s=timeout_s - spent_s)
+            try:
+                found = self._run(job)
+            except ProbeFault as fault:
+                why = str(fault)
+                continue
+            assert isinstance(found, Traces), found
+            traces = traces.merged(found)
+            why = next(reversed(list(found.failures.values())), "tracing ended early")
+        left = plan.without(traces)
+        if self.now_s() - started >= min(slice_s, timeout_s):
+            return traces
+        return traces.merged(Traces(target=target, failures=dict.fromkeys(left.labels(), why)))
+
+    def _run(self, job: Job) -> JobResult:
+        """Run one job to its end, while nothing else is in flight."""
+        ticket = self.submit(job)
+        try:
+            finished = self.collect()
+        except KeyboardInterrupt:
+            self.cancel(ticket)
+            with contextlib.suppress(ProbeFault):
+                self.collect()  # frees the slot
+            raise
+        if finished is None or finished.ticket != ticket:
+            raise RuntimeError("another job was in flight; collect it before running one alone")
+        return finished.result

@@ -1,7 +1,7 @@
 """The process that starts, watches and cleans up after probes: a fork server that has imported torch and the user's module once.
 
-It holds one thread and no CUDA context, so that a fork is safe; where importing the user's module breaks that, every probe gets a
-new interpreter instead. It is the reaper of everything a probe leaves behind, and it ends when the search does.
+It holds one thread and no CUDA context, so that a fork is safe. Where importing the user's module breaks that, every job gets a
+new interpreter instead. It kills and reaps whatever a job leaves behind, and it ends when the search does.
 """
 
 from __future__ import annotations
@@ -42,15 +42,38 @@ def main() -> None:
     hello, task = _import(source)
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
     if not greeting["fork"]:
-        hello, task = hello | {"mode": "new interpreter", "reason": "asked for"}, None
+        hello, task = hello | {"no_fork": "asked for"}, None
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
-    reader = connection.makefile("r")
-    while "error" not in hello and (line := reader.readline()):
-        request = json.loads(line) | {"blas_threads": blas_threads, "source": source}
-        _send(connection, _serve(request, task, connection))
+    inbox = Inbox(connection)
+    while "error" not in hello and (request := inbox.next()) is not None:
+        if "cancel" not in request:  # else the job had ended by itself
+            request |= {"blas_threads": blas_threads, "source": source}
+            _send(connection, _serve(request, task, inbox))
     os._exit(0)  # a thread that the user's module started would keep the interpreter alive
+
+
+class Inbox:
+    """Reads the search's messages, one JSON object a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._unread = b""
+
+    def receive(self) -> bool:
+        """Wait for more to come. False when the search has closed the socket."""
+        data = self.connection.recv(65536)
+        self._unread += data
+        return bool(data)
+
+    def next(self, *, wait: bool = True) -> dict[str, Any] | None:
+        """The next message; None when the search has closed the socket, or, without `wait`, when no whole line has come."""
+        while b"\n" not in self._unread:
+            if not wait or not self.receive():
+                return None
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)  # type: ignore[no-any-return]
 
 
 def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -58,7 +81,6 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     from autotune.errors import AutotuneError
     from autotune.task.source import TaskSource
 
-    started = time.perf_counter()
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _import_everything()
@@ -70,16 +92,16 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     except BaseException as error:
         frames = "".join(traceback.format_exception(error))
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
-    hello: dict[str, Any] = {"mode": "fork", "reason": "", "name": task.name, "import_s": time.perf_counter() - started}
-    hello["global_batch"], hello["baseline"] = task.global_batch, None if task.baseline is None else dict(task.baseline)
-    threads = _num_threads()
-    if threads > max(1, before):
-        hello |= {"mode": "new interpreter", "reason": f"importing the model file started {threads - before} threads"}
+    no_fork = ""
+    if (threads := _num_threads()) > max(1, before):
+        no_fork = f"importing the model file started {threads - before} threads"
     elif _has_cuda_context():
-        hello |= {"mode": "new interpreter", "reason": "importing the model file initialised CUDA"}
+        no_fork = "importing the model file initialised CUDA"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
-    return hello, task if hello["mode"] == "fork" else None
+    baseline = None if task.baseline is None else dict(task.baseline)
+    hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline}
+    return hello, None if no_fork else task
 
 
 def _import_everything() -> None:
@@ -92,7 +114,7 @@ def _import_everything() -> None:
     import autotune.probe.checks
     import autotune.probe.inspection
     import autotune.probe.measure
-    import autotune.probe.worker  # noqa: F401
+    import autotune.runners.worker  # noqa: F401
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU
@@ -127,27 +149,26 @@ def _has_cuda_context() -> bool:
     return False
 
 
-def _serve(request: dict[str, Any], task: Any, connection: socket.socket) -> dict[str, Any]:
+def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
     """Run one request in a process of its own, and report how that process ended. Nothing of it is left running."""
     from autotune.devices.oom import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
-    started = time.monotonic()
-    pid = _fork(task, request, connection) if task is not None else _spawn(request)
-    ended_by = _wait(pid, started + request["timeout_s"], connection)
+    deadline = time.monotonic() + request["timeout_s"]
+    pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)
+    ended_by = _wait(pid, deadline, inbox)
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    wall_s = time.monotonic() - started
     _reap_descendants()
     if ended_by == "closed":
         os._exit(0)
     return {
         "exit_code": os.waitstatus_to_exitcode(status),
         "timed_out": ended_by == "timeout",
+        "cancelled": ended_by == "cancel",
         "oom_killed": kernel_oom_kills() > kills_before,
-        "wall_s": wall_s,
     }
 
 
@@ -157,7 +178,7 @@ def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
-    from autotune.probe import worker
+    from autotune.runners import worker
 
     try:
         os.close(connection.detach())
@@ -172,24 +193,30 @@ def _spawn(request: dict[str, Any]) -> int:
         "w", suffix=".json", delete=False, dir=os.path.dirname(request["channel"])
     ) as file:
         json.dump(request, file)
-    command = [sys.executable, "-m", "autotune.probe.worker", file.name]
+    command = [sys.executable, "-m", "autotune.runners.worker", file.name]
     with open(request["log"], "ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid
 
 
-def _wait(pid: int, deadline: float, connection: socket.socket) -> str:
-    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout` or `closed` (the search is gone)."""
+def _wait(pid: int, deadline: float, inbox: Inbox) -> str:
+    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout`, `cancel` or `closed` (the search is gone)."""
     process = os.pidfd_open(pid)
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        poll.register(connection.fileno(), select.POLLIN | select.POLLHUP)
-        ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+        poll.register(inbox.connection.fileno(), select.POLLIN | select.POLLHUP)
+        while True:
+            if inbox.next(wait=False) is not None:  # while a job runs nothing but its cancellation is sent
+                return "cancel"
+            ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+            if process in ready:
+                return "exit"
+            if not ready:
+                return "timeout"
+            if not inbox.receive():
+                return "closed"
     finally:
         os.close(process)
-    if process in ready:
-        return "exit"
-    return "closed" if ready else "timeout"
 
 
 def _reap_descendants() -> None:

@@ -1,63 +1,174 @@
-"""Which of a study's probes count: failures that may pass are tried again when a search is resumed."""
+"""The history of a search: an append-only list of trials, and the views that the search is steered by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from autotune.records.config import Config
-from autotune.records.outcome import Kind, Outcome
-
-PATIENT = 0.9  # share of a time-out after which a probe is taken to have had all of it
-FLEETING = (Kind.CRASHED, Kind.ERROR)  # may have been the machine's fault: a full disk, another program
-
-
-class _Probe(Protocol):
-    @property
-    def stage(self) -> str: ...
-
-    @property
-    def feasible(self) -> bool: ...
+from autotune.records.objective import Objective
+from autotune.records.outcome import Outcome
+from autotune.records.trial import BASELINE, Trial
+from autotune.space import Space
+from autotune.study.known_oom import KnownOom
+from autotune.study.retry import retryable, what_stands
 
 
-P = TypeVar("P", bound=_Probe)
+class History:
+    """What is known of the configs of a search.
 
-
-def what_stands(outcomes: Sequence[Outcome], timeout_s: float, *, baseline: bool) -> Outcome | None:
-    """What a resumed search takes for the outcome of a config; None when it may probe the config again.
-
-    What was measured or ran out of memory stays so, since the limit is the same. A crash or an error gets a second try,
-    and after that is the config's own. A probe that was killed sooner than it would be now gets the patience of now. A
-    baseline that failed for another reason than memory is always tried again: without it there is no gain to state.
+    Everything but the trials themselves is a view of them: `known`, `best`, `baseline`, `failed_again`, `known_oom`.
+    The space and the objective may change while a search runs (a smaller baseline, a choice that is left out); the
+    views follow.
 
     Args:
-        outcomes: of the config outside the play-off, in order; at least one.
-        timeout_s: of a probe of the config now.
+        trials: finished trials of earlier searches.
+        timeout_s: given the baseline's outcome (None where it is not known), the time-out of a probe now. Trials of
+            earlier searches that failed in a way that may pass are not known, and may be probed again.
     """
-    certain = [outcome for outcome in outcomes if outcome.kind in (Kind.OK, Kind.OOM)]
-    if certain:
-        return certain[-1]
-    last = outcomes[-1]
-    if last.kind is Kind.TIMEOUT:
-        again = last.wall_s < PATIENT * timeout_s
-    else:
-        again = last.kind in FLEETING and sum(outcome.kind in FLEETING for outcome in outcomes) == 1
-    return None if again or baseline else last
+
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        trials: Sequence[Trial] = (),
+        timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
+    ) -> None:
+        self.space = space
+        self.num_earlier = len(trials)
+        self.num_resumed = sum(not trial.in_play_off for trial in trials)
+        self.running: set[Config] = set()
+        self._objective = objective
+        self._trials = list(trials)
+        baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
+        self._retryable = retryable(trials, baselines, timeout_s, objective)
+
+    def append(self, trial: Trial) -> None:
+        """Add a trial that has just finished."""
+        self._trials.append(trial)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every finished trial, in order."""
+        return tuple(self._trials)
+
+    @property
+    def searched(self) -> list[Trial]:
+        """Every finished trial outside the play-off."""
+        return [trial for trial in self._trials if not trial.in_play_off]
+
+    @property
+    def objective(self) -> Objective:
+        """The objective, with the baseline's throughput once that is measured."""
+        baseline = self.baseline
+        return self._objective.with_baseline(baseline) if baseline is not None and baseline.ok else self._objective
+
+    @property
+    def known(self) -> dict[Config, Outcome]:
+        """Every config that need not be probed again, with the outcome that stands."""
+        by_config: dict[Config, list[Outcome]] = {}
+        for trial in self.searched:
+            if trial.number not in self._retryable:
+                by_config.setdefault(trial.config, []).append(trial.outcome)
+        return {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+
+    @property
+    def evidence(self) -> list[tuple[Config, Outcome]]:
+        """What the models learn from.
+
+        These are the trials of the search, and failures of the play-off. The play-off's speeds are left out, for the
+        machine may have become slower since the search.
+        """
+        return [
+            (trial.config, trial.outcome)
+            for trial in self._trials
+            if trial.number not in self._retryable and not (trial.in_play_off and trial.feasible)
+        ]
+
+    @property
+    def failed_again(self) -> dict[Config, Outcome]:
+        """The configs that ran in the search and did not in the play-off, with the outcome there."""
+        return {
+            trial.config: trial.outcome
+            for trial in self._trials
+            if trial.in_play_off and not trial.feasible and trial.number not in self._retryable
+        }
+
+    @property
+    def baseline(self) -> Outcome | None:
+        """The baseline's outcome; None before it was probed."""
+        return self.known.get(self.space.baseline)
+
+    @property
+    def feasible(self) -> dict[Config, Outcome]:
+        """The configs of the space that may be recommended, in the order in which they were probed first."""
+        objective, failed = self.objective, self.failed_again
+        return {
+            config: outcome
+            for config, outcome in self.known.items()
+            if objective.feasible(outcome) and config not in failed and self.space.contains(config)
+        }
+
+    @property
+    def best(self) -> tuple[Config, Outcome] | None:
+        """The feasible config whose probe scored highest, with its outcome."""
+        objective = self.objective
+        return max(self.feasible.items(), key=lambda item: objective.score(item[1]), default=None)
+
+    @property
+    def best_score(self) -> float | None:
+        """The score of the best."""
+        return self.objective.score(self.best[1]) if self.best else None
+
+    @property
+    def worst_score(self) -> float:
+        """The worst feasible score, which an infeasible trial is told as: an arbitrary figure would bend a sampler's model."""
+        objective = self.objective
+        scores = [objective.score(outcome) for outcome in self.known.values() if objective.feasible(outcome)]
+        return min(scores, default=objective.worst())
+
+    @property
+    def probe_wall_s(self) -> list[float]:
+        """Seconds that each trial took, in order."""
+        return [trial.wall_s for trial in self._trials if trial.number not in self._retryable]
+
+    @property
+    def known_oom(self) -> KnownOom:
+        """What is too large, for the same with a smaller batch was."""
+        outcomes = [*self.known.items(), *self.failed_again.items()]
+        return KnownOom(config for config, outcome in outcomes if self._objective.does_not_fit(outcome))
+
+    def admissible(self, *, outside_space: bool = False) -> Callable[[Config], bool]:
+        """Whether a config may be probed: neither known, nor running, nor known to be too large, nor outside the space.
+
+        Args:
+            outside_space: whether a config outside the space may be probed, too: a starting design is written for any.
+        """
+        known, oom = self.known, self.known_oom
+
+        def may_be_probed(config: Config) -> bool:
+            return (
+                config not in known
+                and config not in self.running
+                and not oom.rules_out(config)
+                and (outside_space or self.space.contains(config))
+            )
+
+        return may_be_probed
 
 
-def feasible_each_time(probes: Iterable[tuple[Config, P]]) -> dict[Config, Sequence[P]]:
-    """Per config that was feasible whenever it counts, those of its probes that do, in order.
+def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
+    """Per config that was feasible whenever it counts, those of its trials that do, in order.
 
     They are its last outside the play-off and what the play-off found since: those before failed, else it would not have
     been probed again.
     """
-    probes_of: dict[Config, list[P]] = {}
-    for config, probe in probes:
-        probes_of.setdefault(config, []).append(probe)
-    counted = {config: _since_last_search(found) for config, found in probes_of.items()}
-    return {config: found for config, found in counted.items() if all(probe.feasible for probe in found)}
+    by_config: dict[Config, list[Trial]] = {}
+    for trial in trials:
+        by_config.setdefault(trial.config, []).append(trial)
+    counted = {config: _since_last_search(found) for config, found in by_config.items()}
+    return {config: found for config, found in counted.items() if all(trial.feasible for trial in found)}
 
 
-def _since_last_search(probes: Sequence[P]) -> Sequence[P]:
-    searched = [place for place, probe in enumerate(probes) if probe.stage != "play-off"]
-    return probes[searched[-1] :] if searched else probes
+def _since_last_search(trials: Sequence[Trial]) -> Sequence[Trial]:
+    searched = [place for place, trial in enumerate(trials) if not trial.in_play_off]
+    return trials[searched[-1] :] if searched else trials

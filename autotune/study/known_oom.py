@@ -1,25 +1,31 @@
-"""Configs that need not be probed, because the same techniques ran out of memory at a batch no larger."""
+"""Which configs need not be probed: the same with a smaller batch was too large."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from autotune.records.config import Config
 
 
-class MemoryWalls:
-    """The smallest batch of each combination of techniques that was too large."""
+class KnownOom:
+    """Configs that need more memory than there is. A larger micro batch of the same techniques needs no less.
 
-    def __init__(self) -> None:
-        self._too_large: dict[Config, int] = {}  # by the config with batch size 1 in its place
+    Args:
+        too_large: configs that ran out of memory, or needed more than the limit less headroom.
+    """
 
-    def add(self, config: Config) -> None:
-        """`config` needs more memory than there is."""
-        key = _without_batch(config)
-        self._too_large[key] = min(config.batch_size, self._too_large.get(key, config.batch_size))
+    def __init__(self, too_large: Iterable[Config]) -> None:
+        self._smallest: dict[
+            Config, int
+        ] = {}  # batch size that is too large, by the config with batch size 1 in its place
+        for config in too_large:
+            key = _without_batch(config)
+            self._smallest[key] = min(config.batch_size, self._smallest.get(key, config.batch_size))
 
-    def rule_out(self, config: Config) -> bool:
-        """Whether the same techniques failed at this batch size or a smaller one."""
-        smallest = self._too_large.get(_without_batch(config))
-        return smallest is not None and smallest <= config.batch_size
+    def rules_out(self, config: Config) -> bool:
+        """Whether `config` is too large, or a larger batch of something that was."""
+        smallest = self._smallest.get(_without_batch(config))
+        return smallest is not None and config.batch_size >= smallest
 
 
 def _without_batch(config: Config) -> Config:

@@ -8,59 +8,29 @@ import functools
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import optuna
 from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice
+from autotune.records.formats import require_readable
 from autotune.records.front import pareto_front
-from autotune.records.outcome import Outcome
-from autotune.records.prediction import Forecast
 from autotune.records.result import Measured, Result
+from autotune.records.trial import Trial
+from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.tuning.playoff import Entrant
+from autotune.study.store import FORMAT, trial_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SQLITE_FILE = "sqlite:///"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeRecord:
-    """One finished probe of a study.
-
-    Attributes:
-        number: of the Optuna trial.
-        stage: `baseline`, `search`, `ablation` or `play-off`.
-        feasible: it ran, within the memory limit less headroom.
-        score: what the study was told; larger is better.
-        reason: why this config was probed.
-        forecast: what was predicted of it before it ran; None in the play-off, and in studies without predictions.
-        round: of the play-off, counted from 0; None elsewhere.
-        disturbed: other work on the machine was seen to disturb the timing.
-        wall_s: from start to end, process start included.
-    """
-
-    number: int
-    stage: str
-    config: dict[str, Choice]
-    outcome: Outcome
-    feasible: bool
-    score: float
-    reason: str
-    forecast: Forecast | None
-    round: int | None
-    disturbed: bool
-    started: datetime
-    wall_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +51,7 @@ class Study:
     name: str
     storage: str
     attributes: dict[str, Any] = field(repr=False)
-    probes: tuple[ProbeRecord, ...] = field(repr=False)
+    probes: tuple[Trial, ...] = field(repr=False)
     num_running: int
     num_lost: int
     result: Result | None = field(repr=False)
@@ -102,16 +72,16 @@ class Study:
         return float(self.attributes.get("headroom", 0.0))
 
     def frame(self) -> pd.DataFrame:
-        """One row a probe, one column a technique or figure; `autotune.report.frame.probe_frame` lists them."""
-        from autotune.report.frame import probe_frame
+        """One row a probe, one column a technique or figure; `autotune.study.frame.probe_frame` lists them."""
+        from autotune.study.frame import probe_frame
 
-        return probe_frame(self)
+        return probe_frame(self.probes, self.baseline_config)
 
     def front(self) -> pd.DataFrame:
         """One row for each config of `front_configs`, by increasing memory."""
-        from autotune.report.frame import front_frame
+        from autotune.study.frame import front_frame
 
-        return front_frame(self)
+        return front_frame(self.front_configs(), self.baseline_config)
 
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran, once each; a failure that passed when it was tried again is forgotten.
@@ -119,15 +89,15 @@ class Study:
         Where a config took part in the play-off, its processes there alone count, as they do for the answer.
         """
         found = []
-        for config, probes in feasible_each_time((Config(tuple(p.config.items())), p) for p in self.probes).items():
-            confirmed = [probe for probe in probes if probe.stage == "play-off"] or probes
-            found.append(Entrant(config, {probe.number: probe.outcome for probe in confirmed}).measured())
+        for config, trials in feasible_each_time(self.probes).items():
+            confirmed = [trial for trial in trials if trial.in_play_off] or trials
+            found.append(measured(config, [trial.outcome for trial in confirmed]))
         return tuple(found)
 
     def front_configs(self) -> tuple[Measured, ...]:
         """The memory/throughput front: the feasible configs that no other beats in both, by increasing memory."""
-        measured = self.measured_configs()
-        return tuple(measured[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in measured]))
+        found = self.measured_configs()
+        return tuple(found[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in found]))
 
 
 def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
@@ -167,35 +137,16 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             f"the study {loaded.study_name} in {given} was not made by autotune, so there are no probes to show; "
             "expected a study that `autotune search` wrote"
         )
+    require_readable(f"the study {loaded.study_name} in {given}", attributes["format"], FORMAT)
     answer = attributes.get("result")
     return Study(
         name=loaded.study_name,
         storage=given,
         attributes={key: value for key, value in attributes.items() if key != "result"},
-        probes=tuple(_record(trial) for trial in trials if trial.state is TrialState.COMPLETE),
+        probes=tuple(trial_of(trial) for trial in trials if trial.state is TrialState.COMPLETE),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
         num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
         result=Result.from_dict(answer) if answer else None,
-    )
-
-
-def _record(trial: FrozenTrial) -> ProbeRecord:
-    attributes = trial.user_attrs
-    outcome = Outcome.from_dict(attributes["outcome"])
-    assert trial.datetime_start is not None and trial.value is not None  # every complete trial has both
-    return ProbeRecord(
-        number=trial.number,
-        stage=attributes["stage"],
-        config=attributes["config"],
-        outcome=outcome,
-        feasible=attributes["feasible"],
-        score=trial.value,
-        reason=attributes["reason"],
-        forecast=Forecast.from_dict(attributes["forecast"]) if attributes.get("forecast") else None,
-        round=attributes.get("round"),
-        disturbed=attributes.get("disturbed", False),
-        started=trial.datetime_start,
-        wall_s=outcome.wall_s,
     )
 
 

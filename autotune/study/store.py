@@ -1,112 +1,28 @@
-"""The study: one Optuna trial per probe, kept so that nothing is lost and nothing is measured twice."""
+"""The study as Optuna keeps it: one Optuna trial per probe, so that nothing is lost and nothing is measured twice."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import filelock
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import StudyError
-from autotune.predict.cache import FOLDER as TRACES_FOLDER
-from autotune.proposers.cost_model import CostModelSampler
-from autotune.proposers.optuna_samplers import AdmissibleSampler
 from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Forecast
+from autotune.records.trial import Proposal, Trial
 from autotune.space import Space
+from autotune.study.distributions import distributions_of
+from autotune.study.place import Place
 
 FORMAT = 1
-DEFAULT_FOLDER = "studies"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probed:
-    """One finished probe of the study."""
-
-    number: int
-    stage: str
-    config: Config
-    outcome: Outcome
-    feasible: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a study is kept."""
-
-    storage: str  # a URL
-    study: str
-    file: Path | None  # of an SQLite database
-
-    @property
-    def logs(self) -> Path:
-        """Folder for what the user's code prints, one file a probe."""
-        return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
-
-    @property
-    def lock(self) -> Path:
-        """File that a search locks. On a database server it is this machine's searches that it keeps apart."""
-        if self.file is not None:
-            return self.file.with_name(self.file.name + ".lock")
-        name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"autotune-{name}.lock"
-
-    @property
-    def traces(self) -> Path:
-        """Folder for traced memory, shared by the studies beside each other."""
-        return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
-
-
-def place_of(storage: str | None, study: str | None, task: str) -> Place:
-    """Where the study of a task goes: `studies/<task>.db` unless told otherwise. `storage` is a URL or a database file."""
-    name = study or task
-    if storage is None:
-        storage = str(Path(DEFAULT_FOLDER) / f"{name}.db")
-    if "://" not in storage:
-        file = Path(storage).absolute()
-        return Place(storage=f"sqlite:///{file}", study=name, file=file)
-    file_url = storage.startswith("sqlite:///") and ":memory:" not in storage
-    return Place(storage=storage, study=name, file=Path(storage.removeprefix("sqlite:///")) if file_url else None)
-
-
-@contextlib.contextmanager
-def locked(place: Place) -> Iterator[None]:
-    """Hold the study's lock: one search writes to a study at a time.
-
-    Raises:
-        StudyError: another search holds it, or the folder cannot be written.
-    """
-    if ":memory:" in place.storage:  # nobody else's
-        yield
-        return
-    lock = filelock.FileLock(place.lock)
-    where = place.file or f"{place.study} in {place.storage}"
-    try:
-        place.lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise StudyError(
-            f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, "
-            "or give this one its own with --study NAME"
-        ) from None
-    except OSError as error:
-        raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager
@@ -140,6 +56,7 @@ class Store:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
+        self._running: dict[int, optuna.Trial] = {}
         try:
             self._study = optuna.create_study(
                 storage=place.storage, study_name=place.study, direction="maximize", load_if_exists=True
@@ -158,11 +75,14 @@ class Store:
             _require_equal(place, known, dict(fingerprint))
         for key, value in {"format": FORMAT, "fingerprint": dict(fingerprint), **attributes}.items():
             self._study.set_user_attr(key, value)
+        self._close_what_a_dead_search_left()
+
+    def _close_what_a_dead_search_left(self) -> None:
+        """Heartbeats do not work with ask and tell; the lock says that nobody runs these trials."""
         for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
-            # heartbeats do not work with ask and tell; the lock says that nobody runs these
             if trial.state is TrialState.WAITING:
                 self._study.ask()
-            if "outcome" in trial.user_attrs:
+            if "outcome" in trial.user_attrs:  # measured, and not yet told
                 self._study.tell(trial.number, trial.user_attrs["score"])
             else:
                 self._study.tell(trial.number, state=TrialState.FAIL)
@@ -175,73 +95,71 @@ class Store:
         """Keep a JSON-ready fact with the study."""
         self._study.set_user_attr(key, value)
 
-    def use_sampler(self, sampler: AdmissibleSampler | CostModelSampler) -> None:
-        """Propose with this sampler from now on."""
-        self._study.sampler = sampler
+    def trials(self) -> list[Trial]:
+        """Every finished trial, in order."""
+        finished = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        return [trial_of(trial) for trial in finished]
 
-    def propose(self, space: Space) -> tuple[Trial, Config]:
-        """A new trial with the sampler's config.
+    def begin(self, proposal: Proposal, prediction: Forecast | None, space: Space) -> int:
+        """Open a trial for a proposal and say what it is before it runs, so that a search that dies leaves evidence.
 
-        Raises:
-            SpaceExhausted: nothing is left to try.
+        Returns:
+            The trial's number, by which `finish` and `fail` know it.
         """
-        trial = self._study.ask(dict(space.distributions))
-        return trial, space.complete(trial.params)
-
-    def forecast(self, cost_model: CostModelSampler, config: Config) -> Forecast:
-        """What the finished probes of the study predict of a config."""
-        return cost_model.forecast(self._study, config)
-
-    def ranked(self, cost_model: CostModelSampler) -> list[Config]:
-        """The feasible configs that were probed, best first by what all probes together say of each."""
-        return cost_model.ranked(self._study)
-
-    def abandon_running(self) -> None:
-        """Close trials that were begun and will not be run."""
-        for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            self._study.tell(trial.number, state=TrialState.FAIL)
-
-    def begin(self, config: Config, space: Space) -> Trial:
-        """A new trial with a given config."""
-        self._study.enqueue_trial(space.params(config))
-        return self._study.ask(dict(space.distributions))
-
-    def describe(
-        self, trial: Trial, config: Config, *, stage: str, reason: str, forecast: Forecast | None, **extra: Any
-    ) -> None:
-        """Say what a trial is before it runs, so that a search that dies leaves evidence."""
-        predicted = forecast.to_dict() if forecast is not None else None
-        described = {"config": config.as_dict(), "stage": stage, "reason": reason, "forecast": predicted, **extra}
+        self._study.enqueue_trial(space.params(proposal.config))
+        trial = self._study.ask(distributions_of(space))
+        described: dict[str, Any] = {
+            "config": proposal.config.as_dict(),
+            "stage": proposal.stage,
+            "reason": proposal.reason or (prediction.reason if prediction else ""),
+            "forecast": prediction.to_dict() if prediction else None,
+        }
+        if proposal.round is not None:
+            described["round"] = proposal.round
         for key, value in described.items():
             trial.set_user_attr(key, value)
+        self._running[trial.number] = trial
+        return trial.number
 
-    def finish(self, trial: Trial, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> None:
-        """Tell the study an outcome. Infeasible ones are told as complete with the worst value and a constraint."""
+    def finish(self, number: int, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> Trial:
+        """Tell the study an outcome. An infeasible one is COMPLETE with the worst value and a constraint.
+
+        Samplers do not see failed trials, and would propose the same again.
+        """
+        trial = self._running.pop(number)
         infeasibility = objective.infeasibility(outcome)
         score = objective.score(outcome) if outcome.ok else worst
         trial.set_constraint("infeasibility", infeasibility)
         for key, value in {"score": score, "feasible": infeasibility <= 0, "disturbed": disturbed}.items():
             trial.set_user_attr(key, value)
         trial.set_user_attr("outcome", outcome.to_dict())  # last: with it the trial is finished, told or not
-        self._study.tell(trial, score)
+        return trial_of(self._study.tell(trial, score))
 
-    def fail(self, trial: Trial, reason: str) -> None:
+    def fail(self, number: int, reason: str) -> None:
         """Close a trial that a fault of the machine, or the user, cut short."""
+        trial = self._running.pop(number)
         trial.set_user_attr("fault", reason)
         self._study.tell(trial, state=TrialState.FAIL)
 
-    def probed(self) -> list[Probed]:
-        """Every finished probe, in order."""
-        return [
-            Probed(
-                number=trial.number,
-                stage=trial.user_attrs["stage"],
-                config=Config(tuple(trial.user_attrs["config"].items())),
-                outcome=Outcome.from_dict(trial.user_attrs["outcome"]),
-                feasible=trial.user_attrs["feasible"],
-            )
-            for trial in self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-        ]
+
+def trial_of(trial: FrozenTrial) -> Trial:
+    """The record of a finished Optuna trial that `Store` wrote."""
+    attributes = trial.user_attrs
+    predicted = attributes.get("forecast")
+    assert trial.value is not None  # every finished trial has one
+    return Trial(
+        number=trial.number,
+        stage=attributes["stage"],
+        config=Config(tuple(attributes["config"].items())),
+        reason=attributes["reason"],
+        prediction=Forecast.from_dict(predicted) if predicted else None,
+        round=attributes.get("round"),
+        outcome=Outcome.from_dict(attributes["outcome"]),
+        feasible=attributes["feasible"],
+        score=trial.value,
+        disturbed=attributes.get("disturbed", False),
+        started=trial.datetime_start,
+    )
 
 
 def stored_attributes(place: Place) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import ConfigError, TaskError
+from autotune.errors import TaskError
 from autotune.records.config import Choice
 from autotune.task import samples
 from autotune.task.describe import describe
@@ -28,8 +28,7 @@ class TaskFacts:
         num_parameters: elements of all parameters, tied ones once; `num_trainable` of those that require a gradient.
         parameter_bytes: memory of the parameters and buffers as built.
         dataset_size: samples in the training set; None without one, or for a stream of unknown length.
-        has_batchnorm: the micro batch is part of what is learned.
-        batchnorm_modules: names of the batch normalisation modules.
+        has_batchnorm: batch normalisation makes the micro batch part of what is learned.
         baseline: what the user runs today, as a partial config dict; None when not given.
         batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`: two samples of
             `make_batch`, else the training set's first two; empty where it is another each time.
@@ -44,7 +43,6 @@ class TaskFacts:
     parameter_bytes: int
     dataset_size: int | None
     has_batchnorm: bool
-    batchnorm_modules: tuple[str, ...]
     global_batch: int | None
     baseline: dict[str, Choice] | None
     batch: tuple[str, ...]
@@ -58,8 +56,6 @@ def gather_facts(task: Task) -> TaskFacts:
     Raises:
         TaskError: one of them is not valid, or the user's code raised.
     """
-    import torch
-
     with user_code("your build_model"):
         model = task.model()
     with user_code("your configure_optimizers"):
@@ -69,9 +65,6 @@ def gather_facts(task: Task) -> TaskFacts:
     with user_code("reading samples of your train_dataset"):
         widest = task.widest()
     parameters = list(model.parameters())
-    batchnorm = tuple(
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-    )
     warnings = list(task.origin.warnings if task.origin else ())
     if num_schedulers:
         warnings.append(
@@ -85,14 +78,20 @@ def gather_facts(task: Task) -> TaskFacts:
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *model.buffers())),
         dataset_size=None if dataset is None else samples.dataset_size(dataset),
-        has_batchnorm=bool(batchnorm),
-        batchnorm_modules=batchnorm,
+        has_batchnorm=uses_batch_statistics(model),
         global_batch=task.global_batch,
         baseline=None if task.baseline is None else dict(task.baseline),
         batch=_shapes(task, dataset),
         widest=widest,
         warnings=tuple(warnings),
     )
+
+
+def uses_batch_statistics(model: torch.nn.Module) -> bool:
+    """Whether some module normalises over the samples of a micro batch."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
@@ -124,7 +123,6 @@ def check_task(task: Task, device: torch.device) -> None:
     Raises:
         TaskError: something is not as a task needs it, or the user's code raised (with its frames).
     """
-    _check_baseline(task)
     with user_code("your build_model"):
         model = task.model()
     with user_code(
@@ -213,22 +211,4 @@ def _check_blocks(model: torch.nn.Module, blocks: Any) -> None:
         raise TaskError(
             f"checkpoint_blocks returned {describe(blocks)}; expected a non-empty list of modules of the model it was "
             "given, for example `return list(model.blocks)`"
-        )
-
-
-def _check_baseline(task: Task) -> None:
-    if task.baseline is None:
-        return
-    from autotune import techniques
-
-    stated = f"the baseline {dict(task.baseline)!r}"
-    try:
-        config = techniques.complete(task.baseline, global_batch=task.global_batch)
-    except ConfigError as error:
-        raise TaskError(f"{stated} is not valid: {error}; correct BASELINE") from None
-    if task.global_batch is not None and config.samples_per_step != task.global_batch:
-        raise TaskError(
-            f"{stated} makes {config.samples_per_step} samples per optimizer step ({config.batch_size} x "
-            f"{config.accumulation_steps}), but the global batch is {task.global_batch}; correct accumulation_steps or "
-            "leave it out"
         )

@@ -105,9 +105,7 @@ def _foreign_folders() -> tuple[str, ...]:
 
 @functools.cache
 def _package_folder() -> str:
-    import autotune
-
-    return os.path.join(Path(autotune.__file__).resolve().parent, "")
+    return os.path.join(Path(__file__).resolve().parent.parent, "")
 
 
 def _happened(error: BaseException) -> str:

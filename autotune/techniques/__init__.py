@@ -1,29 +1,35 @@
-"""Every technique, by name. Adding one means adding its file and its line in `REGISTRY`."""
+"""Every technique, by name, and configs made of them.
+
+A technique is one file of this package, found by being there. Other packages add theirs through the entry point group
+`autotune.techniques`.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import (
+    ACCUMULATION,
+    BATCH_KEYS,
+    BATCH_SIZE,
+    DEFAULT_BATCH_SIZE,
+    BatchPlan,
+    largest_batch_size,
+)
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.accumulation import Accumulation
-from autotune.techniques.amp import Amp
-from autotune.techniques.base import Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
-from autotune.techniques.batch_size import BatchSize
-from autotune.techniques.channels_last import ChannelsLast
-from autotune.techniques.checkpoint_segments import CheckpointSegments
-from autotune.techniques.matmul_precision import MatmulPrecision
-from autotune.techniques.num_workers import NumWorkers
-from autotune.techniques.optimizer_impl import OptimizerImpl
-from autotune.techniques.persistent_workers import PersistentWorkers
-from autotune.techniques.pin_memory import PinMemory
-from autotune.techniques.prefetch_factor import PrefetchFactor
+from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, plain_label, whole_number
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.discovery import Registry
+from autotune.techniques.expectation import Expectation, Factor
 
 __all__ = [
     "REGISTRY",
+    "Build",
     "Expectation",
     "Factor",
     "Phase",
@@ -33,49 +39,45 @@ __all__ = [
     "Technique",
     "UnsupportedError",
     "complete",
-    "divisors",
+    "is_ordered",
     "known",
+    "label_of",
+    "restored_settings",
+    "untraceable",
     "validate",
     "with_baseline_batch",
 ]
 
-_TECHNIQUES: tuple[Technique, ...] = (
-    BatchSize(),
-    Accumulation(),
-    Amp(),
-    MatmulPrecision(),
-    ChannelsLast(),
-    CheckpointSegments(),
-    OptimizerImpl(),
-    NumWorkers(),
-    PinMemory(),
-    PersistentWorkers(),
-    PrefetchFactor(),
-)
-
-REGISTRY: Mapping[str, Technique] = {technique.name: technique for technique in _TECHNIQUES}
+REGISTRY: Mapping[str, Technique] = Registry()
 
 
-def known(name: str) -> Technique:
-    """The technique of that name.
+def known(name: str) -> str:
+    """The name, if it is a key of a config: a technique's, or one of the batch's.
 
     Raises:
-        ConfigError: there is none; the nearest names are offered.
+        ConfigError: it is not; the nearest names are offered.
     """
-    if name not in REGISTRY:
-        raise ConfigError(f"{name!r} is not a technique{_nearest(name, REGISTRY)}; there are: {', '.join(REGISTRY)}")
-    return REGISTRY[name]
+    names = (*BATCH_KEYS, *REGISTRY)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ConfigError(f"{name!r} is not a technique{meant}; there are: {', '.join(names)}")
+    return name
+
+
+def is_ordered(name: str) -> bool:
+    """Whether the choices of a key of a config are numbers on a scale."""
+    return name in BATCH_KEYS or REGISTRY[name].ordered
 
 
 def validate(name: str, choice: Any) -> Choice:
-    """Return `choice` if it is one that the technique `name` knows.
+    """Return `choice` if it is one that the technique, or the batch, knows.
 
     Raises:
         ConfigError: unknown name, or not a choice of it.
     """
-    technique = known(name)
     try:
-        return technique.validate(choice)
+        return whole_number(choice, 1) if known(name) in BATCH_KEYS else REGISTRY[name].validate(choice)
     except ValueError as error:
         raise ConfigError(f"{choice!r} is not a choice of {name}: {error}") from None
 
@@ -87,34 +89,36 @@ def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> 
         ConfigError: an unknown key, an invalid choice, or a batch size that does not divide the global batch.
     """
     given = {name: validate(name, choice) for name, choice in choices.items()}
-    full = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}
-    if global_batch is not None:
-        if "batch_size" not in given:
-            full["batch_size"] = max(d for d in divisors(global_batch) if d <= int(BatchSize.off))
-        batch_size = int(full["batch_size"])
-        if global_batch % batch_size:
-            near = min(divisors(global_batch), key=lambda d: abs(d - batch_size))
-            raise ConfigError(
-                f"batch_size {batch_size} does not divide the global batch {global_batch}, so accumulation cannot keep it; "
-                f"the nearest batch_size that does is {near}"
-            )
-        if "accumulation_steps" not in given:
-            full["accumulation_steps"] = global_batch // batch_size
-    return Config(tuple(full.items()))
+    batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch)))
+    plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
+    batch = {BATCH_SIZE: plan.batch_size, ACCUMULATION: given.get(ACCUMULATION, plan.accumulation_steps)}
+    switched = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}
+    return Config((*batch.items(), *switched.items()))
+
+
+def untraceable(config: Config, device_kind: str) -> str:
+    """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
+    on = (t for t in REGISTRY.values() if config[t.name] != t.off)
+    return "; ".join(filter(None, (t.untraceable(config[t.name], device_kind) for t in on)))
 
 
 def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """A partial config dict with the batch size of the task's baseline where it names none."""
-    stated = {"batch_size": baseline["batch_size"]} if baseline and "batch_size" in baseline else {}
+    stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}
     return {**stated, **choices}
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, in increasing order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+def label_of(name: str, choice: Choice) -> str:
+    """A choice of any key of a config, in a word or two; also of a technique that is not installed here."""
+    if name == BATCH_SIZE:
+        return f"batch {choice}"
+    return REGISTRY[name].label(choice) if name in REGISTRY else plain_label(name, choice)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Put the process-wide settings that techniques change back at the end."""
+    with ExitStack() as stack:
+        for technique in REGISTRY.values():
+            stack.enter_context(technique.restored())
+        yield

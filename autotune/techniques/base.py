@@ -1,22 +1,26 @@
-"""What a technique is: its name, its choices, when it applies, and what it does to a session that is being built."""
+"""What a technique is. It owns everything about itself; the rest of the package knows techniques by this protocol only."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import Words
 
 if TYPE_CHECKING:
     import torch
 
-    from autotune.devices.base import Device
-    from autotune.session import Build
     from autotune.task import Task
+
+FP32_MANTISSA_BITS = 24  # the hidden one included
 
 
 class Phase(IntEnum):
@@ -26,83 +30,6 @@ class Phase(IntEnum):
     MODEL = 1  # the model is on its device; the optimizer does not exist yet
     OPTIMIZER = 2  # the optimizer exists and has no state
     LOADER = 3  # options of the data loader
-
-    @property
-    def shapes_memory(self) -> bool:
-        """Whether its techniques change what a training step holds on the device."""
-        return self in (Phase.MODEL, Phase.OPTIMIZER)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a technique may look at to say whether and how it applies. Lives in a process of its own, never in the search.
-
-    Attributes:
-        model: built by the task, plain fp32, on the device, in training mode.
-        optimizer: the task's own optimizer for `model`, no state yet.
-        batch: a micro batch of two samples, on the device.
-        baseline: what the user runs today, complete.
-        global_batch: samples per optimizer step, or None when the user left it open.
-        dataset_size: samples in the training set, or None without a dataset.
-    """
-
-    task: Task
-    device: Device
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Any
-    baseline: Mapping[str, Choice]
-    global_batch: int | None
-    dataset_size: int | None
-
-    def fresh_batch(self) -> Any:
-        """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
-        import torch
-
-        from autotune.task.batches import map_tensors
-
-        return map_tensors(torch.clone, self.batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factor:
-    """What a choice multiplies something by, known only roughly: lognormal, with this median.
-
-    Attributes:
-        typical: the median.
-        spread: of one standard deviation: two thirds of all models lie within `typical / spread` to `typical * spread`.
-    """
-
-    typical: float = 1.0
-    spread: float = 1.0
-
-
-UNTOUCHED = Factor()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """What a choice is expected to do, beside the technique being off, before this model was seen with it.
-
-    The predictors in `autotune.predict` start from it and correct it by every probe.
-
-    Attributes:
-        compute: on the time of forward and backward per sample, once the device is busy.
-        launch: on the time of a micro step that does not depend on its size.
-        update: on the time of the optimizer's step.
-        data: on the time that training waits for samples.
-        state: on the memory of parameters, gradients and optimizer state.
-        activations: on the memory that grows with the micro batch.
-        untraced: on the memory that tracing does not show: libraries' workspaces, kernels that they compile and keep.
-    """
-
-    compute: Factor = UNTOUCHED
-    launch: Factor = UNTOUCHED
-    update: Factor = UNTOUCHED
-    data: Factor = UNTOUCHED
-    state: Factor = UNTOUCHED
-    activations: Factor = UNTOUCHED
-    untraced: Factor = UNTOUCHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +48,46 @@ class Recomputation:
 
 
 class Technique(ABC):
-    """One thing that can be switched. Stateless; one instance each in `autotune.techniques.REGISTRY`."""
+    """One thing that can be switched. Stateless: `autotune.techniques.REGISTRY` holds one instance of each.
 
-    name: ClassVar[str]  # the key in the config dict
-    summary: ClassVar[str]  # one line: what it does and what it trades
-    off: ClassVar[Choice]  # plain training
+    Attributes:
+        name: the key in the config dict.
+        summary: what it does and what it trades, in one line of the README's table.
+        listed_choices: its choices, in the README's table.
+        applies: where it applies, in the README's table.
+        off: the choice that is plain training.
+        order: place among the techniques of its phase, in which they are applied and listed; names decide between equals.
+        exact: its gradients equal plain fp32's up to rounding.
+        changes_learning: it trains something else than the user does. Searched only when included, and labelled.
+        ordered: its choices are numbers on a scale.
+        keeps_random_masks: a forward pass draws the same random numbers as plain training, so that a comparison of
+            gradients can keep dropout on.
+        check_steps: optimizer steps that a comparison with plain training takes; more than 1 for what acts on the optimizer.
+        likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
+        frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    listed_choices: ClassVar[str]
+    applies: ClassVar[str]
+    off: ClassVar[Choice]
     phase: ClassVar[Phase]
-    exact: ClassVar[bool] = True  # gradients equal plain fp32's up to rounding
-    ordered: ClassVar[bool] = False  # choices are numbers on a scale
+    order: ClassVar[int] = 100
+    exact: ClassVar[bool] = True
+    changes_learning: ClassVar[bool] = False
+    ordered: ClassVar[bool] = False
+    keeps_random_masks: ClassVar[bool] = False
+    check_steps: ClassVar[int] = 1
+    likely: ClassVar[tuple[Choice, ...]] = ()
+    frameworks: ClassVar[Mapping[str, Words]] = {}
 
     @abstractmethod
     def support(self, setting: Setting) -> Support:
         """Say what of this technique applies to the task on the device.
 
-        It may try things on the setting's model, with gradients, as training does. What it raises, except for want of
-        memory, is taken as the reason why it does not apply.
+        It may try things on the setting's model, with gradients, as training does. An exception, except for want of
+        memory, is taken as the reason why the technique does not apply.
         """
 
     @abstractmethod
@@ -145,6 +97,11 @@ class Technique(ABC):
         Raises:
             UnsupportedError: the choice cannot be applied to this model on this device, with the reason.
         """
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put process-wide settings that `apply` changes back at the end."""
+        yield
 
     def validate(self, choice: Any) -> Choice:
         """Return `choice` if it can be a choice of this technique, whatever the task.
@@ -156,6 +113,22 @@ class Technique(ABC):
             raise ValueError(f"expected {type(self.off).__name__}")
         return choice
 
+    def label(self, choice: Choice) -> str:
+        """The choice in a word or two, for reports and reasons."""
+        return plain_label(self.name, choice)
+
+    def is_redundant(self, config: Config) -> bool:
+        """Whether `config` is the same training as one with this technique off, and so need not be searched."""
+        return False
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """The one of `choices` that saves the most memory; None for a technique that is not there to save memory."""
+        return None
+
+    def mantissa_bits(self, choice: Choice) -> int:
+        """How many bits of a value its arithmetic keeps, the hidden one included."""
+        return FP32_MANTISSA_BITS
+
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """What `choice` is expected to do to time and memory; asked only for `choice != off`.
 
@@ -164,18 +137,73 @@ class Technique(ABC):
         """
         return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
 
-    def traced_as(self, choice: Choice) -> Choice:
-        """The choice whose trace serves for `choice`, too, since it takes the same memory."""
-        return choice
-
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
         """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
         return None
 
-    def is_redundant(self, config: Config) -> bool:
-        """Whether `config` is the same training as one with this technique off, and so need not be searched."""
-        return False
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why the memory of a config with `choice` cannot be traced without running it; empty where it can.
+
+        It is then learned from probes. Asked only for `choice != off`, on the machine that is to train.
+
+        Args:
+            device_kind: torch's type of the device that is to train: `cpu` or `cuda`.
+        """
+        return ""
+
+    @property
+    def shapes_memory(self) -> bool:
+        """Whether its choices change what a training step holds on the device."""
+        return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
+
+    def traced_as(self, choice: Choice) -> Choice:
+        """The choice whose traced memory also stands for `choice`, since both need the same."""
+        return choice
+
+    def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:
+        """The framework's arguments for `choice`; None where it has no words for it.
+
+        Args:
+            framework: a key of `frameworks`.
+            choices: all that the task supports, for frameworks that know on and off only.
+        """
+        words = self.frameworks.get(framework)
+        return None if words is None else words.write(choice)
+
+    def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
+        """The choice that a framework's arguments make; None where they do not say. The inverse of `write`."""
+        words = self.frameworks.get(framework)
+        return None if words is None else words.read(arguments)
 
 
 class UnsupportedError(Exception):
     """A technique's choice cannot be applied to this model on this device."""
+
+
+def plain_label(name: str, choice: Choice) -> str:
+    """A choice of any technique in a word or two."""
+    if isinstance(choice, bool):
+        return name if choice else f"no {name}"
+    return f"{name} {choice}"
+
+
+def one_of(choice: Any, choices: Sequence[str]) -> str:
+    """Return `choice` if it is one of `choices`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(choice, str) or choice not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return choice
+
+
+def whole_number(choice: Any, least: int) -> int:
+    """Return `choice` if it is an integer of at least `least`, and no bool.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(choice) is not int or choice < least:
+        raise ValueError(f"expected a whole number of at least {least}")
+    return choice

@@ -7,24 +7,28 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
 
 if TYPE_CHECKING:
     import torch
-
-    from autotune.session import Build
 
 
 class ChannelsLast(Technique):
     """Four-dimensional parameters and inputs in `torch.channels_last`."""
 
     name: ClassVar[str] = "channels_last"
-    summary: ClassVar[str] = "images with the channels innermost: faster convolutions on many devices, the same results"
+    summary: ClassVar[str] = "images with the channels innermost, as convolution kernels prefer: often faster"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "2-D convolutions on image batches"
     off: ClassVar[Choice] = False
     phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 20
+    likely: ClassVar[tuple[Choice, ...]] = (True,)
 
     def support(self, setting: Setting) -> Support:
-        """Models with 2-D convolutions on 4-D floating tensors whose code does not `view` in the old layout."""
+        """It applies to 2-D convolutions on 4-D floating tensors, unless the model's code calls `view` in the old layout."""
         import torch
 
         from autotune.task.batches import map_tensors, tensors
@@ -50,7 +54,7 @@ class ChannelsLast(Technique):
         return Support(choices=(False, True))
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """The layout of most fast convolutions, yet some kernels have none for it."""
+        """Most fast convolutions use this layout, yet some kernels do not have it."""
         return Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
 
     def apply(self, build: Build, choice: Choice) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, whole_number
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.recomputed import Checkpointed, Segments
 
 if TYPE_CHECKING:
     import torch
 
-    from autotune.session import Build
     from autotune.task import Task
 
 _EVERY_CHOICE_UP_TO = 8
-
-Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 
 class CheckpointSegments(Technique):
@@ -30,10 +30,15 @@ class CheckpointSegments(Technique):
     """
 
     name: ClassVar[str] = "checkpoint_segments"
-    summary: ClassVar[str] = "parts of the model run again in the backward pass: far fewer activations, more computing"
+    summary: ClassVar[str] = "blocks run again in the backward pass: far less memory, more computing"
+    listed_choices: ClassVar[str] = "0 to the number of blocks"
+    applies: ClassVar[str] = "a `Sequential` or `ModuleList` of blocks, found anywhere in the model"
     off: ClassVar[Choice] = 0
     phase: ClassVar[Phase] = Phase.MODEL
     ordered: ClassVar[bool] = True
+    order: ClassVar[int] = 30
+    keeps_random_masks: ClassVar[bool] = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TRANSFORMERS: Table({0: {"gradient_checkpointing": False}})}
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks, thinned when there are many."""
@@ -56,12 +61,12 @@ class CheckpointSegments(Technique):
         _switch_off_caches(build.model)
         sequence = None
         if chain.sequential is not None:
-            sequence = _Segments(chain.sequential, num_segments)
+            sequence = Segments(chain.sequential, num_segments)
             chain.sequential.forward = sequence  # type: ignore[method-assign]
         for start, _ in _segments(chain, num_segments):
             block = chain.blocks[start]
             if not is_layer(block):
-                block.forward = _Checkpointed(block, sequence)
+                block.forward = Checkpointed(block, sequence)
 
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
         """The segments of the chain; None where the model has none."""
@@ -71,6 +76,26 @@ class CheckpointSegments(Technique):
             return None
         return Recomputation(blocks=chain.blocks, segments=_segments(chain, int(choice)), each=len(chain.blocks))
 
+    def label(self, choice: Choice) -> str:
+        """`2 checkpoint segments`, `no checkpointing`."""
+        return f"{choice} checkpoint segment{'' if choice == 1 else 's'}" if choice else "no checkpointing"
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """Every block checkpointed."""
+        return max(choices, key=int)
+
+    def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:
+        """Hugging Face models checkpoint every block or none."""
+        if framework == TRANSFORMERS and choice and choice == max(choices, key=int, default=None):
+            return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        return super().write(framework, choice, choices)
+
+    def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
+        """Every block, where the number of blocks is known."""
+        if framework == TRANSFORMERS and arguments.get("gradient_checkpointing"):
+            return max(choices, key=int, default=None)
+        return super().read(framework, arguments, choices)
+
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """A forward pass is about a third of a step, and is run again for the share of the model that is checkpointed."""
         share = int(choice) / max(int(other) for other in choices)
@@ -79,9 +104,7 @@ class CheckpointSegments(Technique):
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""
-        if type(choice) is not int or choice < 0:
-            raise ValueError("expected a whole number of at least 0")
-        return choice
+        return whole_number(choice, 0)
 
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
@@ -121,169 +144,6 @@ def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
     if not blocks or not all(block in modules for block in blocks):
         raise UnsupportedError("checkpoint_blocks(model) must return modules of that model, at least one")
     return Chain(blocks)
-
-
-class _Recomputed:
-    """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
-
-    An object, not a closure, so that a deep copy of the model (a moving average of it, say) refers to its own blocks.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.original = vars(module).get("forward")  # a forward that the user replaced on this very instance
-        self.constant: set[Place] = set()  # buffers that forward passes were seen to leave alone
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.original is not None:
-            return self.original(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            buffers = _Buffers(modules, self.constant)
-            return buffers.recorded(), _EachTime(buffers.replayed)
-
-        # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
-        # random state it keeps.
-        names = tuple(kwargs)
-
-        def run(*values: Any) -> Any:
-            positional = values[: len(values) - len(names)]
-            return function(*positional, **dict(zip(names, values[len(positional) :], strict=True)))
-
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
-
-
-class _Checkpointed(_Recomputed):
-    """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
-
-    def __init__(self, module: torch.nn.Module, segments: _Segments | None) -> None:
-        super().__init__(module)
-        self.segments = segments
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _is_training(self.module) or (self.segments is not None and self.segments.running):
-            return self.call(*args, **kwargs)
-        return self.checkpoint((self.module,), self.call, *args, **kwargs)
-
-
-class _Segments(_Recomputed):
-    """The forward of a `Sequential`, cut into segments of nearly equal numbers of children.
-
-    Models may also iterate over a `Sequential` and call its children themselves; then the children's own
-    `_Checkpointed` takes effect.
-    """
-
-    def __init__(self, module: torch.nn.Sequential, num_segments: int) -> None:
-        super().__init__(module)
-        self.num_segments = num_segments
-        self.running = False  # inside a segment, also when it is recomputed
-
-    def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
-        if not _is_training(self.module):
-            return self.call(input)
-        children = tuple(self.module.children())
-        edges = [i * len(children) // self.num_segments for i in range(self.num_segments + 1)]
-        value = input
-        for start, end in itertools.pairwise(edges):
-            value = self.checkpoint(children[start:end], _Segment(self, children[start:end]), value)
-        return value
-
-
-class _Segment:
-    def __init__(self, segments: _Segments, modules: tuple[torch.nn.Module, ...]) -> None:
-        self.segments = segments
-        self.modules = modules
-
-    def __call__(self, value: Any) -> Any:
-        before, self.segments.running = self.segments.running, True
-        try:
-            for module in self.modules:
-                value = module(value)
-        finally:
-            self.segments.running = before
-        return value
-
-
-class _Buffers:
-    """Lets a forward pass that is run twice change the buffers once.
-
-    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
-    the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
-    this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
-    """
-
-    def __init__(self, modules: tuple[torch.nn.Module, ...], constant: set[Place]) -> None:
-        self.places = [
-            (m, name) for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None
-        ]
-        self.constant = constant
-        self.before: dict[Place, torch.Tensor] = {}
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around the first pass: remember the buffers that it changes. Known constants (masks) are not copied."""
-        originals = [
-            (place, buffer, buffer._version) for place in self.places if (buffer := _buffer(place)) is not None
-        ]
-        copies = {place: buffer.detach().clone() for place, buffer, _ in originals if place not in self.constant}
-        try:
-            yield
-        finally:
-            for place, buffer, version in originals:
-                if _buffer(place) is buffer and buffer._version == version and not _may_be_statistics(buffer):
-                    self.constant.add(place)
-                else:
-                    self.constant.discard(place)
-                    self.before[place] = copies.get(place, buffer)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Around the recomputation: the remembered values stand in, and the present ones come back afterwards."""
-        present = {place: _buffer(place) for place in self.before}
-        for (module, name), value in self.before.items():
-            module._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (module, name), buffer in present.items():
-                module._buffers[name] = buffer
-
-
-class _EachTime(AbstractContextManager[None]):
-    """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
-
-    There are several where the loss takes derivatives itself, before the backward pass.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        self._entered.enter_context(self._make())
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.close()
-
-
-def _may_be_statistics(buffer: torch.Tensor) -> bool:
-    """Batch normalisation writes its running statistics without counting up their version."""
-    return buffer.dim() == 1 and buffer.is_floating_point()
-
-
-def _buffer(place: Place) -> torch.Tensor | None:
-    module, name = place
-    return module._buffers[name]
-
-
-def _is_training(module: torch.nn.Module) -> bool:
-    import torch
-
-    return module.training and torch.is_grad_enabled()
 
 
 def _switch_off_caches(model: torch.nn.Module) -> None:

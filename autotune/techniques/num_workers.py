@@ -5,28 +5,37 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique
-
-if TYPE_CHECKING:
-    from autotune.session import Build
+from autotune.techniques.base import Phase, Technique, whole_number
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
 
 
 class NumWorkers(Technique):
     """`DataLoader(num_workers=...)`."""
 
     name: ClassVar[str] = "num_workers"
-    summary: ClassVar[str] = "processes that load data beside the training: hides loading time, takes host memory"
+    summary: ClassVar[str] = "processes that load data: hide loading, take host memory and processors"
+    listed_choices: ClassVar[str] = "0, 1, 2, 4 ... processors"
+    applies: ClassVar[str] = "with a dataset"
     off: ClassVar[Choice] = 0
     phase: ClassVar[Phase] = Phase.LOADER
     ordered: ClassVar[bool] = True
+    order: ClassVar[int] = 10
+    keeps_random_masks: ClassVar[bool] = True
+    likely: ClassVar[tuple[Choice, ...]] = (2, 1)
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Argument("dataloader_num_workers"),
+        DATALOADER: Argument("num_workers"),
+    }
 
     def support(self, setting: Setting) -> Support:
-        """0 and powers of two up to the processors this process may use; at most 1 for an iterable dataset."""
+        """0 and powers of two, up to the processors that this process may use; at most 1 for an iterable dataset."""
         from torch.utils.data import IterableDataset
 
         dataset = setting.task.dataset()
@@ -53,22 +62,24 @@ class NumWorkers(Technique):
         if multiprocessing.get_start_method(allow_none=True) in (None, multiprocessing.get_all_start_methods()[0]):
             build.loader_options["multiprocessing_context"] = "fork"
 
+    def label(self, choice: Choice) -> str:
+        """`2 workers`."""
+        return f"{choice} worker{'' if choice == 1 else 's'}"
+
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Loading is hidden, unless the workers take the processors that train."""
+        """Workers hide the loading, unless they take the processors that train."""
         return Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
 
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""
-        if type(choice) is not int or choice < 0:
-            raise ValueError("expected a whole number of at least 0")
-        return choice
+        return whole_number(choice, 0)
 
 
 WITHOUT_DATASET = "the task has no train_dataset, so nothing is loaded"
 
 
 def num_processors() -> int:
-    """Processors that this process may use: those it may run on, or its control group's quota if that is less."""
+    """How many processors this process may use: its affinity, or its control group's quota if that is less."""
     from autotune.devices import cgroup
 
     there_are = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.amp import one_of
-from autotune.techniques.base import Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 
 if TYPE_CHECKING:
     import torch
-
-    from autotune.session import Build
-
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -29,12 +28,22 @@ class OptimizerImpl(Technique):
     """The `foreach` and `fused` flags of torch's own optimizers."""
 
     name: ClassVar[str] = "optimizer_impl"
-    summary: ClassVar[str] = "the optimizer's update in one kernel, in tensor lists, or one parameter at a time"
+    summary: ClassVar[str] = "the update in one kernel, in tensor lists, or one parameter at a time"
+    listed_choices: ClassVar[str] = "`default` `for-loop` `foreach` `fused`"
+    applies: ClassVar[str] = "torch's own optimizers"
     off: ClassVar[Choice] = "default"
     phase: ClassVar[Phase] = Phase.OPTIMIZER
+    order: ClassVar[int] = 10
+    keeps_random_masks: ClassVar[bool] = True
+    check_steps: ClassVar[int] = 3  # its first step is the gradient's sign in many optimizers
+    likely: ClassVar[tuple[Choice, ...]] = ("fused", "foreach")
+    # TrainingArguments name optimizer and implementation in one word; nothing is said of other optimizers than AdamW.
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
+    }
 
     def support(self, setting: Setting) -> Support:
-        """The implementations of `setting.optimizer` that it does not use already and that work on its parameters."""
+        """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""
         optimizer = setting.optimizer
         if reason := _why_not(optimizer):
             return Support(choices=(self.off,), reason=reason)
@@ -65,8 +74,12 @@ class OptimizerImpl(Technique):
             if hasattr(fresh, mark):
                 setattr(optimizer, mark, getattr(fresh, mark))
 
+    def label(self, choice: Choice) -> str:
+        """`fused`, or `default optimizer`."""
+        return f"{choice} optimizer" if choice == self.off else str(choice)
+
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """One kernel beats lists of tensors, which beat a loop; lists take memory for their results."""
+        """One kernel is faster than lists of tensors, and those than a loop. Lists take memory for their results."""
         typical = {"fused": 0.6, "foreach": 0.8, "for-loop": 1.2}.get(str(choice), 1.0)
         return Expectation(
             compute=Factor(typical=0.99, spread=1.03),
@@ -80,7 +93,7 @@ class OptimizerImpl(Technique):
 
 
 def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> str:
-    """What the optimizer does as the user built it: its flags, else foreach on a GPU and for-loop on a CPU."""
+    """The implementation that the user built: by its flags, else foreach on a GPU and for-loop on a CPU."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"

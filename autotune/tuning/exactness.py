@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune import techniques
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check
-from autotune.runners.local import ProbeFault, ProcessProber
-from autotune.tuning.loop import Loop
+from autotune.runners.runner import NotCompared, ProbeFault
+from autotune.tuning.confirm import finalists_of
+from autotune.tuning.state import Search
 from autotune.tuning.why import OWN_STUDY
 
 BATCH_SIZE = 4
@@ -30,7 +31,7 @@ class Finding:
     Attributes:
         exact: None where it could not be compared.
         reason: why it is not exact, or was not compared; empty where it is exact.
-        remedy: what would let it be compared.
+        remedy: what would let it be compared; empty where nothing would.
     """
 
     exact: bool | None
@@ -41,21 +42,45 @@ class Finding:
 class Exactness:
     """Compares configs with plain fp32, each in a process of its own, and keeps in the study what was found."""
 
-    def __init__(self, loop: Loop, prober: ProcessProber, inspection: Inspection) -> None:
-        self._loop = loop
-        self._prober = prober
-        self._inspection = inspection
+    def __init__(self, search: Search) -> None:
+        self._search = search
         self._not_compared: dict[str, Finding] = {}  # not kept in the study: a search that goes on with it tries again
 
-    def known_failures(self) -> list[tuple[str, Choice, str]]:
-        """The choices in the space that an earlier search of the study found not to be exact, with the reason."""
+    def leave_out_known_failures(self) -> None:
+        """Take the choices that an earlier search of the study found not to be exact out of the space."""
         known = self._known()
-        return [
-            (name, choice, known[_key(name, choice)])
-            for name, choices in self._loop.space.choices.items()
-            for choice in choices
-            if known.get(_key(name, choice))
-        ]
+        for name, choices in self._search.history.space.choices.items():
+            for choice in choices:
+                if reason := known.get(_key(name, choice)):
+                    self._search.leave_out(name, choice, reason)
+
+    def leave_out_inexact(self) -> bool:
+        """Take each choice of the finalists that is not exact on this model out of the space; whether there was one."""
+        left_out = False
+        for config in finalists_of(self._search):
+            for name, choice in to_compare(config, self._search.history.space.baseline):
+                if self._search.interrupted():
+                    return left_out
+                left_out = self._leave_out_if_inexact(name, choice, self.of(name, choice)) or left_out
+        return left_out
+
+    def may_come_in(self, config: Config) -> bool:
+        """Whether a config may come in for a finalist that failed: each of its exact techniques is exact on this model.
+
+        A finalist is taken, with a warning, where that cannot be told; a config that only comes in for one is not.
+        """
+        for name, choice in to_compare(config, self._search.history.space.baseline):
+            found = self.of(name, choice)
+            self._leave_out_if_inexact(name, choice, found)
+            if not found.exact or self._search.interrupted():
+                return False
+        return True
+
+    def _leave_out_if_inexact(self, name: str, choice: Choice, found: Finding) -> bool:
+        inexact = found.exact is False and choice in self._search.history.space.choices[name]
+        if inexact:
+            self._search.leave_out(name, choice, found.reason)
+        return inexact
 
     def of(self, name: str, choice: Choice) -> Finding:
         """Whether a choice of an exact technique is exact here. Compared once in a search."""
@@ -66,47 +91,56 @@ class Exactness:
         if key not in self._not_compared:
             found = self._compare(techniques.complete({name: choice}))
             if found.exact is not None:
-                self._loop.store.set_attribute(ATTRIBUTE, known | {key: found.reason})
+                self._search.store.set_attribute(ATTRIBUTE, known | {key: found.reason})
                 return found
             self._not_compared[key] = found
         return self._not_compared[key]
 
-    def not_compared(self, name: str, choice: Choice) -> Finding | None:
-        """Why a choice could not be compared in this search; None where it was, or was not asked for."""
-        return self._not_compared.get(_key(name, choice))
+    def not_compared(self, answer: Config) -> Iterator[tuple[str, Choice, Finding]]:
+        """The choices of the answer that could not be compared in this search, and why."""
+        for name, choice in to_compare(answer, self._search.history.space.baseline):
+            if (found := self._not_compared.get(_key(name, choice))) is not None:
+                yield name, choice, found
 
-    def check(self, config: Config, timeout_s: float) -> Check | Outcome:
+    def check(self, config: Config, timeout_s: float) -> Check | Outcome | NotCompared:
         """Run the checks in a process of their own, within the time that is left."""
-        settings = self._loop.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, self._loop.left_s)))
-        small = not self._inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
-        size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, self._loop.space.baseline.samples_per_step)
+        search = self._search
+        settings = search.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, search.budget.left_s)))
+        small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
+        size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
         try:
-            return self._prober.check(config, settings, size)
+            with search.budget.split("checks"):
+                return search.runner.check(config, settings, size)
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
 
     def _known(self) -> dict[str, str]:
-        return dict(self._loop.store.attributes().get(ATTRIBUTE, {}))
+        return dict(self._search.store.attributes().get(ATTRIBUTE, {}))
 
     def _compare(self, config: Config) -> Finding:
-        if self._loop.elapsed_s > self._loop.budget_s:
+        budget = self._search.budget
+        if budget.elapsed_s > budget.budget_s:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
-        check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * self._loop.budget_s))
-        if isinstance(check, Outcome):
-            ended = f"{check.kind}: {check.cause}"
-            if check.kind in (Kind.OOM, Kind.TIMEOUT):
-                remedy = MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
-                return Finding(exact=None, reason=f"the comparison did not end ({ended})", remedy=remedy)
-            return Finding(exact=False, reason=f"it did not run ({ended})")
-        return Finding(exact=check.passed, reason="" if check.passed else check.reason)
+        check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * budget.budget_s))
+        if isinstance(check, NotCompared):
+            return Finding(exact=None, reason=check.reason)
+        if isinstance(check, Check):
+            return Finding(exact=check.passed, reason="" if check.passed else check.reason)
+        ended = f"{check.kind}: {check.cause}"
+        if check.kind in (Kind.OOM, Kind.TIMEOUT):
+            remedy = MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
+            return Finding(exact=None, reason=f"the comparison did not end ({ended})", remedy=remedy)
+        return Finding(exact=False, reason=f"it did not run ({ended})")
 
 
 def to_compare(config: Config, baseline: Config) -> Iterator[tuple[str, Choice]]:
     """The choices in which a config differs from the baseline and that claim to be exact."""
     for name, choice in config.differences(baseline).items():
+        if name in BATCH_KEYS:
+            continue
         technique = techniques.REGISTRY[name]
         claims = technique.exact and technique.phase is not techniques.Phase.LOADER and choice != technique.off
-        if claims and name != "accumulation_steps":
+        if claims:
             yield name, choice
 
 

@@ -9,17 +9,17 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean
 
 from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.result import Dropped, Measured
 from autotune.records.rounds import round_effects
+from autotune.study.figures import measured, ratio_interval
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12
-SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
 DECIDED = 0.01  # half-width of the gain's interval at which more rounds tell nothing new
 LOST = 0.99  # confidence at which a loser is dropped: it is looked at after every round
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
@@ -37,23 +37,11 @@ class Entrant:
     @property
     def peak_bytes(self) -> int:
         """The highest peak over its processes."""
-        return max(outcome.measurement.peak_bytes for outcome in self.outcomes.values() if outcome.measurement)
+        return self.measured().peak_bytes
 
     def measured(self) -> Measured:
         """Throughput over its fresh processes, with the interval between processes."""
-        found = [outcome.measurement for outcome in self.outcomes.values() if outcome.measurement]
-        speeds = [measurement.samples_per_s for measurement in found]
-        ratio, low, high = ratio_interval([math.log(speed) for speed in speeds])
-        if len(found) == 1:
-            low, high = found[0].samples_per_s_low, found[0].samples_per_s_high
-        return Measured(
-            config=self.config.as_dict(),
-            samples_per_s=ratio,
-            samples_per_s_ci=(low, high),
-            peak_bytes=self.peak_bytes,
-            step_s=median(measurement.step_s for measurement in found),
-            num_processes=len(found),
-        )
+        return measured(self.config, self.outcomes.values())
 
     def finalist(self) -> Measured:
         """Its figures, with the reason where it failed."""
@@ -89,17 +77,6 @@ class Standing:
     speedup: tuple[float, float, float] | None
     entrants: tuple[Entrant, ...]
     num_rounds: int
-
-
-def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Geometric mean and its Student interval, from logarithms. One value alone is taken to be within 25 %."""
-    from scipy.stats import t
-
-    mean = fmean(logs)
-    if len(logs) < 2:
-        return math.exp(mean), math.exp(mean) / SINGLE_SPREAD, math.exp(mean) * SINGLE_SPREAD
-    half = float(t.ppf((1 + confidence) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def paired_ratio(

@@ -4,54 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__, techniques
-from autotune.devices import open_device
+from autotune import techniques
+from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import Runner
 from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
-from autotune.space import ACCUMULATION, Space, build_space, distributions_of
+from autotune.space import Space, build_space
 from autotune.task.source import TaskSource
-from autotune.tuning.run import inspection_failed
+from autotune.tuning.opening import inspection_failed
+from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """What to sweep and how well.
-
-    Attributes:
-        grid: technique -> the choices to sweep; a technique that is not named is swept over all that are searched.
-        include, exclude: as in a search.
-        interval: a config is repeated until the 95 % interval of its throughput is within this share of it, either side,
-        max_repeats: or until it was repeated so often.
-        max_timed_s, max_warmup_s: of each probe: processes differ more than blocks within one, so many short ones do best.
-    """
-
-    out: Path
-    device: str = "auto"
-    memory_limit_bytes: int | None = None
-    global_batch: int | None = None
-    grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    interval: float = 0.03
-    max_repeats: int = 8
-    max_timed_s: float = 0.5
-    max_warmup_s: float = 1.0
-    probe_timeout_s: float = 120.0
-    seed: int = 0
+TRACE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +42,7 @@ class Progress:
 
 
 def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress], None]) -> Table:
-    """Measure every config of the grid; a table that is there already is carried on with.
+    """Measure every config of the grid; a table that is there already is carried on with. Its traces are written beside it.
 
     Raises:
         TaskError, ConfigError, DeviceError: the user can put it right; see the message.
@@ -73,24 +51,29 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     """
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    info = open_device(options.device).info()
+    logs = options.out.with_suffix(".logs")
+    runner = LocalRunner(source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S)
     begun = table.read(options.out) if options.out.exists() else None
-    limit_bytes = options.memory_limit_bytes or (begun.header.memory_limit_bytes if begun else info.free_bytes)
+    limit_bytes = options.memory_limit_bytes or (
+        begun.header.memory_limit_bytes if begun else runner.device().free_bytes
+    )
     settings = ProbeSettings(
-        device=info.name,
         memory_limit_bytes=limit_bytes,
         max_timed_s=options.max_timed_s,
         max_warmup_s=options.max_warmup_s,
         timeout_s=options.probe_timeout_s,
         seed=options.seed,
     )
-    with ProcessProber(source, logs=options.out.with_suffix(".logs"), import_timeout_s=INSPECT_TIMEOUT_S) as prober:
-        inspection = prober.inspect(info.name, limit_bytes, INSPECT_TIMEOUT_S)
+    with runner:
+        inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=INSPECT_TIMEOUT_S)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restricted(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
+        if recorded.traces is None:
+            traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S)
+            table.write_traces(options.out, traces)
         rows = list(recorded.rows)
         for number in range(options.max_repeats):
             known, done = figures_of(rows), {row.config for row in rows if row.repeat == number}
@@ -100,27 +83,11 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             # every round draws other samples, the same for all of its configs
             seeded = settings.replace(seed=options.seed + number)
             for position, config in enumerate(todo, start=1):
-                row = Row(config=config, repeat=number, outcome=_run(prober, config, seeded))
+                row = Row(config=config, repeat=number, outcome=_run(runner, config, seeded))
                 rows.append(row)
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
     return table.read(options.out)
-
-
-def space_of(header: Header) -> Space:
-    """The space that a table was swept over, as a search sees it."""
-    baseline = techniques.complete(header.baseline, global_batch=header.global_batch)
-    choices = dict(header.choices)
-    accumulations = frozenset(choices[ACCUMULATION])
-    if header.global_batch is not None:
-        del choices[ACCUMULATION]
-    return Space(
-        choices=choices,
-        distributions=distributions_of(choices),
-        baseline=baseline,
-        global_batch=header.global_batch,
-        accumulations=accumulations,
-    )
 
 
 def _wants(known: Figure | None, options: SweepOptions) -> bool:
@@ -132,10 +99,10 @@ def _wants(known: Figure | None, options: SweepOptions) -> bool:
     return known.num_repeats < MIN_REPEATS or known.half_width > options.interval
 
 
-def _run(prober: ProcessProber, config: Config, settings: ProbeSettings) -> Outcome:
-    outcome = prober.run(config, settings)
+def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
+    outcome = runner.probe(config, settings)
     disturbed = outcome.measurement is not None and outcome.measurement.disturbances
-    return calmer(outcome, prober.run(config, settings)) if disturbed else outcome
+    return calmer(outcome, runner.probe(config, settings)) if disturbed else outcome
 
 
 def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
@@ -146,8 +113,7 @@ def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
     """
     choices: dict[str, tuple[Choice, ...]] = dict(space.choices)
     for name, wanted in grid.items():
-        technique = techniques.known(name)
-        possible = choices.get(name, ())
+        possible = choices.get(techniques.known(name), ())
         for choice in wanted:
             if techniques.validate(name, choice) not in possible:
                 listed = ", ".join(map(str, possible)) or "what follows from batch_size and the global batch"
@@ -155,13 +121,18 @@ def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
                     f"--grid {name}={choice} cannot be swept here; possible: {listed} (--include adds optional ones)"
                 )
         kept = [choice for choice in possible if choice in wanted or choice == space.baseline[name]]
-        choices[name] = tuple(sorted(kept)) if technique.ordered else tuple(kept)
-    return replace(space, choices=choices, distributions=distributions_of(choices))
+        choices[name] = tuple(sorted(kept)) if techniques.is_ordered(name) else tuple(kept)
+    return replace(space, choices=choices, supported=_searched(choices))
+
+
+def _searched(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
+    return {name: options for name, options in choices.items() if len(options) > 1}
 
 
 def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> Header:
     device = inspection.device
     assert settings.memory_limit_bytes is not None
+    keys = (*BATCH_KEYS, *techniques.REGISTRY)
     every = {**space.choices, ACCUMULATION: tuple(sorted({int(config[ACCUMULATION]) for config in space}))}
     return Header(
         task=inspection.facts["name"],
@@ -178,7 +149,12 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         autotune=__version__,
         global_batch=inspection.global_batch,
         baseline=space.baseline.as_dict(),
-        choices={name: every[name] for name in techniques.REGISTRY},
+        choices={name: every[name] for name in keys},
+        capability=device.capability,
+        baseline_given=inspection.baseline_given,
+        reasons={name: inspection.support_of(name).reason for name in keys if inspection.support_of(name).reason},
+        notes={name: inspection.support_of(name).note for name in keys if inspection.support_of(name).note},
+        facts={name: fact for name, fact in inspection.facts.items() if name != "widest"},
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,
         max_warmup_s=settings.max_warmup_s,
@@ -204,4 +180,4 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
     return begun
 
 
-__all__ = ["Progress", "SweepOptions", "space_of", "sweep"]
+__all__ = ["Progress", "sweep"]

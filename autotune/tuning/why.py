@@ -13,8 +13,9 @@ from autotune.records.front import pareto_front
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Effect, Measured
+from autotune.records.trial import Trial
+from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.study.store import Probed
 from autotune.tuning.playoff import failure
 from autotune.units import format_bytes
 
@@ -41,7 +42,7 @@ def without_digits(cause: str) -> str:
     return re.sub(r"\d+", "", cause)
 
 
-def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
+def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
     """What is known of every config that was feasible each time: the play-off's figures where it took part, else its one probe's.
 
     Args:
@@ -49,24 +50,24 @@ def figures(probed: Sequence[Probed], confirmed: Sequence[Measured]) -> dict[Con
         confirmed: who ran through in the play-off.
     """
     found = {
-        config: measured_once(config, measurement)
-        for config, counted in feasible_each_time((probe.config, probe) for probe in probed).items()
-        if (measurement := counted[0].outcome.measurement)
+        config: measured(config, [counted[0].outcome])
+        for config, counted in feasible_each_time(probed).items()
+        if counted[0].outcome.measurement
     }
-    return found | {Config(tuple(measured.config.items())): measured for measured in confirmed}
+    return found | {Config(tuple(found.config.items())): found for found in confirmed}
 
 
 def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
     """What each choice of the answer that differs from the baseline did, from configs that differ in it alone."""
-    measured = list(known.items())
+    pairs_of = list(known.items())
     found = []
     for name, choice in answer.differences(baseline).items():
         if name == "accumulation_steps":
             continue
         pairs = [
             (with_it, without)
-            for config, with_it in measured
-            for other, without in measured
+            for config, with_it in pairs_of
+            for other, without in pairs_of
             if config[name] == choice and other[name] == baseline[name] and set(_differ(config, other)) == {name}
         ]
         found.append(
@@ -96,19 +97,7 @@ def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
     return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
 
 
-def measured_once(config: Config, found: Measurement) -> Measured:
-    """One process's measurement in the form of the answer's."""
-    return Measured(
-        config=config.as_dict(),
-        samples_per_s=found.samples_per_s,
-        samples_per_s_ci=(found.samples_per_s_low, found.samples_per_s_high),
-        peak_bytes=found.peak_bytes,
-        step_s=found.step_s,
-        num_processes=1,
-    )
-
-
-def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objective: Objective) -> str:
+def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective) -> str:
     """What limits the speed of the answer now, in one sentence."""
     total_s = sum(found.phases_s.values())
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
@@ -149,7 +138,7 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Probed], objec
     return f"Compute: a step is {parts}{tried}."
 
 
-def no_fit(probed: Sequence[Probed], limit_bytes: int) -> str:
+def no_fit(probed: Sequence[Trial], limit_bytes: int) -> str:
     """Why nothing was feasible, by how much, and what to try."""
     failed = [probe.outcome for probe in probed]
     kinds = {outcome.kind for outcome in failed}

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from autotune import techniques
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,9 +40,9 @@ def start_s(folder: Path, *, fork: bool) -> float:
     config = techniques.complete(
         {"batch_size": 5}
     )  # does not keep the global batch: ends the probe as soon as it is up
-    settings = ProbeSettings(device="cpu", memory_limit_bytes=None)
-    with ProcessProber(TaskSource.of(TINY), logs=folder, fork=fork) as prober:
-        return median(prober.run(config, settings).wall_s for _ in range(REPEATS if fork else 5))
+    settings = ProbeSettings(memory_limit_bytes=None)
+    with LocalRunner(TaskSource.of(TINY), device="cpu", logs=folder, fork=fork) as prober:
+        return median(prober.probe(config, settings).wall_s for _ in range(REPEATS if fork else 5))
 
 
 def search_share(folder: Path) -> tuple[float, dict[str, object]]:

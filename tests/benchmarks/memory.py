@@ -20,17 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from autotune.devices.targets import CPU, CUDA
-from autotune.predict.cache import cached_traces
 from autotune.predict.memory import MemoryModel
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.runners import table
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.runners.table import Table
+from autotune.space import Space, build_space
 from autotune.task import load_task
 from autotune.task.source import TaskSource
-from autotune.tuning.sweep import space_of
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith(".allocator.csv"))
@@ -38,27 +37,27 @@ NUM_PAIRS = 30  # of the two probes that the memory model is given
 TRACE_TIMEOUT_S = 600.0
 
 
+def space_of(recorded: Table) -> Space:
+    """The space that a table was swept over, as a search sees it."""
+    return build_space(recorded.header.inspection(), fix={}, include=(), exclude=())[0]
+
+
 def study_file(path: Path) -> Path:
     """The model file of a table."""
     return path.parent / "model.py"
 
 
-def traces_of(recorded: Table, folder: Path | None = None) -> tuple[Traces, float]:
-    """The traces of a table's configs, and the seconds that tracing them took; kept in `folder`, if given."""
+def traces_of(recorded: Table) -> tuple[Traces, float]:
+    """The traces of a table's configs, and the seconds that tracing them took."""
     source = TaskSource.of(study_file(recorded.path))
     target = CPU if recorded.header.device == "cpu" else CUDA
-    with tempfile.TemporaryDirectory() as logs, ProcessProber(source, logs=Path(logs)) as prober:
-        inspection = prober.inspect("cpu", None, TRACE_TIMEOUT_S)  # of the dataset: which samples are the widest
+    with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as prober:
+        inspection = prober.inspect(
+            memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S
+        )  # of the dataset: which samples are the widest
         assert isinstance(inspection, Inspection), inspection
         started = time.monotonic()
-        traces = cached_traces(
-            prober,
-            space_of(recorded.header).tracing(),
-            target,
-            facts=inspection.facts,
-            folder=folder or Path(logs),
-            timeout_s=TRACE_TIMEOUT_S,
-        )
+        traces = prober.trace(space_of(recorded).tracing(), target, timeout_s=TRACE_TIMEOUT_S)
         wall_s = time.monotonic() - started
     return traces, wall_s
 
@@ -119,7 +118,7 @@ def after_two_probes(recorded: Table, traces: Traces) -> Iterator[tuple[Config, 
 
     Of a config's repeats the one with the largest peak counts.
     """
-    space, configs = space_of(recorded.header), list(recorded.figures)
+    space, configs = space_of(recorded), list(recorded.figures)
     measured = {
         c: [row.outcome.measurement for row in rows if row.outcome.measurement] for c, rows in recorded.repeats.items()
     }

@@ -26,13 +26,14 @@ from unittest import mock
 from peers_worker import TOOLS
 
 from autotune import techniques
+from autotune.records.batch_plan import divisors
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.report.figures import rate, times
-from autotune.report.words import describe
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds, parse_bytes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,17 +153,17 @@ def ask_peer(tool: str, study: Study, training_bytes: int, global_batch: int, fo
 
 def keeping(global_batch: int, batch_size: int) -> Config | None:
     """Plain fp32 training at the largest divisor of the global batch up to a size; None below one."""
-    fitting = [divisor for divisor in techniques.divisors(global_batch) if divisor <= batch_size]
+    fitting = [divisor for divisor in divisors(global_batch) if divisor <= batch_size]
     return techniques.complete({"batch_size": fitting[-1]}, global_batch=global_batch) if fitting else None
 
 
-def measure(answers: Sequence[Answer], prober: ProcessProber, settings: ProbeSettings, repeats: int) -> None:
+def measure(answers: Sequence[Answer], prober: LocalRunner, settings: ProbeSettings, repeats: int) -> None:
     """Time every answer's config in turns; an answer that runs out of memory is stepped down first."""
     speeds: dict[Config, list[float]] = {}
     order = random.Random(settings.seed)
     for answer in answers:
         while answer.config is not None and answer.config not in speeds:
-            outcome = prober.run(answer.config, settings)
+            outcome = prober.probe(answer.config, settings)
             if outcome.kind is not Kind.OOM:
                 speeds[answer.config] = [_speed(outcome)]
                 break
@@ -171,7 +172,7 @@ def measure(answers: Sequence[Answer], prober: ProcessProber, settings: ProbeSet
             answer.config = keeping(answer.config.samples_per_step, below) if answer.tool != OURS else None
     for _ in range(repeats - 1):
         for config in order.sample(list(speeds), len(speeds)):
-            speeds[config].append(_speed(prober.run(config, settings)))
+            speeds[config].append(_speed(prober.probe(config, settings)))
     for answer in answers:
         if answer.config is not None:
             answer.samples_per_s = median(speeds[answer.config])
@@ -186,14 +187,12 @@ def _speed(outcome: Outcome) -> float:
 def compare(study: Study, budget_s: float, repeats: int, tools: Iterable[str]) -> list[Answer]:
     """All tools on one study."""
     limit_bytes = parse_bytes(study.memory_limit)
-    settings = ProbeSettings(
-        device="cpu", memory_limit_bytes=limit_bytes, interval=0.01, max_timed_s=10.0, timeout_s=600.0
-    )
+    settings = ProbeSettings(memory_limit_bytes=limit_bytes, interval=0.01, max_timed_s=10.0, timeout_s=600.0)
     with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, study.environment):
         folder = Path(name)
-        with ProcessProber(TaskSource.of(study.model), logs=folder) as prober:
-            global_batch = prober.global_batch
-            inspection = prober.inspect("cpu", limit_bytes, settings.timeout_s)
+        with LocalRunner(TaskSource.of(study.model), device="cpu", logs=folder) as prober:
+            global_batch = prober.stated.global_batch
+            inspection = prober.inspect(memory_limit_bytes=limit_bytes, timeout_s=settings.timeout_s)
             assert global_batch is not None and not isinstance(inspection, Outcome)
             training_bytes = limit_bytes - inspection.outside_bytes
             print(f"{study.name}: {format_bytes(training_bytes)} for training", file=sys.stderr)

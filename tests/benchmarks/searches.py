@@ -1,8 +1,8 @@
 """How good each search strategy is, over recorded tables of real training: run by `make bench-searches`.
 
-Every strategy runs the product's own search loop; a `ReplayProber` answers from the table in the place of the device, each
-probe with one of the recorded repeats, drawn by the seed. Each table is searched without a memory limit that binds, and
-within one that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
+Every strategy is a whole search over a recorded table, as `autotune search --replay` runs it: each probe is one of the recorded
+repeats, drawn by the seed. Each table is searched without a memory limit that binds, and within one
+that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
 doubled until it fails. With `--write` a table and a plot go into `studies/README.md`; with `--keep FILE` searches that FILE
 holds are not run again, and the others are added to it.
 """
@@ -14,7 +14,6 @@ import json
 import math
 import multiprocessing
 import re
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,29 +23,25 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from autotune.predict.traces import Traces
-from autotune.proposers.design import starting_configs
+from autotune import techniques
 from autotune.records.config import Config
-from autotune.records.objective import Objective
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
+from autotune.records.trial import PLAY_OFF
 from autotune.runners import table
-from autotune.runners.replay import ReplayProber
+from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Table
-from autotune.study.store import Place, Store
-from autotune.tuning.events import Listener
-from autotune.tuning.loop import Loop
-from autotune.tuning.sweep import space_of
-from tests.benchmarks.memory import TABLES, traces_of
+from autotune.tuning.events import Event, Listener, ProbeEnded
+from autotune.tuning.search import search as run_search
+from tests.benchmarks.memory import TABLES, space_of
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"
 README, PLOT = STUDIES / "README.md", STUDIES / "searches.svg"
-STARTED = "after the starting design"
 STRATEGIES = ("cost-model", "gp", "tpe", "random", "doubling")
 HEADROOM = 0.05
 MAX_PROBES = 40
-NEAR = 0.98  # of the optimum: within 2 %
+NEAR = 0.98  # of the optimum: within 2 %, or within the table's own interval of the optimum where that is wider
 EXCEEDING = 0.5  # share of a table's configs that a tight memory limit rules out, as far as the baseline allows
 
 
@@ -70,6 +65,7 @@ class Search:
     Attributes:
         shares: after each probe, the best feasible config so far as a share of the table's optimum.
         regret: what the answer lacks of the optimum, after the play-off.
+        near: the share of the optimum that counts as near.
     """
 
     scenario: Scenario
@@ -78,11 +74,12 @@ class Search:
     shares: tuple[float, ...]
     num_oom: int
     regret: float
+    near: float = NEAR
 
     @property
     def probes_until_near(self) -> float:
-        """Probes until within 2 % of the optimum; endless when the search ended before."""
-        return next((n for n, share in enumerate(self.shares, start=1) if share >= NEAR), math.inf)
+        """Probes until near the optimum; endless when the search ended before."""
+        return next((n for n, share in enumerate(self.shares, start=1) if share >= self.near), math.inf)
 
 
 class Truth:
@@ -90,14 +87,15 @@ class Truth:
 
     def __init__(self, scenario: Scenario) -> None:
         self.table = read(scenario.path)
-        self.traces = traces(scenario.path)
         self.limit_bytes = limit_bytes(self.table, tight=scenario.tight)
         usable_bytes = self.limit_bytes * (1 - HEADROOM)
         self.speed = {
             config: figure.samples_per_s if figure.peak_bytes <= usable_bytes else 0.0
             for config, figure in self.table.figures.items()
         }
-        self.optimum = max(self.speed.values())
+        best = max(self.speed, key=lambda config: self.speed[config])
+        self.optimum = self.speed[best]
+        self.near = min(NEAR, 1 - self.table.figures[best].half_width)
 
     def shares(self, configs: Sequence[Config]) -> tuple[float, ...]:
         """The best so far after each config, as a share of the optimum."""
@@ -114,24 +112,18 @@ def read(path: Path) -> Table:
     return table.read(path)
 
 
-@lru_cache
-def traces(path: Path) -> Traces:
-    """The traced memory of a table's configs, found once and kept beside the studies."""
-    return traces_of(read(path), STUDIES / ".traces")[0]
-
-
 def limit_bytes(recorded: Table, *, tight: bool) -> int:
     """A limit that everything fits, or one that half of the configs exceed but the baseline does not."""
     peaks = [figure.peak_bytes for figure in recorded.figures.values()]
     if not tight:
         return int(max(peaks) / (1 - HEADROOM)) + 1
-    baseline_bytes = recorded.figures[space_of(recorded.header).baseline].peak_bytes
+    baseline_bytes = recorded.figures[space_of(recorded).baseline].peak_bytes
     return int(max(float(np.quantile(peaks, 1 - EXCEEDING)), 1.01 * baseline_bytes) / (1 - HEADROOM)) + 1
 
 
 def doubling(truth: Truth) -> list[Config]:
     """Plain fp32 training at the table's batch sizes, doubled until it fails; the last that fits is the answer."""
-    space = space_of(truth.table.header)
+    space = space_of(truth.table)
     sizes = sorted(int(size) for size in space.choices["batch_size"])
     tried, size = [], sizes[0]
     while True:
@@ -150,46 +142,40 @@ def run(scenario: Scenario, strategy: str, seed: int) -> Search:
         tried = doubling(truth)
         fitting = [config for config in tried if truth.speed[config]]
         answer = truth.speed[fitting[-1]] if fitting else 0.0
-        return Search(scenario, strategy, seed, truth.shares(tried), truth.num_oom(tried), 1 - answer / truth.optimum)
-    loop = make_loop(truth, strategy, seed)
-    loop.measure_baseline(given=True)
-    loop.explore()
-    loop.undo_changes()
-    probed = loop.probed()
-    standing = loop.run_play_off()
-    assert standing.answer is not None
-    regret = 1 - truth.speed[standing.answer.config] / truth.optimum
-    shares = truth.shares([probe.config for probe in probed])
-    return Search(scenario, strategy, seed, shares, sum(probe.outcome.kind is Kind.OOM for probe in probed), regret)
-
-
-def make_loop(truth: Truth, strategy: str, seed: int) -> Loop:
-    """The product's search loop over a table, with its study in memory."""
-    space = space_of(truth.table.header)
-    place = Place(storage="sqlite:///:memory:", study="replay", file=None)
-    return Loop(
-        prober=ReplayProber(truth.table, seed=seed),
-        store=Store(place, {"seed": seed}, {"baseline_config": space.baseline.as_dict()}),
-        space=space,
-        objective=Objective(name="throughput", memory_limit_bytes=truth.limit_bytes, headroom=HEADROOM),
-        settings=ProbeSettings(device="cpu", memory_limit_bytes=truth.limit_bytes),
-        listener=Listener(),
-        interrupted=lambda: False,
-        budget_s=1e6,
-        started=time.monotonic(),
-        num_trials=MAX_PROBES,
-        sampler=strategy.partition(" ")[0],
-        seed=seed,
-        timeout_s=None,
-        peaks=truth.traces,
-        outside_bytes=truth.table.header.outside_bytes,
-        starting=starting_configs if strategy.endswith(STARTED) else nothing_to_start_with,
+        return Search(
+            scenario, strategy, seed, truth.shares(tried), truth.num_oom(tried), 1 - answer / truth.optimum, truth.near
+        )
+    watch = Watch()
+    result = run_search(
+        None,
+        SearchOptions(
+            budget_s=1e6,
+            num_trials=MAX_PROBES,
+            memory_limit_bytes=truth.limit_bytes,
+            headroom=HEADROOM,
+            sampler=strategy,
+            seed=seed,
+            storage="sqlite:///:memory:",
+        ),
+        runner=ReplayRunner(truth.table, seed=seed),
+        listener=watch,
     )
+    answer = techniques.complete(result.config)
+    regret = 1 - truth.speed[answer] / truth.optimum
+    return Search(scenario, strategy, seed, truth.shares(watch.configs), watch.num_oom, regret, truth.near)
 
 
-def nothing_to_start_with(*_: object, **__: object) -> list[tuple[Config, str]]:
-    """Optuna's samplers by themselves, without this package's starting design."""
-    return []
+class Watch(Listener):
+    """Notes the configs that a search probed before its play-off."""
+
+    def __init__(self) -> None:
+        self.configs: list[Config] = []
+        self.num_oom = 0
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, ProbeEnded) and event.stage != PLAY_OFF:
+            self.configs.append(event.config)
+            self.num_oom += event.outcome.kind is Kind.OOM
 
 
 def searches(
@@ -300,8 +286,6 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="file of searches that need not be run again")
     parser.add_argument("--write", action="store_true", help="into the README and the plot")
     options = parser.parse_args()
-    for path in options.tables:  # before the workers begin, who find them kept
-        traces(path.absolute())
     scenarios = [Scenario(path.absolute(), tight) for path in options.tables for tight in (False, True)]
     found = searches(scenarios, options.strategies, options.seeds, options.workers, options.keep)
     lines = [f"{options.seeds} seeds a row.", "", *summary(found)]

@@ -15,7 +15,7 @@ import pytest
 
 from autotune.cli import commands, main
 from autotune.errors import ConfigError
-from autotune.tuning.answer import NothingFeasible
+from autotune.tuning.recommend import NothingFeasible
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/studies/gpt.logs/0003-probe.log")

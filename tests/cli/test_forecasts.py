@@ -34,12 +34,12 @@ def search(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path) -> None:
     done = search(tmp_path, GOOD)
     probes = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert "groups of techniques predicted in" in done.stderr
-    assert all(" [expected " in line for line in probes if "play-off" not in line)
+    assert "combinations of techniques predicted in" in done.stderr
+    assert all(" [expected " in line for line in probes if " search " in line)
     assert any("samples/s, " in line and "to win]" in line for line in probes)
     study = json.loads(run(tmp_path, "show", "tiny.db", "--json").stdout)
     searched = [probe for probe in study["probes"] if probe["stage"] == "search"]
-    assert searched and all(probe["forecast"]["peak_bytes"] > 10**8 for probe in searched)
+    assert searched and all(probe["prediction"]["peak_bytes"] > 10**8 for probe in searched)
     assert "expected" in run(tmp_path, "show", "tiny.db").stdout
 
 

@@ -57,7 +57,7 @@ def test_the_printed_command_verifies_what_was_measured(shown: tuple[Path, str, 
     assert command == again
     words = shlex.split(command)
     assert words[2] == "tiny.py:task"
-    assert words[-6:] == ["--device", "cpu", "--global-batch", "96", "--memory-limit", "3GiB"]
+    assert words[-6:] == ["--device", "cpu", "--memory-limit", "3GiB", "--global-batch", "96"]
     outcome = json.loads(run(*words[1:], "--json", cwd=folder))
     assert outcome["kind"] == "ok" and outcome["measurement"]["num_steps"] >= 100
 

@@ -17,7 +17,7 @@ import autotune
 MODELS = Path(__file__).parent.parent / "models"
 FIELDS = {
     "config", "samples_per_s", "samples_per_s_ci", "peak_bytes", "memory_limit_bytes", "baseline", "speedup", "verdict",
-    "outcomes", "probes", "wall_s", "train_s", "storage", "study", "warnings",
+    "outcomes", "probes", "wall_s", "first_probe_s", "split_s", "train_s", "storage", "study", "warnings",
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None
     ("arguments", "expected"),
     [
         (("--grid", "ampp=off"), "did you mean amp"),
-        (("--grid", "amp"), "--grid amp is not NAME=CHOICE"),
+        (("--grid", "amp"), "--grid: 'amp' is not NAME=CHOICE"),
         (("--grid", "amp=fp8"), "'fp8' is not a choice of amp"),
         (("--interval", "300%"), "not a share"),
     ],

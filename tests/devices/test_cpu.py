@@ -14,6 +14,7 @@ import torch
 from autotune.devices import cpu, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import DeviceError
+from tests.arithmetic import needs_bf16_arithmetic
 from tests.devices.processes import in_process
 
 MIB = 2**20
@@ -255,14 +256,14 @@ def fail_within(margin_bytes, name, amp):
     return ""
 
 
-def fail_at_many_limits(name):
+def fail_at_many_limits(name, amp):
     """What an operator raised under ever looser limits, each in a process of its own."""
     failures = []
-    for step in range(1, 25):
+    for step in range(1 if amp else 2, 25, 2):
         reading, writing = os.pipe()
         if not (pid := os.fork()):
             try:
-                os.write(writing, fail_within(MIB // 2 + step**2 * MIB // 16, name, amp=step % 2 == 1).encode())
+                os.write(writing, fail_within(MIB // 2 + step**2 * MIB // 16, name, amp).encode())
             finally:
                 os._exit(0)
         os.close(writing)
@@ -272,9 +273,20 @@ def fail_at_many_limits(name):
     return [failure for failure in failures if failure]
 
 
-@pytest.mark.parametrize("name", ["convolution", "linear", "lstm"])
-def test_whatever_an_operator_raises_at_the_limit_is_out_of_memory(name):
-    failures = in_process(fail_at_many_limits, name)
+@pytest.mark.arithmetic
+@pytest.mark.parametrize(
+    ("name", "amp"),
+    [
+        ("convolution", False),
+        ("convolution", True),
+        ("linear", False),
+        ("linear", True),
+        ("lstm", False),
+        pytest.param("lstm", True, marks=needs_bf16_arithmetic),
+    ],
+)
+def test_whatever_an_operator_raises_at_the_limit_is_out_of_memory(name, amp):
+    failures = in_process(fail_at_many_limits, name, amp)
     assert failures
     assert [failure for failure in failures if not failure.startswith("True")] == []
 

@@ -82,6 +82,7 @@ def test_real_errors_of_torch_and_numpy_are_out_of_memory():
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("could not create a primitive"),
+        RuntimeError("could not create a primitive descriptor"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         KeyboardInterrupt(),
     ],
@@ -109,6 +110,11 @@ def test_an_error_that_only_sounds_like_it_is_not(error):
 def test_an_error_with_several_causes_counts_only_with_evidence_that_memory_is_short(message):
     assert is_out_of_memory(RuntimeError(message), scarce=lambda: True)
     assert not is_out_of_memory(RuntimeError(message), scarce=lambda: False)
+
+
+def test_a_kernel_that_does_not_exist_is_not_out_of_memory_even_at_the_limit():
+    error = RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+    assert not is_out_of_memory(error, scarce=lambda: True)
 
 
 def test_evidence_alone_makes_no_error_out_of_memory():

@@ -11,24 +11,24 @@ import pytest
 from autotune import techniques
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parent.parent.parent
 GPT = ROOT / "studies" / "gpt" / "model.py"
-SETTINGS = ProbeSettings(device="cuda:0", memory_limit_bytes=8 * 2**30, max_timed_s=1.0, timeout_s=120)
+SETTINGS = ProbeSettings(memory_limit_bytes=8 * 2**30, max_timed_s=1.0, timeout_s=120)
 
 
 @pytest.fixture(scope="module")
 def prober(tmp_path_factory):
-    with ProcessProber(TaskSource.of(GPT), logs=tmp_path_factory.mktemp("logs")) as prober:
+    with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path_factory.mktemp("logs")) as prober:
         yield prober
 
 
 def run(prober, **choices):
-    return prober.run(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
+    return prober.probe(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
 
 
 def gpt_after(lines):
@@ -38,7 +38,7 @@ def gpt_after(lines):
 
 
 def test_probes_are_forked_although_the_module_could_ask_for_cuda(prober):
-    assert prober.mode == "fork"
+    assert prober.notes == ()
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
@@ -70,7 +70,7 @@ def test_the_peak_includes_what_lies_outside_the_allocator(prober):
 
 def test_the_memory_limit_makes_a_config_run_out_of_memory(prober):
     config = techniques.complete({"batch_size": 48}, global_batch=48)
-    outcome = prober.run(config, SETTINGS.replace(memory_limit_bytes=900 * 2**20))
+    outcome = prober.probe(config, SETTINGS.replace(memory_limit_bytes=900 * 2**20))
     assert outcome.kind is Kind.OOM, outcome
     assert run(prober).kind is Kind.OK
 
@@ -99,14 +99,14 @@ def test_a_search_ends_with_a_confirmed_answer(tmp_path):
 def test_a_module_that_asks_whether_cuda_is_there_can_still_be_forked(tmp_path):
     model = tmp_path / "asks.py"
     model.write_text(gpt_after("import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n"))
-    with ProcessProber(TaskSource.of(model), logs=tmp_path) as prober:
-        assert prober.mode == "fork"
+    with LocalRunner(TaskSource.of(model), device="cuda:0", logs=tmp_path) as prober:
+        assert prober.notes == ()
         assert run(prober).kind is Kind.OK
 
 
 def test_a_module_that_uses_cuda_at_import_gets_new_interpreters(tmp_path):
     model = tmp_path / "uses.py"
     model.write_text(gpt_after("import torch\ntorch.zeros(1, device='cuda')\n"))
-    with ProcessProber(TaskSource.of(model), logs=tmp_path) as prober:
-        assert prober.mode == "new interpreter"
+    with LocalRunner(TaskSource.of(model), device="cuda:0", logs=tmp_path) as prober:
+        assert "new interpreter" in prober.notes[0]
         assert run(prober).kind is Kind.OK

@@ -10,6 +10,7 @@ from autotune import techniques
 from autotune.predict.answer import GroupPrediction, Question
 from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate
+from autotune.records.batch_plan import divisors
 from autotune.records.config import Choice, Config
 from autotune.units import GIB, MIB
 
@@ -23,7 +24,7 @@ class SmallSpace:
     global_batch: int | None = 48
     choices: Mapping[str, tuple[Choice, ...]] = field(
         default_factory=lambda: {
-            "batch_size": tuple(techniques.divisors(48)),
+            "batch_size": tuple(divisors(48)),
             "amp": ("off", "bf16"),
             "matmul_precision": ("highest", "tf32"),
             "optimizer_impl": ("default", "fused"),

@@ -12,11 +12,11 @@ import pytest
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.time import TimeModel
 from autotune.records.config import Config
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
-from tests.closed_form import ClosedFormProber, inspection, measurement
-from tests.rough_world import RoughProber, rough_inspection
+from tests.closed_form import SIZES, ClosedFormRunner, inspection, measurement
+from tests.rough_world import RoughRunner, rough_inspection
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def space() -> Space:
 @pytest.fixture(scope="module")
 def free_space() -> Space:
     """No global batch: the optimizer steps once a micro batch."""
-    support = inspection().support | {"accumulation_steps": Support(choices=(1,))}
+    batch = BatchSupport(sizes=SIZES)
     baseline = inspection().baseline | {"accumulation_steps": 1}
-    found = inspection(global_batch=None, support=support, baseline=baseline)
+    found = inspection(global_batch=None, batch=batch, baseline=baseline)
     return build_space(found, fix={}, include=(), exclude=())[0]
 
 
@@ -38,7 +38,7 @@ def ran(config: Config, samples_per_s: float, **changes: object) -> tuple[Config
     return config, Outcome(kind=Kind.OK, measurement=measured)
 
 
-def probed(prober: ClosedFormProber, configs: list[Config], noise: float = 0.0) -> list[tuple[Config, Outcome]]:
+def probed(prober: ClosedFormRunner, configs: list[Config], noise: float = 0.0) -> list[tuple[Config, Outcome]]:
     draw = random.Random(0)
     return [ran(c, prober.samples_per_s(c) * math.exp(noise * draw.gauss(0, 1))) for c in configs]
 
@@ -89,7 +89,7 @@ def test_padding_grows_with_the_batch_where_samples_are_of_unequal_width(space: 
 
 
 def test_the_floor_is_learned_from_two_batch_sizes(space: Space) -> None:
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     sizes = [space.complete({"batch_size": size}) for size in (2, 4, 8, 16, 32)]
     model = TimeModel(space).fitted(probed(prober, [sizes[0], sizes[1], sizes[3]]))
     for config in sizes:
@@ -130,7 +130,7 @@ def test_intervals_hold_what_they_promise(count: int) -> None:
     space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
     inside: list[bool] = []
     for world in range(8):
-        prober = RoughProber(world=world)
+        prober = RoughRunner(world=world)
         configs = random.Random(world).sample(list(space), count)
         model = TimeModel(space).fitted(probed(prober, configs, noise=0.03))
         rest = [config for config in space if config not in configs]
@@ -140,7 +140,7 @@ def test_intervals_hold_what_they_promise(count: int) -> None:
 
 def test_thirty_noisy_probes_of_a_rough_world_predict_the_rest_within_five_percent() -> None:
     space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
-    prober = RoughProber(world=1)
+    prober = RoughRunner(world=1)
     configs = random.Random(0).sample(list(space), 30)
     model = TimeModel(space).fitted(probed(prober, configs, noise=0.03))
     rest = [config for config in space if config not in configs]
@@ -152,7 +152,7 @@ def test_thirty_noisy_probes_of_a_rough_world_predict_the_rest_within_five_perce
 
 
 def test_one_probe_out_of_line_does_not_bend_the_rest(space: Space) -> None:
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     configs = [space.complete({"batch_size": size, "amp": amp}) for size in (4, 8, 12, 16) for amp in ("off", "bf16")]
     good = probed(prober, configs)
     bad = [*good[:-1], ran(configs[-1], 0.3 * prober.samples_per_s(configs[-1]))]
@@ -172,7 +172,7 @@ def test_a_disturbed_probe_counts_less(space: Space) -> None:
 
 
 def test_noise_between_processes_is_learned(space: Space) -> None:
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     configs = random.Random(0).sample(list(space), 30)
     quiet, noisy = (TimeModel(space).fitted(probed(prober, configs, noise)).noise for noise in (0.003, 0.1))
     assert quiet < 0.02 < 0.05 < noisy

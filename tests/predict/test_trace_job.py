@@ -8,7 +8,7 @@ import pytest
 
 from autotune import techniques
 from autotune.predict.traces import Traces
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 MODELS = Path(__file__).parent / "models"
@@ -24,40 +24,63 @@ def config(**choices):
 
 @pytest.fixture
 def prober(tmp_path):
-    with ProcessProber(source("faulty.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("faulty.py"), logs=tmp_path) as prober:
         yield prober
 
 
 def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(tmp_path):
     configs = [
-        config(batch_size=size, amp=amp, optimizer_impl=implementation)
+        config(batch_size=size, checkpoint_segments=segments, optimizer_impl=implementation)
         for size in (1, 4, 16)
-        for amp in ("off", "bf16")
+        for segments in (0, 2)
         for implementation in ("default", "foreach")
     ]
-    with ProcessProber(source("partly_frozen.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
         traces = prober.trace(configs, "cpu", timeout_s=100)
     assert traces.failures == {}
     assert len(traces.models) == len(traces.updates) == 2
     assert all(traces.peak(config) is not None for config in configs)
 
 
-def test_a_group_that_cannot_be_traced_a_crash_and_the_others_are_told_apart(prober):
+def test_a_group_whose_trace_crashes_and_the_others_are_told_apart(prober):
     configs = [config(), config(amp="bf16"), config(channels_last=True), config(optimizer_impl="fused")]
-    traces = prober.trace(configs, "cpu", timeout_s=100)
+    traces = prober.trace(configs, "cuda", timeout_s=100)  # for a CPU that emulates bf16 there is no tracing it
     assert traces.peak(config()) is not None
     assert traces.peak(config(optimizer_impl="fused")) is not None
     assert traces.peak(config(amp="bf16")) is None
     assert "SIGABRT" in traces.failures["model: amp=bf16"]
-    assert "depends on the values" in traces.failures["model: channels_last=True"]
-    assert len(traces.failures) == 2
+    assert traces.peak(config(channels_last=True)) is not None
+    assert len(traces.failures) == 1
 
 
-def test_a_time_out_keeps_what_was_found(prober):
-    traces = prober.trace([config(), config(checkpoint_segments=2), config(amp="bf16")], "cpu", timeout_s=8)
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_what_the_processor_emulates_is_not_traced_and_the_reason_is_said(avx2, tmp_path, amp):
+    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
+        traces = prober.trace([config(), config(amp=amp)], "cpu", timeout_s=100)
+        on_gpu = prober.trace([config(amp=amp)], "cuda", timeout_s=100)
     assert traces.peak(config()) is not None
-    assert traces.failures.keys() == {"model: checkpoint_segments=2", "model: amp=bf16"}
-    assert sorted(traces.failures.values()) == ["killed after 8 s of tracing", "the 8 s for tracing had passed"]
+    assert traces.peak(config(amp=amp)) is None
+    assert f"emulates {amp}" in traces.failures[f"model: amp={amp}"]
+    assert on_gpu.peak(config(amp=amp)) is not None  # its arithmetic is not this processor's
+
+
+def test_a_time_out_keeps_what_was_found_and_another_call_goes_on(prober):
+    traces = prober.trace([config(), config(checkpoint_segments=2), config(channels_last=True)], "cpu", timeout_s=8)
+    assert traces.peak(config()) is not None
+    assert traces.failures.keys() == {"model: checkpoint_segments=2"}
+    assert "killed after 8" in traces.failures["model: checkpoint_segments=2"]
+    assert traces.peak(config(channels_last=True)) is None
+    more = prober.trace([config(), config(channels_last=True)], "cpu", timeout_s=100, known=traces)
+    assert more.peak(config(channels_last=True)) is not None
+
+
+def test_no_group_is_begun_after_the_slice_but_one_that_each_slice_gets_further_by(prober):
+    configs, traces = [config(), config(channels_last=True)], None
+    for known in range(1, 4):
+        traces = prober.trace(configs, "cpu", timeout_s=100, slice_s=1e-6, known=traces)
+        assert len(traces.models) + len(traces.updates) == known
+    assert traces.failures == {} and traces.peak(configs[1]) is not None
 
 
 def test_what_is_known_is_not_traced_again(prober):
@@ -66,8 +89,8 @@ def test_what_is_known_is_not_traced_again(prober):
 
 
 def test_a_prober_that_fails_is_a_failure_of_the_groups(prober):
-    prober._process.kill()
-    prober._process.wait()
+    prober._connection._process.kill()
+    prober._connection._process.wait()
     traces = prober.trace([config()], "cpu", timeout_s=100)
     assert traces.peak(config()) is not None  # by the process that was started in its place
 
@@ -81,7 +104,7 @@ def test_no_gpu_is_touched_when_a_gpu_is_predicted(prober):
 
 
 def test_the_lengths_of_the_samples_are_found_beside(tmp_path):
-    with ProcessProber(source("padded_recurrent.py"), logs=tmp_path) as prober:
+    with LocalRunner(source("padded_recurrent.py"), logs=tmp_path) as prober:
         traces = prober.trace([config()], "cpu", timeout_s=100)
     assert traces.failures == {}
     assert 16 * 10 <= traces.lengths.mean_width(1) < traces.lengths.mean_width(24) < 16 * 90

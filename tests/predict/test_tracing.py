@@ -20,8 +20,10 @@ from autotune.records.config import Config
 from autotune.task import Task, load_task
 from autotune.techniques import Technique
 from autotune.techniques.checkpoint_segments import CheckpointSegments
+from tests.arithmetic import skip_without_arithmetic
 from tests.predict.real_memory import real_peak_bytes
 
+pytestmark = pytest.mark.arithmetic
 MODELS = Path(__file__).parent / "models"
 KINDS = ("transformer", "residual", "recurrent", "unet", "sparse", "partly_frozen")
 SWITCHED = (
@@ -64,7 +66,7 @@ def impossible(kind: str, choices) -> bool:
         return True  # no blocks
     if choices.get("optimizer_impl") == "fused" and kind == "sparse":
         return True  # no sparse gradients
-    return kind == "recurrent" and choices.get("amp") == "fp16"  # needs a processor with fp16 arithmetic
+    return kind == "recurrent" and choices.get("amp") == "fp16"  # oneDNN trains no LSTM in fp16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,6 +74,7 @@ def impossible(kind: str, choices) -> bool:
 def test_the_traced_peak_is_the_real_allocators(kind, choices):
     if impossible(kind, choices):
         pytest.skip("the model cannot be trained so")
+    skip_without_arithmetic(choices.get("amp", "off"))
     task, traces = model(kind)
     wanted = config(choices)
     peak = traces.peak(wanted)

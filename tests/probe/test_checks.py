@@ -9,7 +9,7 @@ from autotune.probe.checks import EXACT_ERROR, check_choice, run_checks
 from autotune.probe.dropout_off import dropout_off
 from autotune.task import Task
 from autotune.techniques import REGISTRY
-from autotune.techniques.checkpoint_segments import _Buffers
+from autotune.techniques.recomputed import _Buffers
 
 torch.set_num_threads(1)
 
@@ -62,6 +62,7 @@ def test_exact_techniques_are_found_exact_with_dropout_live(build_model, name, c
     assert (check.technique, check.choice) == (name, choice)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp):
     check = run_checks(task_of(), {"amp": amp}, "cpu", batch_size=8)
@@ -85,6 +86,7 @@ def test_accumulation_with_batch_norm_is_another_problem_and_says_so():
     assert "expected: batch normalisation" in check.reason
 
 
+@pytest.mark.arithmetic
 def test_a_whole_config_is_compared_at_once():
     config = {
         "batch_size": 8,

@@ -1,9 +1,12 @@
 """What applies to a task: a technique that cannot be tried on it is off, with the reason, and the rest is searched."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
+from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.techniques.channels_last import ChannelsLast
@@ -47,7 +50,6 @@ def test_a_training_step_that_takes_derivatives_itself_is_searched():
     )
     support = inspected(task)
     assert len(support["checkpoint_segments"]["choices"]) > 1, support["checkpoint_segments"]
-    assert len(support["batch_size"]["choices"]) > 1
 
 
 def test_a_model_that_a_technique_cannot_be_tried_on_is_searched_without_it():
@@ -75,3 +77,30 @@ def test_a_trial_that_runs_out_of_memory_is_out_of_memory(monkeypatch):
     monkeypatch.setattr(ChannelsLast, "support", support)
     with pytest.raises(torch.OutOfMemoryError):
         inspected(on_images())
+
+
+@pytest.mark.parametrize(
+    ("baseline", "global_batch", "expected"),
+    [
+        ({"batchsize": 4}, None, ("batchsize", "did you mean batch_size")),
+        ({"amp": "bf17"}, None, ("bf17", "amp")),
+        ({"batch_size": 5}, 48, ("5 does not divide the global batch 48",)),
+        ({"batch_size": 4, "accumulation_steps": 2}, 48, ("8 samples", "48")),
+    ],
+)
+def test_a_baseline_that_is_no_config_of_the_task_is_refused(baseline, global_batch, expected):
+    task = dataclasses.replace(on_images(), baseline=baseline, global_batch=global_batch)
+    with pytest.raises(TaskError) as caught:
+        inspected(task)
+    for text in ("the baseline", *expected, "correct"):
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_a_technique_that_changes_what_is_learned_is_optional_and_labelled(monkeypatch):
+    monkeypatch.setattr(ChannelsLast, "changes_learning", True)
+    convolution = dataclasses.replace(
+        on_images(), build_model=lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    )
+    support = inspected(convolution)["channels_last"]
+    assert support["choices"] == (False,) and support["optional"] == (True,)
+    assert "changes what is learned" in support["reason"] and "validation" in support["note"]

@@ -30,8 +30,8 @@ def task_of(**changes):
 
 def run_of(task, config, **settings):
     device = open_device("cpu")
-    settings = ProbeSettings(**{"device": "cpu", "memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
-    return Run(prepare(task, config, device=device), device, settings, lambda stage, train_s: None)
+    settings = ProbeSettings(**{"memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
+    return Run(prepare(task, config, device=device), device, settings, lambda progress: None)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

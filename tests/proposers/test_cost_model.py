@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import optuna
 import pytest
 
 from autotune.predict.memory import MemoryModel, PeakSource
 from autotune.predict.time import TimeModel
-from autotune.proposers.acquisition import MAX_ENUMERATED, Advisor
-from autotune.proposers.cost_model import CostModelSampler, NothingPromising
+from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Forecast
 from autotune.records.settings import ProbeSettings
+from autotune.records.trial import Proposal
 from autotune.space import Space, build_space
-from autotune.tuning.loop import Loop
-from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormProber, inspection, make_loop
-from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughProber, rough_inspection
+from autotune.tuning.explore import measure_baseline
+from autotune.tuning.state import Search
+from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormRunner, inspection, make_search
+from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner, rough_inspection
 
-SETTINGS = ProbeSettings(device="cpu", memory_limit_bytes=LIMIT_BYTES)
+SETTINGS = ProbeSettings(memory_limit_bytes=LIMIT_BYTES)
 Probes = list[tuple[Config, Outcome]]
 
 
@@ -38,30 +39,30 @@ def plain_space() -> Space:
     return build_space(inspection(), fix={}, include=(), exclude=())[0]
 
 
-def advisor(space: Space, peaks: PeakSource | None, goal: Objective | None = None) -> Advisor:
-    return Advisor(space, goal or objective(), TimeModel(space), MemoryModel(peaks, OUTSIDE_BYTES, space))
+def acquisition(space: Space, peaks: PeakSource | None, goal: Objective | None = None) -> Acquisition:
+    return Acquisition(space, goal or objective(), TimeModel(space), MemoryModel(peaks, OUTSIDE_BYTES, space))
 
 
 def search(
-    prober: ClosedFormProber,
+    prober: ClosedFormRunner,
     space: Space,
     peaks: PeakSource | None,
     goal: Objective | None = None,
     run: Callable[[Config], Outcome] | None = None,
 ) -> Probes:
-    """Every probe until nothing promises more, at most 40, the baseline's first."""
-    run = run or (lambda config: prober.run(config, SETTINGS))
-    advice, probes = advisor(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
+    """Every probe until nothing is likely to win, at most 40, the baseline's first."""
+    run = run or (lambda config: prober.probe(config, SETTINGS))
+    acquired, probes = acquisition(space, peaks, goal), Probes([(space.baseline, run(space.baseline))])
     while len(probes) < 40:
         tried = {config for config, _ in probes}
-        found = advice.next(probes, lambda config, tried=tried: config not in tried)  # type: ignore[misc]
+        found = acquired.next(probes, lambda config, tried=tried: config not in tried)  # type: ignore[misc]
         if found is None:
             break
         probes.append((found, run(found)))
     return probes
 
 
-def probes_until_near(prober: ClosedFormProber, space: Space, probes: Probes, share: float = 0.98) -> int:
+def probes_until_near(prober: ClosedFormRunner, space: Space, probes: Probes, share: float = 0.98) -> int:
     """How many probes it took to run a config with that share of the best one's throughput; 40 if none did."""
     usable = objective().usable_bytes
     best = prober.best_samples_per_s(space, usable)
@@ -76,7 +77,7 @@ def num_oom(probes: Probes) -> int:
 
 
 def test_what_usually_helps_is_tried_together_at_once() -> None:
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     probes = search(prober, space, NoisyPeaks(prober))
     assert probes[0][0] == space.baseline
     second = probes[1][0]
@@ -88,7 +89,7 @@ def test_what_usually_helps_is_tried_together_at_once() -> None:
 def test_the_closed_forms_best_is_found_in_a_few_probes(traced: bool) -> None:
     space, found, stopped, out_of_memory = plain_space(), [], [], []
     for seed in range(5):
-        prober = ClosedFormProber(noise=0.03, seed=seed)
+        prober = ClosedFormRunner(noise=0.03, seed=seed)
         probes = search(prober, space, NoisyPeaks(prober) if traced else None)
         found.append(probes_until_near(prober, space, probes))
         stopped.append(len(probes))
@@ -100,7 +101,7 @@ def test_rough_worlds_are_searched_in_a_few_probes() -> None:
     space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
     found, stopped, out_of_memory = [], [], []
     for world in range(7):
-        prober = RoughProber(noise=0.03, seed=world, world=world)
+        prober = RoughRunner(noise=0.03, seed=world, world=world)
         probes = search(prober, space, NoisyPeaks(prober))
         found.append(probes_until_near(prober, space, probes, share=0.96))  # single probes differ by 3 %
         stopped.append(len(probes))
@@ -112,25 +113,25 @@ def test_rough_worlds_are_searched_in_a_few_probes() -> None:
 def test_the_least_memory_is_looked_for_when_the_baseline_does_not_fit() -> None:
     large = inspection(baseline=inspection().baseline | {"batch_size": 48, "accumulation_steps": 2})
     space = build_space(large, fix={}, include=(), exclude=())[0]
-    for peaks in (None, NoisyPeaks(ClosedFormProber())):
-        probes = search(ClosedFormProber(), space, peaks)
+    for peaks in (None, NoisyPeaks(ClosedFormRunner())):
+        probes = search(ClosedFormRunner(), space, peaks)
         assert probes[0][1].kind is Kind.OOM and num_oom(probes) <= 2
-        assert probes_until_near(ClosedFormProber(), space, probes) <= 10
+        assert probes_until_near(ClosedFormRunner(), space, probes) <= 10
 
 
 def test_what_fails_is_not_tried_again_and_again_in_other_sizes() -> None:
     def run(config: Config) -> Outcome:
         failed = Outcome(kind=Kind.NONFINITE, cause="the loss was nan")
-        return failed if config["amp"] == "bf16" else prober.run(config, SETTINGS)
+        return failed if config["amp"] == "bf16" else prober.probe(config, SETTINGS)
 
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), run=run)
     assert sum(outcome.kind is Kind.NONFINITE for _, outcome in probes) <= 5
     assert max(prober.samples_per_s(c) for c, o in probes if o.ok) > 90
 
 
 def test_the_memory_objective_finds_the_smallest_that_is_fast_enough() -> None:
-    prober, space = ClosedFormProber(noise=0.005), plain_space()
+    prober, space = ClosedFormRunner(noise=0.005), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), objective("memory"))
     needed = 0.97 * prober.samples_per_s(space.baseline)
     smallest = min(prober.peak_bytes(c) for c in space if prober.samples_per_s(c) >= needed)
@@ -142,7 +143,7 @@ def test_the_balanced_objective_weighs_both() -> None:
     def merit(config: Config) -> float:
         return prober.samples_per_s(config) / math.sqrt(prober.peak_bytes(config))
 
-    prober, space = ClosedFormProber(noise=0.005), plain_space()
+    prober, space = ClosedFormRunner(noise=0.005), plain_space()
     probes = search(prober, space, NoisyPeaks(prober), objective("balanced"))
     best = max(merit(config) for config in space if prober.peak_bytes(config) <= 0.95 * LIMIT_BYTES)
     assert max(merit(config) for config, _ in probes) >= 0.97 * best and len(probes) <= 20
@@ -151,32 +152,34 @@ def test_the_balanced_objective_weighs_both() -> None:
 @pytest.mark.parametrize("fix", [{}, {"amp": "bf16", "checkpoint_segments": 1}])
 def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     loading = {
-        "batch_size": Support(choices=tuple(range(1, 61))),
         "num_workers": Support(choices=(0, 1, 2, 4, 8)),
         "prefetch_factor": Support(choices=(2, 4, 8)),
         "persistent_workers": Support(choices=(False, True)),
         "channels_last": Support(choices=(False, True)),
-        "accumulation_steps": Support(choices=(1,)),
     }
     base = inspection()
-    changes = {"global_batch": None, "baseline": base.baseline | {"accumulation_steps": 1}}
+    changes = {
+        "batch": BatchSupport(sizes=tuple(range(1, 61))),
+        "global_batch": None,
+        "baseline": base.baseline | {"accumulation_steps": 1},
+    }
     space = build_space(inspection(support=base.support | loading, **changes), fix=fix, include=(), exclude=())[0]
     assert space.num_combinations > MAX_ENUMERATED
-    prober = ClosedFormProber(noise=0.01)
+    prober = ClosedFormRunner(noise=0.01)
     probes = search(prober, space, NoisyPeaks(prober))
     assert probes_until_near(prober, space, probes) <= 12
 
 
 def test_a_forecast_says_what_was_expected_and_why() -> None:
-    prober, space = ClosedFormProber(), plain_space()
-    advice = advisor(space, NoisyPeaks(prober))
-    first = advice.forecast(space.baseline, [])
+    prober, space = ClosedFormRunner(), plain_space()
+    acquired = acquisition(space, NoisyPeaks(prober))
+    first = acquired.predict(space.baseline, [])
     assert first.reason == "what you run today"
     assert first.samples_per_s is None and first.chance_to_win is None and first.peak_bytes is not None
-    probes = [(space.baseline, prober.run(space.baseline, SETTINGS))]
-    second = advice.next(probes, lambda config: config != space.baseline)
+    probes = [(space.baseline, prober.probe(space.baseline, SETTINGS))]
+    second = acquired.next(probes, lambda config: config != space.baseline)
     assert second is not None
-    forecast = advice.forecast(second, probes)
+    forecast = acquired.predict(second, probes)
     assert forecast.samples_per_s and forecast.samples_per_s_low and forecast.samples_per_s_high
     assert forecast.samples_per_s_low < forecast.samples_per_s < forecast.samples_per_s_high
     assert forecast.chance_to_win is not None and 0.5 < forecast.chance_to_win < 1 and forecast.chance_to_fit > 0.8
@@ -185,110 +188,59 @@ def test_a_forecast_says_what_was_expected_and_why() -> None:
 
 
 def test_the_ranking_does_not_fall_for_one_lucky_probe() -> None:
-    prober, space = ClosedFormProber(), plain_space()
+    prober, space = ClosedFormRunner(), plain_space()
     configs = random.Random(1).sample([c for c in space if prober.peak_bytes(c) < 0.9 * LIMIT_BYTES], 30)
-    probes = [(config, ClosedFormProber(noise=0.06, seed=n).run(config, SETTINGS)) for n, config in enumerate(configs)]
-    first = advisor(space, NoisyPeaks(prober)).ranked(probes)[0]
+    probes = [
+        (config, ClosedFormRunner(noise=0.06, seed=n).probe(config, SETTINGS)) for n, config in enumerate(configs)
+    ]
+    first = acquisition(space, NoisyPeaks(prober)).ranked(probes)[0]
     assert prober.samples_per_s(first) >= 0.97 * max(map(prober.samples_per_s, configs))
 
 
-def sampled(loop: Loop, forgiven: Collection[int] = ()) -> CostModelSampler:
-    """The sampler of a loop whose baseline is measured, over the configs that the loop does not know."""
-    known = {config for config, _ in loop.known()}
-    return CostModelSampler(
-        loop.space,
-        loop.objective,
-        lambda config: config not in known,
-        peaks=NoisyPeaks(ClosedFormProber()),
-        outside_bytes=OUTSIDE_BYTES,
-        seed=0,
-        forgiven=forgiven,
-    )
+def proposed(search: Search) -> Config | None:
+    """The next config of a new cost model, which knows the search's history alone."""
+    peaks = NoisyPeaks(ClosedFormRunner())
+    found = CostModel(lambda: peaks, OUTSIDE_BYTES, seed=0).propose(search.history)
+    return None if found is None else found.config
 
 
-def finish(loop: Loop, trial: optuna.trial.Trial, config: Config) -> None:
-    outcome = loop.prober.run(config, SETTINGS)
-    loop.store.describe(trial, config, stage="search", reason="test", forecast=None)
-    loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
-
-
-def ready(folder: Path) -> Loop:
-    loop = make_loop(folder, ClosedFormProber(noise=0.02))
-    loop.measure_baseline(given=True)
-    return loop
-
-
-def use(loop: Loop, sampler: CostModelSampler) -> None:
-    loop.store.use_sampler(sampler)
-
-
-def test_trials_that_are_forgiven_are_held_against_nothing(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    candidate = loop.space.complete({"batch_size": 8, "amp": "bf16"})
-    before = loop.store.forecast(sampled(loop), candidate)
-    trial = loop.store.begin(candidate, loop.space)
-    loop.store.describe(trial, candidate, stage="search", reason="test", forecast=None)
-    outcome = Outcome(kind=Kind.OOM, peak_bytes=LIMIT_BYTES, attempted_bytes=LIMIT_BYTES)
-    loop.store.finish(trial, outcome, loop.objective, worst=0.0, disturbed=False)
-    assert loop.store.forecast(sampled(loop), candidate) != before
-    assert loop.store.forecast(sampled(loop, forgiven={trial.number}), candidate) == before
+def ready(folder: Path) -> Search:
+    """A search whose baseline is measured."""
+    search = make_search(folder, ClosedFormRunner(noise=0.02), sampler="cost-model")
+    measure_baseline(search)
+    return search
 
 
 def test_a_resumed_study_goes_on_with_the_same_proposal(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    trial, config = loop.store.propose(loop.space)
-    finish(loop, trial, config)
-    proposals = []
-    for _ in range(2):
-        use(loop, sampled(loop))
-        _, proposal = loop.store.propose(loop.space)
-        loop.store.abandon_running()
-        proposals.append(proposal)
-    assert proposals[0] == proposals[1] != config
+    search = ready(tmp_path)
+    first = proposed(search)
+    assert first is not None
+    search.probe(Proposal(config=first))
+    resumed = make_search(tmp_path, ClosedFormRunner(), sampler="cost-model")
+    assert proposed(search) == proposed(resumed) != first
 
 
-def test_what_another_worker_runs_is_not_proposed_again(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    trial, first = loop.store.propose(loop.space)
-    loop.store.describe(trial, first, stage="search", reason="test", forecast=None)
-    _, second = loop.store.propose(loop.space)
-    assert second != first
+def test_what_runs_is_not_proposed_again(tmp_path: Path) -> None:
+    search = ready(tmp_path)
+    first = proposed(search)
+    assert first is not None
+    search.history.running.add(first)
+    assert proposed(search) not in (None, first)
 
 
-def test_a_given_config_is_left_as_it_is(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    use(loop, sampled(loop))
-    given = loop.space.complete({"batch_size": 6, "amp": "fp16"})
-    trial = loop.store.begin(given, loop.space)
-    assert loop.space.complete(trial.params) == given
-
-
-def test_the_search_ends_when_nothing_promises_more(tmp_path: Path) -> None:
-    loop = ready(tmp_path)
-    tried = {loop.space.baseline}
-    sampler = CostModelSampler(
-        loop.space,
-        loop.objective,
-        lambda config: config not in tried,
-        peaks=NoisyPeaks(ClosedFormProber()),
-        outside_bytes=OUTSIDE_BYTES,
-        seed=0,
-    )
-    use(loop, sampler)
-    with pytest.raises(NothingPromising):  # noqa: PT012
-        while len(tried) < 30:
-            trial, config = loop.store.propose(loop.space)
-            tried.add(config)
-            finish(loop, trial, config)
+def test_the_search_ends_when_nothing_is_likely_to_win(tmp_path: Path) -> None:
+    search = ready(tmp_path)
+    tried = [search.history.space.baseline]
+    while (config := proposed(search)) is not None and len(tried) < 30:
+        search.probe(Proposal(config=config))
+        tried.append(config)
     assert len(tried) <= 20
-    best = ClosedFormProber().best_samples_per_s(loop.space, loop.objective.usable_bytes)
-    assert max(map(ClosedFormProber().samples_per_s, tried)) >= 0.98 * best
+    best = ClosedFormRunner().best_samples_per_s(search.history.space, search.history.objective.usable_bytes)
+    assert max(map(ClosedFormRunner().samples_per_s, tried)) >= 0.98 * best
 
 
 def test_a_single_config_that_is_left_ends_the_search_at_once() -> None:
-    fixed = {name: support.choices[0] for name, support in SUPPORT.items() if name != "accumulation_steps"}
+    fixed = {name: support.choices[0] for name, support in SUPPORT.items()}
     space = build_space(inspection(), fix=fixed | {"batch_size": 4}, include=(), exclude=())[0]
-    prober = ClosedFormProber()
+    prober = ClosedFormRunner()
     assert [config for config, _ in search(prober, space, None)] == [space.baseline]

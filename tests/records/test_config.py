@@ -5,13 +5,14 @@ import json
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import BatchPlan, divisors
 from autotune.records.outcome import Kind, Outcome
-from autotune.techniques import REGISTRY, complete, divisors
+from autotune.techniques import REGISTRY, complete
 
 
 def test_what_is_missing_is_off():
     config = complete({"batch_size": 8})
-    assert all(config[name] == technique.off for name, technique in REGISTRY.items() if name != "batch_size")
+    assert all(config[name] == technique.off for name, technique in REGISTRY.items())
 
 
 def test_a_config_survives_json():
@@ -53,6 +54,16 @@ def test_differences_name_what_changed():
 def test_a_replaced_key_must_exist():
     with pytest.raises(KeyError):
         complete({"batch_size": 8}).replace(batchsize=4)
+
+
+def test_a_plan_counts_every_process():
+    assert BatchPlan.keeping(96, 8, world_size=4) == BatchPlan(8, accumulation_steps=3, world_size=4)
+    assert BatchPlan(8, accumulation_steps=3, world_size=4).keeps(96)
+    assert not BatchPlan(8, accumulation_steps=3).keeps(96)
+    with pytest.raises(ConfigError, match=r"on 4 processes .* nearest batch_size that does is 6"):
+        BatchPlan.keeping(96, 7, world_size=4)
+    with pytest.raises(ConfigError, match="cannot be shared equally by 5 processes"):
+        BatchPlan.keeping(96, 8, world_size=5)
 
 
 def test_divisors_are_exact_and_in_order():

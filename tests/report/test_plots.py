@@ -35,7 +35,7 @@ def test_the_front_is_drawn_with_baseline_answer_and_limit(study: Study, plt: An
 
 def test_throughput_has_a_line_for_each_combination_and_marks_out_of_memory(study: Study, plt: Any) -> None:
     ax = plot_throughput(study)
-    assert {"bf16, fused", "fp32", "bf16, 2 checkpoint segments, fused", "out of memory"} <= set(_labels(ax))
+    assert {"bf16, fused", "plain training", "bf16, 2 checkpoint segments, fused", "out of memory"} <= set(_labels(ax))
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "4", "8", "12", "16", "24", "48"]
 
 
@@ -52,5 +52,5 @@ def test_a_study_without_probes_is_an_empty_picture(empty: Study, plt: Any, plot
 
 def test_without_matplotlib_the_error_says_what_to_install(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(AutotuneError, match="autotune-torch\\[plots\\]"):
+    with pytest.raises(AutotuneError, match="autotune-torch\\[notebook\\]"):
         plot_front(study)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
 from autotune.records.config import Choice
-from autotune.report.prediction import render_prediction
+from autotune.report.prediction import prediction_sections
+from autotune.report.terminal import as_text
 from autotune.techniques import complete
 from autotune.units import GIB, MIB
 
@@ -65,10 +63,9 @@ TABLE = Prediction(
 
 
 def text_of(prediction: Prediction) -> str:
-    stream = io.StringIO()
-    render_prediction(prediction, Console(file=stream, width=80, highlight=False))
-    assert max(map(len, stream.getvalue().splitlines())) <= 80
-    return stream.getvalue()
+    text = as_text(prediction_sections(prediction))
+    assert max(map(len, text.splitlines())) <= 80
+    return text
 
 
 def flat(prediction: Prediction, **changes: Any) -> str:
@@ -82,7 +79,7 @@ def test_it_says_for_what_memory_and_that_nothing_was_measured() -> None:
 
 def test_a_row_tells_the_largest_batch_its_peak_and_how_sure_that_is() -> None:
     assert "1 32 x12 63.0 GiB 56.7 to 69.3 GiB nothing" in flat(TABLE)
-    assert "2 64 x6 73.0 GiB 65.7 to 80.3 GiB bf16; same with 1 segment" in flat(TABLE)
+    assert "2 64 x6 73.0 GiB 65.7 to 80.3 GiB bf16; same with 1 checkpoint segment" in flat(TABLE)
 
 
 def test_what_makes_no_difference_anywhere_is_said_once() -> None:
@@ -97,7 +94,7 @@ def test_each_row_has_its_breakdown_and_the_columns_are_explained() -> None:
 
 def test_a_small_model_is_told_in_mebibytes() -> None:
     small = replace(PLAIN, peak=replace(PLAIN.peak, peak_bytes=GIB, activations_bytes=300 * MIB))
-    assert "What it consists of MiB # params" in flat(TABLE, groups=(small,))
+    assert "Breakdown MiB # params" in flat(TABLE, groups=(small,))
     assert "1 512 512 1024 300 256 256 512" in flat(TABLE, groups=(small,))
 
 

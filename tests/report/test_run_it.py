@@ -14,6 +14,10 @@ CONFIG = {"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}
 EVERYTHING: dict[str, str | int] = {"device": "cpu", "global_batch": 512, "memory_limit": 3 * 2**29}
 
 
+def _lines(model: str, asked: dict[str, str | int], width: int = 80) -> str:
+    return "\n".join(line for code in python_lines(model, asked) for line in code.lines(width))
+
+
 def prepared_with(
     model: str, asked: dict[str, str | int], width: int = 80
 ) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -26,12 +30,12 @@ def prepared_with(
             calls.append((args, options))
             return type("Session", (), {"loader": [1, 2], "step": lambda self, batch: batch})()
 
-    exec(python_lines(model, asked, width=width), {"autotune": Autotune, "config": CONFIG, "task": "the task"})
+    exec(_lines(model, asked, width), {"autotune": Autotune, "config": CONFIG, "task": "the task"})
     return calls[0]
 
 
 def test_nothing_is_said_of_defaults() -> None:
-    assert python_lines("model.py", {}).splitlines()[0] == 'session = autotune.prepare("model.py", config)'
+    assert _lines("model.py", {}).splitlines()[0] == 'session = autotune.prepare("model.py", config)'
     command = """autotune verify model.py --config '{"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}' --steps 100"""
     assert verify_command(CONFIG, "model.py", {}) == command
 
@@ -42,7 +46,7 @@ def test_what_was_asked_of_the_search_is_given_on() -> None:
         {"device": "cpu", "global_batch": 512},
     )
     options = build_parser().parse_args(shlex.split(verify_command(CONFIG, "my gpt.py:task", EVERYTHING))[1:])
-    assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", 512)
+    assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", "512")
     assert options.memory_limit == "1536MiB"
 
 
@@ -54,7 +58,7 @@ def test_a_memory_limit_is_given_to_the_byte(limit: int) -> None:
 
 def test_lines_are_wrapped_between_arguments() -> None:
     model = "a folder with many words/gpt.py"
-    assert all(len(line) <= 62 for line in python_lines(model, EVERYTHING, width=62).splitlines())
+    assert all(len(line) <= 62 for line in _lines(model, EVERYTHING, 62).splitlines())
     for width in (20, 62, 100):
         assert prepared_with(model, EVERYTHING, width) == prepared_with(model, EVERYTHING)
 

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from autotune.records.config import Choice
-from autotune.report.words import as_json, as_python, describe, describe_choice
-from autotune.techniques import REGISTRY, complete
+from autotune.report.words import as_code, as_json
+from autotune.techniques import complete, label_of
+from autotune.techniques.labels import describe
 
 FULL = complete({"batch_size": 16, "amp": "bf16", "checkpoint_segments": 2, "optimizer_impl": "fused"}, global_batch=48)
 
@@ -46,15 +47,15 @@ def test_what_the_baseline_has_on_and_the_config_off_is_named() -> None:
     ],
 )
 def test_each_technique_has_its_words(name: str, choice: Choice, words: str) -> None:
-    assert describe_choice(name, choice) == words
+    assert label_of(name, choice) == words
 
 
 def test_the_python_literal_builds_the_same_config() -> None:
-    text = as_python(FULL, prefix="config = ", width=60)
+    text = "\n".join(as_code(FULL, "config = ").lines(60))
     assert complete(ast.literal_eval(text.removeprefix("config = "))) == FULL
     assert all(len(line) <= 60 for line in text.splitlines()) and len(text.splitlines()) > 1
 
 
 def test_the_json_builds_the_same_config() -> None:
-    choices = {name: technique.off for name, technique in REGISTRY.items()} | {"batch_size": 4, "channels_last": True}
+    choices = complete({"batch_size": 4, "channels_last": True}).as_dict()
     assert complete(json.loads(as_json(choices))).as_dict() == choices

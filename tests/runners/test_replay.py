@@ -1,20 +1,27 @@
-"""Replaying a recorded table in the place of a device."""
+"""A recorded table in the place of a device: inspection, probes, traces and clock come from it, and nothing is trained."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autotune.predict.traces import Traces, UpdateTrace
 from autotune.records.config import Config
+from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.replay import ReplayProber
+from autotune.runners.replay import ReplayRunner
+from autotune.runners.runner import NotCompared
 from autotune.runners.table import Row, Table, TableError
-from tests.runners.test_table import config, ok, written
+from autotune.space import build_space
+from tests.runners.test_table import HEADER, config, ok, written
 
-SETTINGS = ProbeSettings(device="cpu", memory_limit_bytes=None)
+STUDIES = Path(__file__).parent.parent.parent / "studies"
+
+SETTINGS = ProbeSettings(memory_limit_bytes=None)
 SPEEDS = (90.0, 100.0, 110.0)
 
 
@@ -24,34 +31,94 @@ def recorded(tmp_path: Path) -> Table:
     return table.read(written(tmp_path, *rows))
 
 
-def speeds(prober: ReplayProber, which: Config, number: int) -> list[float]:
-    found = [prober.run(which, SETTINGS).measurement for _ in range(number)]
+def speeds(runner: ReplayRunner, which: Config, number: int) -> list[float]:
+    found = [runner.probe(which, SETTINGS).measurement for _ in range(number)]
     return [measured.samples_per_s for measured in found if measured is not None]
 
 
 def test_every_repeat_is_drawn_once_before_any_is_drawn_again(recorded: Table) -> None:
-    drawn = speeds(ReplayProber(recorded, seed=1), config(), 6)
+    drawn = speeds(ReplayRunner(recorded, seed=1), config(), 6)
     assert sorted(drawn[:3]) == sorted(drawn[3:]) == list(SPEEDS)
 
 
 def test_the_order_depends_on_the_seed_alone(recorded: Table) -> None:
-    orders = {tuple(speeds(ReplayProber(recorded, seed=seed), config(), 3)) for seed in range(20)}
-    assert speeds(ReplayProber(recorded, seed=3), config(), 3) == speeds(ReplayProber(recorded, seed=3), config(), 3)
+    orders = {tuple(speeds(ReplayRunner(recorded, seed=seed), config(), 3)) for seed in range(20)}
+    assert speeds(ReplayRunner(recorded, seed=3), config(), 3) == speeds(ReplayRunner(recorded, seed=3), config(), 3)
     assert len(orders) > 2
 
 
 def test_a_limit_below_the_recorded_peak_is_out_of_memory(recorded: Table) -> None:
-    prober = ReplayProber(recorded)
-    outcome = prober.run(config(), SETTINGS.replace(memory_limit_bytes=10**9 - 1))
+    runner = ReplayRunner(recorded)
+    outcome = runner.probe(config(), SETTINGS.replace(memory_limit_bytes=10**9 - 1))
     assert (outcome.kind, outcome.peak_bytes, outcome.wall_s) == (Kind.OOM, 10**9 - 1, 1.5)
-    assert prober.run(config(), SETTINGS.replace(memory_limit_bytes=10**9)).ok
+    assert runner.probe(config(), SETTINGS.replace(memory_limit_bytes=10**9)).ok
 
 
 def test_a_choice_that_was_not_swept_is_named(recorded: Table) -> None:
     with pytest.raises(TableError, match="checkpoint_segments was swept over 0"):
-        ReplayProber(recorded).run(config(checkpoint_segments=2), SETTINGS)
+        ReplayRunner(recorded).probe(config(checkpoint_segments=2), SETTINGS)
 
 
 def test_a_combination_that_was_not_swept_is_an_error(recorded: Table) -> None:
     with pytest.raises(TableError, match="combination"):
-        ReplayProber(recorded).run(config(batch_size=8), SETTINGS)
+        ReplayRunner(recorded).probe(config(batch_size=8), SETTINGS)
+
+
+def test_a_runner_may_have_less_memory_than_the_device_that_was_recorded(recorded: Table) -> None:
+    runner = ReplayRunner(recorded, memory_limit_bytes=10**9 - 1)
+    assert runner.device().free_bytes == 10**9 - 1
+    assert runner.probe(config(), SETTINGS).kind is Kind.OOM
+
+
+def test_the_clock_counts_recorded_seconds(recorded: Table) -> None:
+    runner = ReplayRunner(recorded)
+    for number in range(3):
+        assert runner.now_s() == number * 1.5
+        runner.probe(config(), SETTINGS)
+
+
+def test_a_study_of_replays_has_a_name_of_its_own(recorded: Table) -> None:
+    assert (ReplayRunner(recorded).task_name, ReplayRunner(recorded).default_study) == ("closed", "closed-replay")
+
+
+def test_gradients_are_not_compared(recorded: Table) -> None:
+    found = ReplayRunner(recorded).check(config(), SETTINGS, batch_size=4)
+    assert isinstance(found, NotCompared) and "recorded table" in found.reason
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*/cpu.csv")), ids=lambda path: path.parent.name)
+def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
+    with ReplayRunner(path) as runner:
+        found = runner.inspect(memory_limit_bytes=None, timeout_s=1.0)
+    assert isinstance(found, Inspection)
+    space, notes = build_space(found, fix={}, include=(), exclude=())
+    swept = table.read(path)
+    assert set(space) == set(swept.figures) and notes == []
+    assert found.device == swept.header.device_info() and found.baseline == swept.header.baseline
+
+
+def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> None:
+    header = replace(
+        HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts={"has_batchnorm": True}
+    )
+    table.start(tmp_path / "some.csv", header)
+    found = ReplayRunner(tmp_path / "some.csv").inspect(memory_limit_bytes=None, timeout_s=1.0)
+    assert isinstance(found, Inspection)
+    assert (found.support["pin_memory"].reason, found.support["amp"].note) == ("no GPU", "mind the scale")
+    assert found.facts["has_batchnorm"] and found.facts["num_parameters"] == HEADER.num_parameters
+
+
+def test_traces_come_from_the_file_beside_the_table(tmp_path: Path) -> None:
+    path = written(tmp_path, Row(config=config(), repeat=0, outcome=ok(config(), 90.0)))
+    update = UpdateTrace(state_bytes=8.0, first=(0.0,) * 5, later=(0.0,) * 5)
+    table.write_traces(path, Traces(target="cpu", updates={(): update}))
+    found = ReplayRunner(path).trace([config()], "cpu", 1.0)
+    assert found.updates == {(): update}
+    assert found.failures == {"model: nothing switched on": "closed.traces.json holds no traces of it"}
+
+
+def test_a_table_without_traces_says_so(recorded: Table) -> None:
+    found = ReplayRunner(recorded).trace([config()], "cpu", 1.0)
+    assert not found.models and set(found.failures.values()) == {
+        "there are no traces in closed.traces.json beside the table"
+    }

@@ -8,7 +8,7 @@ import pytest
 
 from autotune import techniques
 from autotune.records.settings import ProbeSettings
-from autotune.runners.local import ProcessProber
+from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
@@ -78,9 +78,9 @@ def test_jobs_on_the_cpu_see_no_gpu_and_the_users_module_sees_all(tmp_path, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "model.py").write_text(MODEL)
     config = techniques.complete({"batch_size": 2})
-    settings = ProbeSettings(device="cpu", memory_limit_bytes=None, num_steps=2)
-    with ProcessProber(TaskSource.of(tmp_path / "model.py"), logs=Path(tmp_path), fork=fork) as prober:
+    settings = ProbeSettings(memory_limit_bytes=None, num_steps=2)
+    with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=Path(tmp_path), fork=fork) as prober:
         inspection = prober.inspect("cpu", None, 100.0)
         assert getattr(inspection, "cause", "") == ""
-        assert prober.run(config, settings).cause == ""
+        assert prober.probe(config, settings).cause == ""
         assert getattr(prober.check(config, settings, 2), "cause", "") == ""

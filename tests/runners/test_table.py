@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -12,14 +13,15 @@ import pytest
 
 from autotune import techniques
 from autotune.records.config import Config
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
 from autotune.runners.table import Header, Row, TableError
 from tests.closed_form import measurement
 
-CHOICES = {name: (technique.off,) for name, technique in techniques.REGISTRY.items()} | {
+CHOICES = {
     "batch_size": (4, 8),
     "accumulation_steps": (6, 12),
+    **{name: (technique.off,) for name, technique in techniques.REGISTRY.items()},
     "amp": ("off", "bf16"),
     "channels_last": (False, True),
 }
@@ -78,6 +80,40 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     measured = found.rows[0].outcome.measurement
     assert measured is not None and measured.phases_s["backward"] == 0.03
     assert (measured.samples_per_s, measured.peak_bytes, measured.step_s) == (100.0, 10**9, 0.48)
+
+
+def test_the_bound_that_a_killed_probe_left_comes_back(tmp_path: Path) -> None:
+    bound = Bound(samples_per_s_high=12.5, peak_bytes_low=7)
+    killed = Outcome(kind=Kind.TIMEOUT, cause="killed after 60 s", wall_s=60.0, train_s=50.0, bound=bound)
+    path = written(tmp_path, Row(config=config(), repeat=0, outcome=killed))
+    assert table.read(path).rows[0].outcome == killed
+
+
+def test_a_table_of_format_1_opens(tmp_path: Path) -> None:
+    path = written(tmp_path, Row(config=config(), repeat=0, outcome=ok(config(), 90.0)))
+    magic, metadata, *rows = path.read_text().splitlines(keepends=True)
+    old = json.loads(metadata.removeprefix("# "))
+    for name in ("capability", "baseline_given", "reasons", "notes", "facts"):
+        del old[name]
+    path.write_text("".join([magic.replace("format 2", "format 1"), f"# {json.dumps(old)}\n", *rows]))
+    assert table.read(path).header == HEADER
+
+
+def test_a_table_of_a_later_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("format 2", "format 3"))
+    with pytest.raises(TableError, match=r"has format 3, and .* up to 2; upgrade it"):
+        table.read(path)
+
+
+def test_what_a_table_says_of_techniques_that_came_later_is_that_they_were_off(tmp_path: Path) -> None:
+    choices = {name: options for name, options in HEADER.choices.items() if name != "prefetch_factor"}
+    header = replace(HEADER, choices=choices)
+    table.start(tmp_path / "old.csv", header)
+    table.append(tmp_path / "old.csv", header, Row(config=config(), repeat=0, outcome=ok(config(), 90.0)))
+    found = table.read(tmp_path / "old.csv")
+    assert found.rows[0].config == config()
+    assert found.header.inspection().support["prefetch_factor"].choices == (config()["prefetch_factor"],)
 
 
 def test_pandas_reads_a_table_as_a_plain_csv_file(tmp_path: Path) -> None:

@@ -1,67 +1,125 @@
-"""What of a study's past stands, and what a resumed search tries again."""
+"""The views of a history: what is known, what is the best, what may be probed next."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
-from autotune.records.config import Config
+from autotune import techniques
+from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.study.history import feasible_each_time, what_stands
+from autotune.records.trial import Trial
+from autotune.space import build_space
+from autotune.study.history import History, feasible_each_time
+from tests.closed_form import LIMIT_BYTES, inspection, measurement
 
-CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
-
-
-@dataclass(frozen=True)
-class Probe:
-    stage: str
-    number: int
-    feasible: bool
+SPACE = build_space(inspection(), fix={}, include=(), exclude=())[0]
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+OOM = Outcome(kind=Kind.OOM, wall_s=0.1)
 
 
-def outcome(kind, wall_s=1.0):
-    return Outcome(kind=kind, wall_s=wall_s)
+def config(batch_size, **choices):
+    return techniques.complete({"batch_size": batch_size, **choices}, global_batch=96)
 
 
-def final(*kinds, baseline=False, wall_s=1.0):
-    return what_stands([outcome(kind, wall_s) for kind in kinds], 20.0, baseline=baseline) is not None
+def ran(of, samples_per_s, peak_bytes=2**20):
+    return Outcome(kind=Kind.OK, measurement=measurement(of, samples_per_s, peak_bytes), wall_s=0.1)
 
 
-@pytest.mark.parametrize("kind", [Kind.CRASHED, Kind.ERROR])
-def test_a_crash_or_an_error_gets_a_second_try_and_no_third(kind):
-    assert not final(kind)
-    assert final(kind, kind)
-    assert final(kind, Kind.OK)
+def trial(of, outcome, stage="search", number=0):
+    feasible = OBJECTIVE.feasible(outcome)
+    return Trial(
+        number=number,
+        stage=stage,
+        config=of,
+        reason="",
+        prediction=None,
+        round=None,
+        outcome=outcome,
+        feasible=feasible,
+        score=1.0,
+    )
 
 
-@pytest.mark.parametrize("kind", [Kind.OK, Kind.OOM, Kind.NONFINITE, Kind.UNSUPPORTED])
-def test_what_does_not_pass_by_itself_stands(kind):
-    assert final(kind)
+def history(*trials):
+    made = History(SPACE, OBJECTIVE)
+    for number, one in enumerate(trials):
+        made.append(replace(one, number=number))
+    return made
 
 
-def test_a_failure_takes_nothing_from_what_was_measured():
-    measured = outcome(Kind.OK, 2.0)
-    assert what_stands([measured, outcome(Kind.CRASHED)], 20.0, baseline=False) == measured
+def test_an_empty_history_knows_nothing():
+    empty = history()
+    assert empty.best is None and empty.baseline is None and not empty.known and not empty.evidence
 
 
-def test_a_probe_that_was_killed_sooner_than_it_would_be_now_is_tried_again():
-    assert not final(Kind.TIMEOUT, wall_s=10.0)
-    assert final(Kind.TIMEOUT, wall_s=20.1)
+def test_the_best_is_the_fastest_that_is_feasible():
+    slow, fast, large = config(4), config(8), config(16)
+    known = history(
+        trial(slow, ran(slow, 10.0)), trial(fast, ran(fast, 20.0)), trial(large, ran(large, 30.0, LIMIT_BYTES))
+    )
+    assert known.best == (fast, ran(fast, 20.0)) and known.best_score == 20.0
 
 
-@pytest.mark.parametrize("kind", [Kind.CRASHED, Kind.ERROR, Kind.NONFINITE, Kind.TIMEOUT])
-def test_a_baseline_that_failed_is_always_tried_again_unless_for_memory(kind):
-    assert not final(kind, kind, kind, baseline=True, wall_s=30.0)
-    assert final(kind, Kind.OOM, baseline=True)
-    assert final(kind, Kind.OK, baseline=True)
+def test_what_failed_in_the_play_off_is_no_longer_the_best():
+    first, second = config(8), config(6)
+    known = history(
+        trial(first, ran(first, 20.0)), trial(second, ran(second, 10.0)), trial(first, OOM, stage="play-off")
+    )
+    assert known.best[0] == second and known.failed_again == {first: OOM}
+
+
+def test_a_choice_that_left_the_space_takes_its_configs_out_of_the_best():
+    quick, plain = config(8, amp="bf16"), config(8)
+    known = history(trial(quick, ran(quick, 20.0)), trial(plain, ran(plain, 10.0)))
+    known.space = SPACE.without("amp", {"bf16"})
+    assert known.best[0] == plain
+
+
+def test_the_objective_knows_the_baselines_speed_once_it_is_measured():
+    assert history().objective.baseline_samples_per_s is None
+    known = history(trial(SPACE.baseline, ran(SPACE.baseline, 10.0), stage="baseline"))
+    assert known.objective.baseline_samples_per_s == 10.0 and known.baseline == ran(SPACE.baseline, 10.0)
+
+
+def test_models_learn_from_the_search_and_from_failures_of_the_play_off():
+    of = config(8)
+    known = history(trial(of, ran(of, 20.0)), trial(of, ran(of, 19.0), stage="play-off"), trial(of, OOM, "play-off"))
+    assert known.evidence == [(of, ran(of, 20.0)), (of, OOM)]
+
+
+def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed():
+    known = history(trial(config(8), ran(config(8), 20.0)), trial(config(24), OOM))
+    known.running.add(config(6))
+    may_be_probed = known.admissible()
+    assert not any(map(may_be_probed, (config(8), config(24), config(48), config(6))))
+    assert may_be_probed(config(12)) and may_be_probed(config(24, amp="bf16"))
+    outside = config(4, num_workers=2)
+    assert not may_be_probed(outside) and known.admissible(outside_space=True)(outside)
+
+
+def test_failures_of_an_earlier_search_that_may_pass_are_not_known():
+    crashed = trial(config(8), Outcome(kind=Kind.CRASHED, wall_s=0.1))
+    resumed = History(SPACE, OBJECTIVE, [crashed])
+    assert not resumed.known and not resumed.evidence and resumed.trials == (crashed,) and resumed.num_resumed == 1
+    resumed.append(replace(crashed, number=1))
+    assert resumed.known == {config(8): crashed.outcome}
+
+
+def test_a_trial_that_is_infeasible_is_told_as_the_worst_feasible_score():
+    slow, fast = config(4), config(8)
+    assert history().worst_score == OBJECTIVE.worst()
+    assert history(trial(slow, ran(slow, 10.0)), trial(fast, ran(fast, 20.0))).worst_score == 10.0
 
 
 def test_what_came_before_the_last_probe_of_a_search_no_longer_counts():
     stages = ["search", "play-off", "search", "play-off", "play-off"]
-    probes = [Probe(stage, number, number != 0) for number, stage in enumerate(stages)]
-    counted = feasible_each_time((CONFIG, probe) for probe in probes)
-    assert [probe.number for probe in counted[CONFIG]] == [2, 3, 4]
-    assert feasible_each_time([(CONFIG, probes[1])]) == {CONFIG: [probes[1]]}
+    of = config(8)
+    found = [trial(of, OOM if n == 0 else ran(of, 9.0), stage, n) for n, stage in enumerate(stages)]
+    assert [one.number for one in feasible_each_time(found)[of]] == [2, 3, 4]
+    assert feasible_each_time([found[1]]) == {of: [found[1]]}
 
 
-def test_a_config_that_failed_since_its_last_probe_of_a_search_is_not_feasible():
-    assert feasible_each_time([(CONFIG, Probe("search", 0, True)), (CONFIG, Probe("play-off", 1, False))]) == {}
+@pytest.mark.parametrize("outcome", [OOM, ran(config(8), 9.0, 2 * LIMIT_BYTES)])
+def test_a_config_that_failed_since_its_last_probe_of_a_search_is_not_feasible(outcome):
+    of = config(8)
+    assert feasible_each_time([trial(of, ran(of, 9.0)), trial(of, outcome, "play-off", 1)]) == {}

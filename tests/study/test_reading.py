@@ -28,8 +28,8 @@ def test_every_finished_probe_is_read_with_what_the_search_noted(file: Path) -> 
     study = load_study(file)
     first, last = study.probes[0], study.probes[-1]
     assert (first.number, first.stage, first.reason, first.round) == (0, "baseline", "what you run today", None)
-    assert first.config == BASELINE.as_dict() and first.outcome == measured(BASELINE) and first.feasible
-    assert (last.stage, last.round, last.config) == ("play-off", 2, BASELINE.as_dict())
+    assert first.config == BASELINE and first.outcome == measured(BASELINE) and first.feasible
+    assert (last.stage, last.round, last.config) == ("play-off", 2, BASELINE)
     assert {probe.outcome.kind for probe in study.probes} == set(Kind) - {Kind.UNSUPPORTED}
 
 
@@ -86,7 +86,7 @@ def test_a_failure_that_passed_when_it_was_tried_again_does_not_count(file: Path
     tried_again = replace(study, probes=(crashed, *study.probes))
     assert tried_again.measured_configs() == study.measured_configs()
     failed_last = replace(study, probes=(*study.probes, replace(crashed, stage="play-off")))
-    assert BASELINE.as_dict() not in [measured.config for measured in failed_last.measured_configs()]
+    assert BASELINE not in [measured.config for measured in failed_last.measured_configs()]
 
 
 def test_a_study_with_no_finished_probe_is_read(tmp_path: Path) -> None:
@@ -157,6 +157,13 @@ def test_an_optuna_study_of_something_else_is_refused(tmp_path: Path) -> None:
     optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}", study_name="other")
     with pytest.raises(StudyError, match="not made by autotune"):
         load_study(tmp_path / "other.db")
+
+
+def test_a_study_of_a_later_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    file = write_study(tmp_path / "later.db", with_probes=False, with_result=False)
+    optuna.load_study(storage=f"sqlite:///{file}", study_name="gpt").set_user_attr("format", 99)
+    with pytest.raises(StudyError, match=r"has format 99, this autotune reads up to \d+; upgrade it"):
+        load_study(file)
 
 
 def test_of_several_studies_one_has_to_be_named(tmp_path: Path) -> None:

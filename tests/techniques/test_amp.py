@@ -7,6 +7,9 @@ import torch
 
 from autotune import prepare
 from autotune.techniques.amp import Amp
+from tests.arithmetic import has_arithmetic
+
+pytestmark = pytest.mark.arithmetic
 
 
 def linear() -> torch.nn.Module:
@@ -69,6 +72,14 @@ def test_a_gpu_without_bfloat16_tensor_cores_gets_fp16_only(make_task, make_sett
     support = Amp().support(setting)
     assert support.choices == ("off", "fp16")
     assert "8.0" in support.reason and "7.5" in support.reason
+
+
+@pytest.mark.parametrize("choice", ["bf16", "fp16"])
+def test_what_a_cpu_emulates_cannot_be_traced_for_it(choice):
+    reason = Amp().untraceable(choice, "cpu")
+    assert (reason == "") is has_arithmetic(choice)
+    assert has_arithmetic(choice) or f"emulates {choice}" in reason
+    assert Amp().untraceable(choice, "cuda") == ""
 
 
 @pytest.mark.parametrize("choice", ["float16", True, 16, None])

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from autotune import prepare
-from autotune.techniques.matmul_precision import MatmulPrecision, kept_matmul_precision
+from autotune.techniques import restored_settings
+from autotune.techniques.matmul_precision import MatmulPrecision
 
 
 def linear() -> torch.nn.Module:
@@ -22,7 +23,7 @@ def precision():
 
 def test_the_process_wide_setting_can_be_put_back(make_task):
     before = precision()
-    with kept_matmul_precision():
+    with restored_settings():
         prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cpu")
         assert precision() in ("tf32", True)
     assert precision() == before
@@ -33,7 +34,7 @@ def test_the_process_wide_setting_can_be_put_back(make_task):
 def test_matrix_products_on_a_gpu_are_rounded(make_task):
     values = torch.randn(256, 256, device="cuda")
     exact = values @ values
-    with kept_matmul_precision():
+    with restored_settings():
         prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cuda")
         assert not torch.equal(values @ values, exact)
     assert torch.equal(values @ values, exact)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.options import SweepOptions
 from autotune.runners import table
 from autotune.runners.table import TableError
+from autotune.space import build_space
 from autotune.task.source import TaskSource
-from autotune.tuning.sweep import Progress, SweepOptions, space_of, sweep
+from autotune.tuning.sweep import Progress, sweep
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 GRID = {"batch_size": (4, 12), "amp": ("off", "bf16"), "optimizer_impl": ("default",), "checkpoint_segments": (0,)}
@@ -59,7 +61,19 @@ def test_the_table_holds_what_was_measured_and_on_what(folder: Path, swept: list
 
 def test_the_tables_space_is_what_was_swept(folder: Path, swept: list[Progress]) -> None:
     found = table.read(folder / "tiny.csv")
-    assert set(space_of(found.header)) == set(found.figures)
+    space, _ = build_space(found.header.inspection(), fix={}, include=(), exclude=())
+    assert set(space) == set(found.figures)
+
+
+def test_the_tables_inspection_is_the_tasks(folder: Path, swept: list[Progress]) -> None:
+    found = table.read(folder / "tiny.csv").header.inspection()
+    assert found.facts["num_trainable"] == found.facts["num_parameters"] and not found.facts["has_batchnorm"]
+    assert found.baseline_given and found.support["pin_memory"].reason
+
+
+def test_traces_of_the_space_are_written_beside_the_table(folder: Path, swept: list[Progress]) -> None:
+    found = table.read(folder / "tiny.csv")
+    assert found.traces is not None and all(found.traces.peak(config) is not None for config in found.figures)
 
 
 def test_a_table_that_is_there_is_carried_on(folder: Path, swept: list[Progress], tmp_path: Path) -> None:

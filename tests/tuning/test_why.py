@@ -7,7 +7,8 @@ import pytest
 from autotune import techniques
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.study.store import Probed
+from autotune.records.trial import Trial
+from autotune.study import figures
 from autotune.tuning import why
 from tests.closed_form import measurement
 
@@ -22,12 +23,12 @@ def config(batch_size, **choices):
 def probed(candidate, samples_per_s=100.0, peak_mib=500, *, feasible=True, **changes):
     found = replace(measurement(candidate, samples_per_s, peak_mib * MIB), **changes)
     outcome = Outcome(kind=Kind.OK, measurement=found)
-    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=feasible)
+    return Trial(number=0, stage="search", config=candidate, outcome=outcome, feasible=feasible)
 
 
 def failed(candidate, kind=Kind.OOM, **changes):
     outcome = Outcome(kind=kind, cause="it did not", **changes)
-    return Probed(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
+    return Trial(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
 
 
 def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
@@ -112,9 +113,9 @@ def test_when_everything_fails_otherwise_the_causes_are_said():
 
 
 def test_the_play_offs_figures_replace_a_single_probes():
-    confirmed = replace(why.measured_once(config(4), measurement(config(4), 130, 400 * MIB)), num_processes=5)
+    confirmed = figures.measured(config(4), [probed(config(4), 130, 400).outcome] * 5)
     known = why.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
-    assert known[config(4)].samples_per_s == 130
+    assert known[config(4)].samples_per_s == pytest.approx(130)
     assert [measured.config["batch_size"] for measured in why.front(known)] == [4]
 
 

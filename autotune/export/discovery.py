@@ -1,0 +1,42 @@
+"""Every exporter, by name: the files of this package, and the entry points of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from autotune import plugins
+from autotune.errors import ConfigError
+from autotune.export.base import Export, Exporter
+from autotune.records.config import Choice
+from autotune.records.result import Result
+
+GROUP = "autotune.exporters"
+
+
+@cache
+def exporters() -> dict[str, Exporter]:
+    """Every exporter by its name.
+
+    Raises:
+        ConfigError: another package's cannot be used.
+    """
+    package = __name__.rpartition(".")[0]
+    return plugins.found(package, Exporter, GROUP, ("name", "summary"))  # type: ignore[type-abstract]
+
+
+def export(result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | None = None) -> Export:
+    """An answer in the words of `to`.
+
+    Args:
+        space: technique -> choices that were searched, as a study's attribute `space` has them: some frameworks know
+            only on and off, so that it matters whether the answer is the furthest that there was.
+
+    Raises:
+        ConfigError: there is no exporter of that name.
+    """
+    known = exporters()
+    if to not in known:
+        there = "; ".join(f"{name}: {exporter.summary}" for name, exporter in known.items())
+        raise ConfigError(f"{to!r} is not an exporter; there are {there}")
+    return known[to].export(result, space=space or {})

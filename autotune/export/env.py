@@ -1,0 +1,28 @@
+"""The config as environment variables, for scripts and recipes of any kind."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from autotune.export.base import Export, Exporter
+from autotune.records.config import Choice
+from autotune.records.result import Result
+
+PREFIX = "AUTOTUNE_"
+
+
+class Env(Exporter):
+    """`AUTOTUNE_BATCH_SIZE=24`, a line a key; switches are `true` or `false`."""
+
+    name: ClassVar[str] = "env"
+    summary: ClassVar[str] = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
+
+    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+        """Every key of the config, those that are off included."""
+        return Export("\n".join(f"{PREFIX}{name.upper()}={_value(choice)}" for name, choice in result.config.items()))
+
+
+def _value(choice: Choice) -> str:
+    return str(choice).lower() if isinstance(choice, bool) else shlex.quote(str(choice))

@@ -1,0 +1,49 @@
+"""The best config with each of its changes undone in turn: what each one gains, and whether it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autotune.records.batch_plan import ACCUMULATION
+from autotune.records.config import Config
+from autotune.records.trial import ABLATION, Proposal
+from autotune.space import Space
+from autotune.study.history import History
+
+
+class UndoChanges:
+    """Proposes the best with each change undone, best first again when one of those is better.
+
+    Args:
+        likely_to_fit: whether a config is likely to fit; what is not would tell nothing of a technique.
+    """
+
+    def __init__(self, likely_to_fit: Callable[[History, Config], bool] = lambda history, config: True) -> None:
+        self._likely_to_fit = likely_to_fit
+        self._undone: set[Config] = set()  # each of these was the best once
+        self._waiting: list[tuple[Config, str]] = []
+
+    def propose(self, history: History) -> Proposal | None:
+        """The next change undone; None when all changes of the best were."""
+        admissible = history.admissible()
+        while True:
+            while self._waiting:
+                config, reason = self._waiting.pop(0)
+                if admissible(config) and self._likely_to_fit(history, config):
+                    return Proposal(config=config, stage=ABLATION, reason=reason)
+            if history.best is None or history.best[0] in self._undone:
+                return None
+            best = history.best[0]
+            self._undone.add(best)
+            self._waiting = one_change_back(best, history.space)
+
+
+def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
+    """The config with each of its changes from the baseline undone, and the reason to probe it."""
+    undone = []
+    for name in config.differences(space.baseline):
+        if name != ACCUMULATION:
+            without = space.complete({**config.as_dict(), name: space.baseline[name]})
+            if space.contains(without):
+                undone.append((without, f"the best without {name}"))
+    return undone

@@ -1,0 +1,63 @@
+"""How the samples of one optimizer step are cut into micro batches. The rule about a global batch stands here alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.errors import ConfigError
+
+BATCH_SIZE = "batch_size"
+ACCUMULATION = "accumulation_steps"
+BATCH_KEYS = (BATCH_SIZE, ACCUMULATION)  # the first keys of every config; all others name techniques
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Samples per micro step and device, micro steps per optimizer step, and processes that train together."""
+
+    batch_size: int
+    accumulation_steps: int = 1
+    world_size: int = 1
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step over all processes."""
+        return self.batch_size * self.accumulation_steps * self.world_size
+
+    def keeps(self, global_batch: int | None) -> bool:
+        """Whether an optimizer step takes exactly the global batch; any plan does where none is given."""
+        return global_batch is None or self.samples_per_step == global_batch
+
+    @staticmethod
+    def keeping(global_batch: int, batch_size: int, world_size: int = 1) -> BatchPlan:
+        """The plan that keeps a global batch with micro batches of `batch_size`.
+
+        Raises:
+            ConfigError: `batch_size * world_size` does not divide the global batch.
+        """
+        steps, rest = divmod(global_batch, batch_size * world_size)
+        if not rest:
+            return BatchPlan(batch_size, steps, world_size)
+        if global_batch % world_size:
+            raise ConfigError(
+                f"the global batch {global_batch} cannot be shared equally by {world_size} processes; "
+                "choose a multiple of their number"
+            )
+        near = min(divisors(global_batch // world_size), key=lambda size: abs(size - batch_size))
+        among = f" on {world_size} processes" if world_size > 1 else ""
+        raise ConfigError(
+            f"{BATCH_SIZE} {batch_size}{among} does not divide the global batch {global_batch}, so accumulation cannot "
+            f"keep it; the nearest {BATCH_SIZE} that does is {near}"
+        )
+
+
+def largest_batch_size(most: int, global_batch: int | None) -> int:
+    """The largest micro batch of at most `most` samples that keeps the global batch, where there is one."""
+    return most if global_batch is None else max(size for size in divisors(global_batch) if size <= most)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, in increasing order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,154 @@
+"""Kinds of values that options take: how each is read from text or Python, and written on a command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autotune.units import format_exact_bytes, format_exact_seconds, parse_bytes, parse_fraction, parse_seconds
+
+LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
+ANY_BYTES = 2**40  # what a percentage is checked against where the device is not yet known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        read: a value from text or from Python; a value that was read already is returned as it is. Raises ValueError
+            with the value and what was expected.
+        python: the annotation in a signature, without `None`.
+        metavar: in the help of the command line.
+        write: a value as a command line takes it.
+        repeated: whether the command line takes it several times, one item each.
+    """
+
+    read: Callable[[Any], Any]
+    python: str
+    metavar: str
+    write: Callable[[Any], str] = str
+    repeated: bool = False
+
+
+def text(metavar: str) -> Kind:
+    """Any text."""
+    return Kind(read=str, python="str", metavar=metavar)
+
+
+def path(metavar: str) -> Kind:
+    """A file."""
+    return Kind(read=Path, python="str | Path", metavar=metavar)
+
+
+def one_of(choices: tuple[str, ...]) -> Kind:
+    """One of a few words."""
+
+    def read(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not known; expected one of {', '.join(choices)}")
+        return str(value)
+
+    return Kind(read=read, python="str", metavar="|".join(choices))
+
+
+def whole(low: int, expected: str, high: float = math.inf) -> Kind:
+    """A whole number from `low` to `high`."""
+
+    def read(value: Any) -> int:
+        try:
+            number = int(value) if isinstance(value, str) else operator.index(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{value!r} is not a whole number; expected {expected}") from None
+        if not low <= number <= high:
+            raise ValueError(f"{number} is not possible; expected {expected}")
+        return number
+
+    return Kind(read=read, python="int", metavar="N")
+
+
+def _number(parse: Callable[[str], float], low: float, high: float, expected: str, value: Any) -> float:
+    if isinstance(value, str):
+        number = parse(value)
+    elif isinstance(value, int | float):
+        number = float(value)
+    else:
+        raise ValueError(f"{value!r} is not possible; expected {expected}")
+    if not low <= number < high:
+        raise ValueError(f"{value} is not possible; expected {expected}")
+    return number
+
+
+def _memory(value: Any) -> Any:
+    if isinstance(value, str):
+        num_bytes = parse_bytes(value, total_bytes=ANY_BYTES)
+        return value if "%" in value else num_bytes
+    return int(_number(parse_fraction, 1, math.inf, "more than 0 bytes, or a size such as 12GiB", value))
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _named(read: Callable[[str], Any], example: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    named = {}
+    items: Iterable[str] = [value] if isinstance(value, str) else value
+    for item in items:
+        name, separator, choice = item.partition("=")
+        if not separator:
+            raise ValueError(f"{item!r} is not NAME=CHOICE; expected for example {example}")
+        named[name] = read(choice)
+    return named
+
+
+def _choice(written: str) -> Any:
+    """A choice, read as JSON where it is JSON."""
+    try:
+        return json.loads(written)
+    except json.JSONDecodeError:
+        return written
+
+
+def _choices(written: str) -> tuple[Any, ...]:
+    return tuple(_choice(part) for part in written.split(","))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g}%"
+
+
+COUNT = whole(1, "at least 1")
+SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
+SECONDS = Kind(
+    read=partial(_number, parse_seconds, math.ulp(0.0), math.inf, "more than 0 seconds"),
+    python="str | float",
+    metavar="90s|5m",
+    write=format_exact_seconds,
+)
+SHARE = Kind(
+    read=partial(_number, parse_fraction, 0.0, 1.0, "a share from 0% to below 100%"),
+    python="str | float",
+    metavar="5%",
+    write=_percent,
+)
+MEMORY = Kind(
+    read=_memory, python="str | int", metavar="12GiB|80%", write=lambda num_bytes: format_exact_bytes(int(num_bytes))
+)
+NAMES = Kind(read=_names, python="Iterable[str]", metavar="NAME", repeated=True)
+CHOICE_OF = Kind(
+    read=partial(_named, _choice, "amp=bf16"), python="Mapping[str, Choice]", metavar="NAME=CHOICE", repeated=True
+)
+CHOICES_OF = Kind(
+    read=partial(_named, _choices, "amp=off,bf16"),
+    python="Mapping[str, Sequence[Choice]]",
+    metavar="NAME=A,B,...",
+    repeated=True,
+)

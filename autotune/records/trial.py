@@ -1,0 +1,65 @@
+"""One trial of a study: a config that was or is being probed, why, what was predicted of it and what was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from autotune.records.config import Config
+from autotune.records.outcome import Outcome
+from autotune.records.prediction import Forecast
+
+BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A config that is worth a probe.
+
+    Attributes:
+        stage: `baseline`, `search`, `ablation` (the best with one change undone) or `play-off`.
+        reason: why it is probed, in a few words; empty where the prediction gives the reason.
+        round: of the play-off, counted from 0; None elsewhere.
+    """
+
+    config: Config
+    stage: str = SEARCH
+    reason: str = ""
+    round: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One finished trial. This is the only record of a trial: the search, the models and the reports all read it.
+
+    Attributes:
+        number: of the Optuna trial.
+        stage, reason, round: of its `Proposal`.
+        prediction: what was predicted of it before it ran; None in the play-off, which confirms what is known.
+        feasible: it ran, within the memory limit less headroom.
+        score: what the study was told; larger is better.
+        disturbed: other work on the machine was seen to disturb the timing.
+        started: None where the storage does not say.
+    """
+
+    number: int
+    stage: str
+    config: Config
+    outcome: Outcome
+    feasible: bool
+    score: float = 0.0
+    reason: str = ""
+    prediction: Forecast | None = None
+    round: int | None = None
+    disturbed: bool = False
+    started: datetime | None = None
+
+    @property
+    def in_play_off(self) -> bool:
+        """Whether it belongs to the play-off, whose figures the search's models do not use."""
+        return self.stage == PLAY_OFF
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from start to end, process start included."""
+        return self.outcome.wall_s

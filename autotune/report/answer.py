@@ -1,0 +1,213 @@
+"""An answer as sections: the config to run, its gain with the interval, and the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from autotune.records.config import Choice
+from autotune.records.result import Check, Dropped, Measured, Result
+from autotune.report.figures import counts, interval, measured_rate, plural, times
+from autotune.report.run_it import python_lines, verify_command
+from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
+from autotune.report.words import as_code
+from autotune.techniques import label_of
+from autotune.techniques.labels import describe
+from autotune.units import format_bytes, format_seconds
+
+ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
+
+
+def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
+    """All sections of an answer.
+
+    Args:
+        model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
+            built in Python.
+        in_study: the reader has just been told of the study and its front.
+    """
+    limit = limit_words(result.objective, result.memory_limit_bytes, result.headroom)
+    verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
+    yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
+    yield Section("Recommended config", (as_code(result.config, "config = "),), "everything not named is off")
+    yield _play_off(result)
+    if result.front and not in_study:
+        yield front_section(result.front, answer=result.config, baseline=result.baseline)
+    yield from _reasons(result)
+    yield Section("The search", (Paragraph(_cost(result)),))
+    if result.warnings:
+        yield warnings_section(result.warnings)
+    yield Section("Run it", python_lines(model, result.asked))
+    if command := verify_command(result.config, model, result.asked):
+        yield Section("", (Code("", tail=command),))
+
+
+def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str:
+    """`throughput within 1.46 GiB, 5% of it kept free`."""
+    return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
+
+
+def front_section(
+    front: Iterable[Measured], *, answer: Mapping[str, Choice] | None, baseline: Measured | None
+) -> Section:
+    """The front by increasing memory, the answer and the baseline marked."""
+
+    def role(measured: Measured) -> Span:
+        if measured.config == answer:
+            return Span("  answer", Tone.BEST)
+        is_baseline = baseline is not None and measured.config == baseline.config
+        return Span("  baseline" if is_baseline else "", Tone.BASELINE)
+
+    rows = (
+        (
+            format_bytes(measured.peak_bytes),
+            measured_rate(measured),
+            times(measured.samples_per_s / baseline.samples_per_s if baseline else None),
+            (describe(measured.config), role(measured)),
+        )
+        for measured in front
+    )
+    shown = table((">peak", ">samples/s", ">speed", "config"), rows)
+    return Section("Memory/throughput front", (shown,), "no config beats these in both")
+
+
+def warnings_section(warnings: Iterable[str]) -> Section:
+    """Warnings, each with a mark."""
+    return Section("Warnings", tuple(Paragraph(warning, mark=Span("!", Tone.WARNING)) for warning in warnings))
+
+
+def _verdict(result: Result) -> Span:
+    if result.baseline is None or result.speedup is None:
+        return Span(
+            "This config runs; the baseline did not, so there is no speed-up to state. The warnings say why.", Tone.BEST
+        )
+    if result.config == result.baseline.config:
+        return Span("Keep what you have: nothing beat the baseline beyond the noise.", Tone.STRONG)
+    sure = ""
+    if result.speedup_ci:
+        low, high = result.speedup_ci
+        known = low > 0 and high != float("inf")
+        sure = f" (95% interval {interval(low, high)})" if known else " (from one round, so its interval is unknown)"
+    memory = f"{times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
+    speed = f"{times(result.speedup)} the baseline's throughput{sure}, with {memory}."
+    if result.verdict == "faster":
+        return Span(f"Faster: {speed}", Tone.BEST)
+    if result.verdict == "slower":
+        return Span(f"Slower: {speed}", Tone.WARNING)
+    return Span(f"As fast as the baseline within the noise: {speed}", Tone.STRONG)
+
+
+def _unconfirmed(result: Result) -> Iterator[Paragraph]:
+    if not result.confirmed:
+        why = "Not confirmed: the search ended before a round of the play-off did, so each figure is of one process."
+        yield Paragraph(Span(why, Tone.WARNING))
+
+
+def _play_off(result: Result) -> Section:
+    """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
+    base = result.baseline
+    others = [m for m in result.finalists if m.config not in (result.config, base and base.config)]
+    ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
+    shown = [
+        ("answer", _answer(result)),
+        *((f"{place}.", other) for place, other in enumerate(ran, start=2)),
+        *(("dropped", other) for other in others if isinstance(other, Dropped)),
+        *([("baseline", base)] if base and base.config != result.config else []),
+    ]
+    rows = [
+        (
+            Span(role, ROLES.get(role, Tone.NOTE)),
+            *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
+            str(measured.num_processes),
+            (
+                describe(measured.config),
+                Span(f"  {measured.dropped}" if isinstance(measured, Dropped) else "", Tone.WARNING),
+            ),
+        )
+        for role, measured in shown
+    ]
+    share = result.peak_bytes / result.memory_limit_bytes if result.memory_limit_bytes else 0.0
+    allowed = format_bytes(result.memory_limit_bytes * (1 - result.headroom))
+    peak = Span(f"The answer's peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
+    compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
+    note = "fresh processes in turn; 95% intervals" if result.confirmed else "95% intervals"
+    return Section("Play-off" if result.confirmed else "Measured", (compared, Paragraph(peak)), note)
+
+
+def _figures(measured: Measured) -> tuple[str, str, str]:
+    return measured_rate(measured), format_seconds(measured.step_s), format_bytes(measured.peak_bytes)
+
+
+def _answer(result: Result) -> Measured:
+    """The answer's own figures, with what only the play-off's or the front's record of it knows."""
+    records: Sequence[Measured | None] = (result.baseline, *result.finalists, *result.front)
+    known = next((record for record in records if record is not None and record.config == result.config), None)
+    samples_per_step = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
+    return Measured(
+        config=result.config,
+        samples_per_s=result.samples_per_s,
+        samples_per_s_ci=result.samples_per_s_ci,
+        peak_bytes=result.peak_bytes,
+        step_s=known.step_s if known else samples_per_step / result.samples_per_s,
+        num_processes=known.num_processes if known else 1,
+    )
+
+
+def _reasons(result: Result) -> Iterator[Section]:
+    """The effect of each technique, the limit of the speed, and the result of the checks."""
+    if result.effects:
+        rows = (
+            (
+                _ratio(effect.speed_ratio, more_is_better=True),
+                _ratio(effect.memory_ratio, more_is_better=False),
+                str(effect.num_pairs),
+                (
+                    label_of(effect.technique, effect.baseline_choice),
+                    Span(" -> ", Tone.NOTE),
+                    label_of(effect.technique, effect.choice),
+                    Span("" if effect.num_pairs else "  not isolated", Tone.NOTE),
+                ),
+            )
+            for effect in result.effects
+        )
+        changes = table((">speed", ">memory", ">pairs", "change"), rows)
+        yield Section("Effect of each change", (changes,), "from probes that differ in it alone")
+    if result.limit:
+        yield Section("Limit of the speed now", (Paragraph(result.limit),))
+    if result.checks:
+        checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, result.checks))
+        yield Section("Checked on your model", (checked,), "a small step against plain fp32, relative errors")
+
+
+def _check(check: Check) -> tuple[Cell, ...]:
+    what = "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
+    bound = "exact" if check.exact else "reduced precision"
+    names = "" if check.names_equal else ", parameter names changed"
+    why = f": {check.reason}" if check.reason and not check.passed else ""
+    passed = Span("passed", Tone.GOOD) if check.passed else Span("FAILED", Tone.FAILED)
+    noise = Span(f"; noise {check.noise:.0e}" if check.noise else "", Tone.NOTE)
+    return (
+        f"{check.gradient_error:.1e}",
+        f"{check.gradient_cosine:.6f}",
+        f"{check.loss_error:.1e}",
+        f"{check.buffer_error:.1e}",
+        (passed, f" as {bound}, {what}{names}{why}", noise),
+    )
+
+
+def _ratio(ratio: float | None, *, more_is_better: bool) -> Span:
+    if ratio is None:
+        return Span("-", Tone.NOTE)
+    gain = ratio if more_is_better else 1 / ratio
+    return Span(times(ratio), Tone.GOOD if gain >= 1.01 else Tone.WARNING if gain <= 0.99 else Tone.PLAIN)
+
+
+def _cost(result: Result) -> str:
+    first = (
+        "" if result.first_probe_s is None else f", the first probe began after {format_seconds(result.first_probe_s)}"
+    )
+    split = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in result.split_s.items())
+    return (
+        f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
+        f"of them in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}{first}. "
+        f"Kept in {result.storage.removeprefix('sqlite:///')}."
+    )

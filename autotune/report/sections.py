@@ -1,0 +1,105 @@
+"""Reports as plain data: sections of paragraphs, tables and code. A renderer puts them on a terminal or a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """The meaning of a piece of text for its reader; a renderer chooses the look."""
+
+    PLAIN = ""
+    STRONG = "strong"
+    GOOD = "good"
+    BEST = "best"
+    BAD = "bad"
+    FAILED = "failed"
+    WARNING = "warning"
+    NOTE = "note"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text in one tone."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+Cell = str | Span | tuple[str | Span, ...]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Text that is wrapped. `mark` stands before it, as a bullet does."""
+
+    text: Cell
+    mark: Cell = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under titles; there is no head where all titles are empty. The last column alone is wrapped.
+
+    Attributes:
+        titles: one that begins with `>` is that of a column of numbers, which are aligned to the right.
+    """
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text to copy. Between `items`, which stand between `head` and `tail`, a line may be broken; elsewhere never."""
+
+    head: str
+    items: tuple[str, ...] = ()
+    tail: str = ""
+
+    def lines(self, width: int) -> list[str]:
+        """The text in lines of at most `width`, as far as it can be broken."""
+        lines, indent = [self.head], " " * len(self.head)
+        for number, item in enumerate(self.items):
+            piece = item + (self.tail if number == len(self.items) - 1 else ",")
+            if number == 0:
+                lines[-1] += piece
+            elif len(lines[-1]) + 1 + len(piece) <= width:
+                lines[-1] += f" {piece}"
+            else:
+                lines.append(indent + piece)
+        return lines if self.items else [self.head + self.tail]
+
+    def __str__(self) -> str:
+        return f"{self.head}{', '.join(self.items)}{self.tail}"
+
+
+Block = Paragraph | Table | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a title, with a note beside it; both may be empty."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    note: str = ""
+
+
+def table(titles: Iterable[str], rows: Iterable[Iterable[Cell]]) -> Table:
+    """A table from any iterables."""
+    return Table(tuple(titles), tuple(map(tuple, rows)))
+
+
+def pairs(rows: Mapping[str, Cell]) -> Table:
+    """A table of two columns without a head."""
+    return table(("", ""), rows.items())
+
+
+def plain(cell: Cell) -> str:
+    """A cell's text without its tones."""
+    parts = cell if isinstance(cell, tuple) else (cell,)
+    return "".join(part.text if isinstance(part, Span) else part for part in parts)

@@ -1,0 +1,118 @@
+"""A study as sections: its probes, its front, its answer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from autotune.records.batch_plan import BATCH_KEYS
+from autotune.records.config import Choice
+from autotune.records.outcome import Kind
+from autotune.records.trial import Trial
+from autotune.report.answer import answer_sections, front_section, limit_words
+from autotune.report.figures import counts, expected, measured_rate, plural
+from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
+from autotune.study.reading import Study
+from autotune.techniques.labels import describe, describe_batch
+from autotune.units import format_bytes, format_seconds
+
+
+def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section]:
+    """Every probe, why the failed ones failed, the front, and the answer if there is one.
+
+    Args:
+        model: the model file, for the lines that show how to run the answer.
+    """
+    yield _headline(study)
+    if study.probes:
+        yield _probes(study)
+        yield from _failures(study)
+    if unsupported := study.attributes.get("unsupported"):
+        yield Section("Not searched", (pairs(unsupported),), "does not apply here")
+    if front := study.front_configs():
+        answer = study.result.config if study.result else None
+        measured = study.measured_configs()
+        baseline = next((found for found in measured if found.config == study.baseline_config), None)
+        yield front_section(front, answer=answer, baseline=baseline)
+    if study.result is None:
+        yield _no_answer(study)
+        return
+    yield from answer_sections(study.result, model=model, in_study=True)
+    num_newer = len(study.probes) - study.result.probes
+    if num_newer > 0:
+        newer = f"A search went on since: {plural(num_newer, 'probe')} came after this answer."
+        yield Section("", (Paragraph(Span(newer, Tone.WARNING)),))
+
+
+def _no_answer(study: Study) -> Section:
+    if not study.probes:
+        return Section("No answer yet", (Paragraph("No probe has ended yet, so there is nothing to show."),))
+    if not any(probe.feasible for probe in study.probes):
+        why = "Nothing feasible so far: no config ran through within the memory limit. See the failures above."
+        return Section("No answer", (Paragraph(why),))
+    how = "No search of this study has ended. The same `autotune search` command goes on where it stopped."
+    return Section("No answer yet", (Paragraph(how),))
+
+
+def _headline(study: Study) -> Section:
+    device = study.attributes.get("fingerprint", {}).get("device", "")
+    about = f"task {study.attributes.get('task', study.name)}" + (f" on {device}" if device else "")
+    limit = limit_words(study.attributes.get("objective", "throughput"), study.memory_limit_bytes, study.headroom)
+    kinds = Counter(str(probe.outcome.kind) for probe in study.probes)
+    wall_s = sum(probe.wall_s for probe in study.probes)
+    probed = f"{plural(len(study.probes), 'probe')} ({counts(kinds)}), {format_seconds(wall_s)} of probing"
+    facts = [probed if study.probes else "no probes"]
+    facts += [f"{study.num_running} running or left running"] if study.num_running else []
+    facts += [f"{study.num_lost} cut short without an outcome"] if study.num_lost else []
+    return Section(study.name, (Paragraph(limit), Paragraph(Span("; ".join(facts), Tone.NOTE))), about)
+
+
+def _probes(study: Study) -> Section:
+    baseline = study.baseline_config
+    speeds = (p.outcome.measurement.samples_per_s for p in study.probes if p.feasible and p.outcome.measurement)
+    fastest = max(speeds, default=0.0)
+    rows = (_probe(probe, baseline, fastest) for probe in study.probes)
+    shown = table((">#", "stage", "batch", ">samples/s", ">peak", "changes; why"), rows)
+    note = f"the baseline is {describe(baseline)}; changes are from it" if baseline else ""
+    return Section("Probes", (shown,), note)
+
+
+def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tuple[Cell, ...]:
+    found = probe.outcome.measurement
+    is_best = found is not None and probe.feasible and found.samples_per_s == fastest
+    return (
+        str(probe.number),
+        probe.stage,
+        describe_batch(probe.config).removeprefix("batch "),
+        Span(measured_rate(found), Tone.BEST if is_best else Tone.PLAIN)
+        if found
+        else Span(str(probe.outcome.kind), Tone.BAD),
+        Span(format_bytes(found.peak_bytes) if found else "", Tone.PLAIN if probe.feasible else Tone.BAD),
+        _what_and_why(probe, baseline),
+    )
+
+
+def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
+    same_batch = {name: probe.config[name] for name in BATCH_KEYS}
+    changes = describe(probe.config, {**baseline, **same_batch} if baseline else None)
+    flags = ", over the limit" if probe.outcome.measurement and not probe.feasible else ""
+    flags += ", disturbed" if probe.disturbed else ""
+    why = "; ".join(filter(None, (probe.reason.removeprefix("proposed "), expected(probe.prediction))))
+    changed = "-" if changes == "as the baseline" else changes
+    return changed, Span(flags, Tone.WARNING), Span(f"  {why}", Tone.NOTE)
+
+
+def _failures(study: Study) -> Iterator[Section]:
+    """Each cause once, with the probes that it ended; causes that differ in figures alone are one."""
+    alike: dict[tuple[Kind, str], list[Trial]] = {}
+    for probe in study.probes:
+        if not probe.outcome.ok:
+            alike.setdefault((probe.outcome.kind, re.sub(r"\d+", "", probe.outcome.cause)), []).append(probe)
+    rows = []
+    for (kind, _), probes in alike.items():
+        numbers = " ".join(f"#{probe.number}" for probe in probes)
+        cause = probes[0].outcome.cause or "no cause known"
+        rows.append((Span(str(kind), Tone.BAD), (cause, Span(f"  {numbers}", Tone.NOTE))))
+    if rows:
+        yield Section("Failures", (table(("", ""), rows),), "recorded, and kept out of the answer")

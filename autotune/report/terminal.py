@@ -1,0 +1,90 @@
+"""Sections on a terminal, or as text of a given width."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable
+
+from rich import table as rich_table
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Table, Tone
+
+MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make wider code
+STYLES = {
+    Tone.PLAIN: "",
+    Tone.STRONG: "bold",
+    Tone.GOOD: "green",
+    Tone.BEST: "bold green",
+    Tone.BAD: "red",
+    Tone.FAILED: "bold red",
+    Tone.WARNING: "yellow",
+    Tone.NOTE: "dim",
+    Tone.BASELINE: "cyan",
+}
+
+
+def stdout_console() -> Console:
+    """A console on standard output. A terminal without Unicode shows `?` for what it lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(file=sys.stdout, highlight=False)
+
+
+def render(sections: Iterable[Section], console: Console) -> None:
+    """Print sections, wrapped to the console's width except for code that cannot be broken."""
+    for section in sections:
+        for part in _section(section, console.width):
+            console.print(part, soft_wrap=isinstance(part, Text))  # texts are wrapped already
+
+
+def as_text(sections: Iterable[Section], width: int = 80) -> str:
+    """The same as text without colours."""
+    stream = io.StringIO()
+    render(sections, Console(file=stream, width=width, highlight=False, color_system=None))
+    return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
+
+
+def styled(cell: Cell) -> Text:
+    """A cell in its colours. Nothing in it is taken for markup."""
+    parts = cell if isinstance(cell, tuple) else (cell,)
+    return Text.assemble(*((part.text, STYLES[part.tone]) if isinstance(part, Span) else part for part in parts))
+
+
+def _section(section: Section, width: int) -> Iterable[RenderableType]:
+    yield Text("")
+    if section.title:
+        yield styled((Span(section.title, Tone.STRONG), Span(f"  {section.note}" if section.note else "", Tone.NOTE)))
+    for block in section.blocks:
+        match block:
+            case Paragraph():
+                yield from _paragraph(block, width)
+            case Table():
+                yield _table(block)
+            case Code():
+                yield from (Text(f"  {line}") for line in block.lines(min(width, MAX_CODE_WIDTH) - 2))
+
+
+def _paragraph(paragraph: Paragraph, width: int) -> Iterable[Text]:
+    mark = Text("  ").append_text(styled(paragraph.mark)).append(" " if paragraph.mark else "")
+    for number, line in enumerate(styled(paragraph.text).wrap(_MEASURING, max(width - len(mark), 20))):
+        line.rstrip()
+        yield (mark if number == 0 else Text(" " * len(mark))) + line
+
+
+def _table(table: Table) -> RenderableType:
+    made = rich_table.Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=False)
+    made.show_header = any(table.titles)
+    for title in table.titles:
+        made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
+    last = made.columns[-1]
+    last.no_wrap, last.overflow = False, "fold"
+    for row in table.rows:
+        made.add_row(*map(styled, row))
+    return Padding(made, (0, 0, 0, 2), expand=False)
+
+
+_MEASURING = Console(file=io.StringIO(), highlight=False)

@@ -1,0 +1,146 @@
+"""The search's end of the line to a supervisor process (`autotune.runners.supervisor`): start it, talk to it, stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.devices.cpu import num_threads
+from autotune.errors import StudyError, TaskError
+from autotune.runners.runner import ProbeFault
+from autotune.task.source import TaskSource
+from autotune.units import format_seconds
+
+STOP_TIMEOUT_S = 10.0
+
+
+class Connection:
+    """A supervisor that has imported the task's module, and the socket to it.
+
+    Args:
+        source: how the supervisor gets the task.
+        log: receives what the import prints.
+        import_timeout_s: for importing torch and the user's module.
+        fork: False starts a new interpreter for each job.
+
+    Attributes:
+        hello: what the supervisor says of the task: `global_batch`, `baseline`, and in `no_fork` why every job has to start a
+            new interpreter, empty when none has to.
+
+    Raises:
+        TaskError: the user's module cannot be imported.
+        StudyError: the log cannot be written.
+    """
+
+    def __init__(self, source: TaskSource, *, log: Path, import_timeout_s: float, fork: bool) -> None:
+        self._source = source
+        self._log = log
+        self._process = self._start(fork)
+        self._socket.settimeout(import_timeout_s)
+        try:
+            line = self._replies.readline()
+            if not line:
+                self._import_failed(describe_exit(self._process.wait()))
+        except TimeoutError:
+            self.stop()
+            self._import_failed(f"did not end within {format_seconds(import_timeout_s)}")
+        except BaseException:
+            self.stop()
+            raise
+        self._socket.settimeout(None)
+        self.hello: dict[str, Any] = json.loads(line)
+        if "error" in self.hello:
+            self.stop()
+            raise TaskError(self.hello["error"], frames=self.hello.get("frames", ""))
+
+    def fileno(self) -> int:
+        """Ready to read when a reply has come."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a request. Raises ProbeFault when the supervisor is gone."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ProbeFault(f"the process that starts probes failed: {error}") from error
+
+    def read(self) -> dict[str, Any]:
+        """Read the reply to a request. Raises ProbeFault when the supervisor died."""
+        line = ""
+        with contextlib.suppress(ConnectionResetError):  # it died before it had read what was sent
+            line = self._replies.readline()
+        if not line:
+            raise ProbeFault(f"the process that starts probes failed: {describe_exit(self._process.wait())}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """End the supervisor and what it runs; a closed socket tells it to."""
+        self._socket.close()
+        self._replies.close()
+        try:
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _start(self, fork: bool) -> subprocess.Popen[bytes]:
+        try:
+            log = self._log.open("wb")
+        except OSError as error:
+            raise StudyError(
+                f"the log {self._log} cannot be written: {error.strerror}; expected a file that may be "
+                "written, on a disk with room: put that right and run again"
+            ) from error
+        environment = dict(os.environ)
+        blas_threads = 0
+        if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
+            environment["OPENBLAS_NUM_THREADS"] = "1"
+            blas_threads = num_threads()
+        greeting = {
+            "source": self._source.to_dict(),
+            "blas_threads": blas_threads,
+            "fork": fork,
+            "parent": os.getpid(),
+        }
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("r")
+        with log, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "autotune.runners.supervisor", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(greeting).encode() + b"\n")
+            process.stdin.close()
+        return process
+
+    def _import_failed(self, what: str) -> NoReturn:
+        tail = self._log.read_text(errors="replace").strip()[-1500:]
+        label = self._source.label
+        raise TaskError(
+            f"importing {label} {what}; run `{os.path.basename(sys.executable)} {label}` "
+            "to see it fail, and keep long or dangerous work inside the functions",
+            frames=tail,
+        )
+
+
+def describe_exit(exit_code: int) -> str:
+    """How a process ended, in words: `died of SIGSEGV (segmentation fault)`, `exited with status 1`."""
+    if exit_code < 0:
+        number = signal.Signals(-exit_code)
+        return f"died of {number.name} ({signal.strsignal(number)})"
+    return f"exited with status {exit_code}"

@@ -1,0 +1,137 @@
+"""The job that a local runner has in flight: what its worker has sent so far, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.predict.traces import Traces
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
+from autotune.records.result import Check
+from autotune.runners.connection import describe_exit
+from autotune.runners.runner import Job, JobResult, TraceJob
+from autotune.units import format_bytes, format_seconds
+
+LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
+LOG_TOLD = 4000  # characters of it that go into an outcome
+
+
+@dataclass
+class InFlight:
+    """A job whose worker may still run.
+
+    Attributes:
+        log: what the user's code prints.
+        channel: descriptor of the named pipe through which the worker sends messages.
+        progress: the last one that a probe reported.
+    """
+
+    ticket: int
+    job: Job
+    log: Path
+    channel: int
+    progress: Progress = field(default_factory=Progress)
+    started_s: float = field(default_factory=time.monotonic)
+    _result: dict[str, Any] | None = None
+    _trace_messages: list[dict[str, Any]] = field(default_factory=list)
+    _unread: bytes = b""
+
+    def read(self) -> None:
+        """Take in the messages that have come. A line that a kill cut short stays unread."""
+        *lines, self._unread = (self._unread + b"".join(_available(self.channel))).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "progress" in message:
+                self.progress = Progress(**message["progress"])
+            elif "result" in message:
+                self._result = message["result"]
+            else:
+                self._trace_messages.append(message)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.channel)
+
+    def result(self, ended: dict[str, Any]) -> JobResult:
+        """What came of the job, once the supervisor has said how its process `ended`."""
+        wall_s = time.monotonic() - self.started_s
+        log = _keep_tail(self.log)
+        found = None if ended["timed_out"] else self._result
+        if isinstance(self.job, TraceJob):
+            if found is None:
+                return self.traces(self.job, self._how_it_ended(ended)[1], timed_out=ended["timed_out"])
+            return self.traces(self.job, found.get("outcome", {}).get("cause", ""))
+        if found is None:
+            kind, cause = self._how_it_ended(ended)
+            return Outcome(
+                kind=kind,
+                cause=cause,
+                detail=self.log.read_text(errors="replace")[-LOG_TOLD:] if log else "",
+                stage=self.progress.stage,
+                log=log,
+                wall_s=wall_s,
+                train_s=self.progress.train_s,
+                bound=self.progress.bound,
+            )
+        if "inspection" in found:
+            return Inspection.from_dict(found["inspection"])
+        if "check" in found:
+            return Check(**found["check"])
+        return Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "log": log})
+
+    def traces(self, job: TraceJob, died: str, *, timed_out: bool = False) -> Traces:
+        """What a tracing job found.
+
+        Args:
+            died: how it failed; empty when it did not. The group that it had begun has failed then, or, where it did not
+                get to one before its time was up, none.
+        """
+        found = Traces(target=job.target)
+        begun = [] if timed_out else job.plan.labels()
+        for message in self._trace_messages:
+            if "traces" in message:
+                found = found.merged(Traces.from_dict(message["traces"]))
+            elif "begun" in message:
+                begun = [message["begun"]]
+        return found.merged(Traces(target=job.target, failures=dict.fromkeys(begun, died))) if died else found
+
+    def _how_it_ended(self, ended: dict[str, Any]) -> tuple[Kind, str]:
+        """The kind of an outcome without a result, and its cause in words."""
+        during = "during tracing" if isinstance(self.job, TraceJob) else f"during {self.progress.stage}"
+        if ended["timed_out"]:
+            return Kind.TIMEOUT, f"killed after {format_seconds(self.job.timeout_s)}, {during}"
+        if ended["cancelled"]:
+            return Kind.TIMEOUT, f"ended early after {format_seconds(time.monotonic() - self.started_s)}, {during}"
+        if ended["exit_code"] == -signal.SIGKILL and ended["oom_killed"]:
+            return Kind.OOM, "killed by the kernel's out-of-memory killer: the machine or its cgroup had no memory left"
+        how = describe_exit(ended["exit_code"])
+        hint = " before it had finished (os._exit?)" if ended["exit_code"] >= 0 else ""
+        return Kind.CRASHED, f"{how}{hint}, {during}"
+
+
+def _available(descriptor: int) -> Iterator[bytes]:
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(descriptor, 65536):
+            yield chunk
+
+
+def _keep_tail(log: Path) -> str:
+    """Cut a log to its end, so that user code that prints megabytes does not fill the disk. Returns its path, or "" for an empty one."""
+    if not log.exists() or not log.stat().st_size:
+        log.unlink(missing_ok=True)
+        return ""
+    if (size := log.stat().st_size) > LOG_KEEP_BYTES:
+        with log.open("rb") as file:
+            file.seek(size - LOG_KEEP_BYTES)
+            tail = file.read()
+        log.write_bytes(f"[{format_bytes(size - LOG_KEEP_BYTES)} cut]\n".encode() + tail)
+    return str(log)

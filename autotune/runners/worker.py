@@ -1,0 +1,290 @@
+"""What runs inside a probe's own process: one job on the user's task, and its result as plain data.
+
+Isolation, time-outs and clean-up are the supervisor's; this file turns whatever happens in the user's code into an outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autotune.probe.seed import seed_everything
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
+from autotune.records.settings import ProbeSettings
+from autotune.task import Task
+from autotune.units import format_bytes
+
+Report = Callable[[Progress], None]
+_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
+_PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """The way back to the search: JSON lines through a named pipe, opened for each line.
+
+    A name rather than a descriptor: user code that closes every descriptor, or prints what it likes, does not cut it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message."""
+        descriptor = os.open(self._path, os.O_WRONLY)
+        try:
+            data = json.dumps(message).encode() + b"\n"
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+
+    def offer(self, message: dict[str, Any]) -> None:
+        """Send one short message, or drop it where nobody reads the pipe and it is full: it must not hold up training."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                os.write(descriptor, json.dumps(message).encode() + b"\n")  # whole or not at all, up to PIPE_BUF bytes
+        finally:
+            os.close(descriptor)
+
+
+def run_job(task: Task, request: dict[str, Any]) -> None:
+    """Run one job and leave the process. Never returns.
+
+    Args:
+        task: the user's task, loaded.
+        request: `job` (a key of `JOBS`), `arguments` for it, `blas_threads` for numpy (0: as it is), `widest` (positions
+            of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
+    """
+    channel = Channel(request["channel"])
+    reserve = bytearray(_RESERVE_BYTES)
+
+    def report(progress: Progress) -> None:
+        channel.offer({"progress": progress.to_dict()})
+
+    if request["widest"] is not None:
+        task.use_widest(request["widest"])
+    try:
+        if request["blas_threads"] > 1 and task.dataset() is not None:
+            _restore_blas_threads(request["blas_threads"])
+        message = JOBS[request["job"]](task, request["arguments"], report)
+    except BaseException as error:
+        del reserve
+        message = {"outcome": _failure(error, "setup", 0.0).to_dict()}
+    channel.send({"result": message})
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+def enter(request: dict[str, Any]) -> None:
+    """Make this process a probe's: own process group, dies with its supervisor, prints into the log."""
+    with contextlib.suppress(PermissionError):  # a new interpreter was started as a leader already
+        os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
+
+
+def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Measure one config: arguments `config`, `device` and `settings`."""
+    from autotune.devices import open_device
+    from autotune.devices.oom import attempted_bytes
+    from autotune.probe.measure import NonFiniteError, Run
+    from autotune.session import prepare
+
+    settings = ProbeSettings(**arguments["settings"])
+    device = open_device(arguments["device"])
+    if device.kind != "cuda":
+        hide_gpus()
+    seed_everything(settings.seed)
+    if settings.memory_limit_bytes is not None:
+        device.limit_memory(settings.memory_limit_bytes)
+    started = time.perf_counter()
+    run: Run | None = None
+    try:
+        session = prepare(task, arguments["config"], device=device)
+        run = Run(session, device, settings, report)
+        outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
+    except BaseException as error:
+        oom = device.is_out_of_memory(error)
+        kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
+        stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
+        attempted = attempted_bytes(error) if oom else 0
+        # read now: `_failure` clears the error's frames, and with them what the training held
+        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
+        outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=held)
+    return {"outcome": outcome.to_dict()}
+
+
+def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Validate the task and say what applies to it: arguments `device`, `memory_limit_bytes`."""
+    from autotune.devices import open_device
+    from autotune.probe.inspection import inspect_task
+
+    if arguments["absent"] is not None or open_device(arguments["device"]).kind != "cuda":
+        hide_gpus()
+    seed_everything(0)
+    return {"inspection": inspect_task(task, **arguments)}
+
+
+def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
+    from autotune import techniques
+    from autotune.devices import open_device
+    from autotune.probe.checks import run_checks
+
+    seed_everything(0)
+    device = open_device(arguments["device"])
+    if device.kind != "cuda":
+        hide_gpus()
+    if arguments["memory_limit_bytes"] is not None:
+        device.limit_memory(arguments["memory_limit_bytes"])
+    config = techniques.complete(arguments["config"])
+    return {"check": asdict(run_checks(task, config, device, batch_size=arguments["batch_size"]))}
+
+
+def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Trace configs without running them: arguments `plan`, `target`, `channel`, by which each finished group
+    is told, and `slice_s`, after which none is begun.
+    """
+    hide_gpus()  # tracing for a GPU must not touch one
+    from autotune.predict.job import trace_plan
+    from autotune.predict.plan import Plan
+
+    seed_everything(0)
+    channel = Channel(arguments["channel"])
+    started, num_begun = time.monotonic(), 0
+    for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"]):
+        if "begun" in message:
+            if num_begun and time.monotonic() >= started + arguments["slice_s"]:
+                break
+            num_begun += 1
+        channel.send(message)
+    return {"done": True}
+
+
+JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
+    "probe": _probe,
+    "inspect": _inspect,
+    "check": _check,
+    "trace": _trace,
+}
+
+
+def hide_gpus() -> None:
+    """Let this process, which has one job and needs no GPU for it, and its data workers see none.
+
+    An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
+    user's module is loaded: that may ask for the number of GPUs.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _restore_blas_threads(num_threads: int) -> None:
+    """Give numpy's BLAS its threads back, which the fork server was started without, to hold one thread.
+
+    Only for a dataset, which may compute with numpy: a new OpenBLAS thread spins for 0.1 s before it sleeps.
+    """
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(num_threads, user_api="blas")
+
+
+def _failure(
+    error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
+) -> Outcome:
+    from autotune.devices.no_kernel import missing_kernel
+    from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
+    from autotune.errors import AutotuneError
+    from autotune.task.usercode import arose_in_autotune
+    from autotune.techniques.base import UnsupportedError
+
+    if kind is None and is_out_of_memory(error):
+        kind = Kind.OOM
+    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
+    missing = missing_kernel(error) if kind is None else ""
+    if kind is None:
+        kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
+        if isinstance(error, SystemExit):
+            kind = Kind.CRASHED
+    if isinstance(error, SystemExit):
+        cause = f"the training code called sys.exit({error.code!r})"
+    elif isinstance(error, AutotuneError | UnsupportedError):
+        cause = str(error)
+    elif missing:
+        cause = f"torch's CPU library oneDNN has no such kernel for this processor: {missing}"
+    else:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
+    if own_fault:
+        cause = f"a fault of autotune itself: {cause}"
+    if attempted:
+        cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
+    if isinstance(error, AutotuneError | UnsupportedError):
+        detail = getattr(error, "frames", "")
+    else:
+        frames = "".join(traceback.format_tb(error.__traceback__)) + cause if own_fault else _frames(error)
+        detail = frames[-8000:]
+    for link in chain(error):
+        traceback.clear_frames(link.__traceback__)
+    gc.collect()
+    return Outcome(
+        kind=kind,
+        cause=cause[:500],
+        detail=detail,
+        stage=stage,
+        train_s=train_s,
+        peak_bytes=peak_bytes,
+        attempted_bytes=attempted,
+        own_fault=own_fault,
+    )
+
+
+def _frames(error: BaseException) -> str:
+    """The frames of the user's own code, or all of them where there is none of it."""
+    from autotune.task.usercode import user_frames
+
+    frames = user_frames(error)
+    return frames if "\n  File " in frames else "".join(traceback.format_exception(error))
+
+
+def _quietly(read: Callable[[], int]) -> int:
+    try:
+        return read()
+    except Exception:
+        return 0
+
+
+def main() -> None:
+    """Entry of a probe in a new interpreter (the fall-back): loads the task itself. Takes the request's path."""
+    from autotune.task.source import TaskSource
+
+    request = json.loads(Path(sys.argv[1]).read_text())
+    enter(request)
+    run_job(TaskSource.from_dict(request["source"]).load(), request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Where a study is kept, and the lock that keeps one search at a time in it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+
+from autotune.errors import StudyError
+from autotune.predict.cache import FOLDER as TRACES_FOLDER
+
+DEFAULT_FOLDER = "studies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a study is kept."""
+
+    storage: str  # a URL
+    study: str
+    file: Path | None  # of an SQLite database
+
+    @property
+    def logs(self) -> Path:
+        """Folder for what the user's code prints, one file a probe."""
+        return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
+
+    @property
+    def lock(self) -> Path:
+        """File that a search locks. On a database server it is this machine's searches that it keeps apart."""
+        if self.file is not None:
+            return self.file.with_name(self.file.name + ".lock")
+        name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"autotune-{name}.lock"
+
+    @property
+    def traces(self) -> Path:
+        """Folder for traced memory, shared by the studies beside each other."""
+        return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
+
+
+def place_of(storage: str | None, study: str | None, task: str) -> Place:
+    """Where the study of a task goes: `studies/<task>.db` unless told otherwise. `storage` is a URL or a database file."""
+    name = study or task
+    if storage is None:
+        storage = str(Path(DEFAULT_FOLDER) / f"{name}.db")
+    if "://" not in storage:
+        file = Path(storage).absolute()
+        return Place(storage=f"sqlite:///{file}", study=name, file=file)
+    file_url = storage.startswith("sqlite:///") and ":memory:" not in storage
+    return Place(storage=storage, study=name, file=Path(storage.removeprefix("sqlite:///")) if file_url else None)
+
+
+@contextlib.contextmanager
+def locked(place: Place) -> Iterator[None]:
+    """Hold the study's lock: one search writes to a study at a time.
+
+    Raises:
+        StudyError: another search holds it, or the folder cannot be written.
+    """
+    if ":memory:" in place.storage:  # nobody else's
+        yield
+        return
+    lock = filelock.FileLock(place.lock)
+    where = place.file or f"{place.study} in {place.storage}"
+    try:
+        place.lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise StudyError(
+            f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, "
+            "or give this one its own with --study NAME"
+        ) from None
+    except OSError as error:
+        raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,28 @@
+"""`python -m autotune.techniques` prints the README's table of techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autotune.techniques import REGISTRY, Technique
+
+_COLUMNS = ("technique", "choices", "what it does, what it trades", "gradients", "applies")
+
+
+def table(registry: Mapping[str, Technique] = REGISTRY) -> str:
+    """Every technique in a Markdown table, in the order of the registry."""
+
+    def lines() -> Iterator[tuple[str, ...]]:
+        yield _COLUMNS
+        yield ("---",) * len(_COLUMNS)
+        for name, technique in registry.items():
+            gradients = "exact" if technique.exact else "reduced precision"
+            if technique.changes_learning:
+                gradients = "of another training"
+            yield f"`{name}`", technique.listed_choices, technique.summary, gradients, technique.applies
+
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines())
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201

@@ -1,0 +1,69 @@
+"""What techniques see and change: a task to judge, and the session under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autotune.records.config import Choice, Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.devices.base import Device
+    from autotune.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a technique may look at to say whether and how it applies. It lives in a process of its own.
+
+    Attributes:
+        model: built by the task, plain fp32, on the device, in training mode.
+        optimizer: the task's own optimizer for `model`, no state yet.
+        batch: a micro batch of two samples, on the device.
+        baseline: what the user runs today, complete.
+        global_batch: samples per optimizer step, or None when the user left it open.
+        dataset_size: samples in the training set, or None without a dataset.
+    """
+
+    task: Task
+    device: Device
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    baseline: Mapping[str, Choice]
+    global_batch: int | None
+    dataset_size: int | None
+
+    def fresh_batch(self) -> Any:
+        """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
+        import torch
+
+        from autotune.task.batches import map_tensors
+
+        return map_tensors(torch.clone, self.batch)
+
+
+@dataclass(kw_only=True)
+class Build:
+    """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
+
+    Attributes:
+        forward_contexts: entered around every forward pass, outermost first.
+        batch_transforms: applied in order to every micro batch once it is on the device.
+        scaler: scales the loss and unscales the gradients, or None.
+        loader_options: keyword arguments for the data loader.
+    """
+
+    task: Task
+    device: Device
+    config: Config
+    model: torch.nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    batch_transforms: list[Callable[[Any], Any]] = field(default_factory=list)
+    scaler: torch.amp.GradScaler | None = None
+    loader_options: dict[str, Any] = field(default_factory=dict)

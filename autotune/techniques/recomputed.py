@@ -1,0 +1,178 @@
+"""Modules whose forward pass runs again in the backward pass, so that their activations need not be kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
+
+
+class _Recomputed:
+    """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
+
+    An object, not a closure, so that a deep copy of the model (a moving average of it, say) refers to its own blocks.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.original = vars(module).get("forward")  # a forward that the user replaced on this very instance
+        self.constant: set[Place] = set()  # buffers that forward passes were seen to leave alone
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            buffers = _Buffers(modules, self.constant)
+            return buffers.recorded(), _EachTime(buffers.replayed)
+
+        # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
+        # random state it keeps.
+        names = tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            positional = values[: len(values) - len(names)]
+            return function(*positional, **dict(zip(names, values[len(positional) :], strict=True)))
+
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+class Checkpointed(_Recomputed):
+    """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
+
+    def __init__(self, module: torch.nn.Module, segments: Segments | None) -> None:
+        super().__init__(module)
+        self.segments = segments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward pass."""
+        if not _is_training(self.module) or (self.segments is not None and self.segments.running):
+            return self.call(*args, **kwargs)
+        return self.checkpoint((self.module,), self.call, *args, **kwargs)
+
+
+class Segments(_Recomputed):
+    """The forward of a `Sequential`, cut into segments of nearly equal numbers of children.
+
+    Models may also iterate over a `Sequential` and call its children themselves; then the children's own
+    `Checkpointed` takes effect.
+    """
+
+    def __init__(self, module: torch.nn.Sequential, num_segments: int) -> None:
+        super().__init__(module)
+        self.num_segments = num_segments
+        self.running = False  # inside a segment, also when it is recomputed
+
+    def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
+        """The forward pass of the `Sequential`."""
+        if not _is_training(self.module):
+            return self.call(input)
+        children = tuple(self.module.children())
+        edges = [i * len(children) // self.num_segments for i in range(self.num_segments + 1)]
+        value = input
+        for start, end in itertools.pairwise(edges):
+            value = self.checkpoint(children[start:end], _Segment(self, children[start:end]), value)
+        return value
+
+
+class _Segment:
+    def __init__(self, segments: Segments, modules: tuple[torch.nn.Module, ...]) -> None:
+        self.segments = segments
+        self.modules = modules
+
+    def __call__(self, value: Any) -> Any:
+        before, self.segments.running = self.segments.running, True
+        try:
+            for module in self.modules:
+                value = module(value)
+        finally:
+            self.segments.running = before
+        return value
+
+
+class _Buffers:
+    """Lets a forward pass that is run twice change the buffers once.
+
+    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
+    the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
+    this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
+    """
+
+    def __init__(self, modules: tuple[torch.nn.Module, ...], constant: set[Place]) -> None:
+        self.places = [
+            (m, name) for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None
+        ]
+        self.constant = constant
+        self.before: dict[Place, torch.Tensor] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around the first pass: remember the buffers that it changes. Known constants (masks) are not copied."""
+        originals = [
+            (place, buffer, buffer._version) for place in self.places if (buffer := _buffer(place)) is not None
+        ]
+        copies = {place: buffer.detach().clone() for place, buffer, _ in originals if place not in self.constant}
+        try:
+            yield
+        finally:
+            for place, buffer, version in originals:
+                if _buffer(place) is buffer and buffer._version == version and not _may_be_statistics(buffer):
+                    self.constant.add(place)
+                else:
+                    self.constant.discard(place)
+                    self.before[place] = copies.get(place, buffer)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Around the recomputation: the remembered values stand in, and the present ones come back afterwards."""
+        present = {place: _buffer(place) for place in self.before}
+        for (module, name), value in self.before.items():
+            module._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (module, name), buffer in present.items():
+                module._buffers[name] = buffer
+
+
+class _EachTime(AbstractContextManager[None]):
+    """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
+
+    There are several where the loss takes derivatives itself, before the backward pass.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.close()
+
+
+def _may_be_statistics(buffer: torch.Tensor) -> bool:
+    """Batch normalisation writes its running statistics without counting up their version."""
+    return buffer.dim() == 1 and buffer.is_floating_point()
+
+
+def _buffer(place: Place) -> torch.Tensor | None:
+    module, name = place
+    return module._buffers[name]
+
+
+def _is_training(module: torch.nn.Module) -> bool:
+    import torch
+
+    return module.training and torch.is_grad_enabled()

@@ -1,0 +1,98 @@
+"""How long a search and its probes may take, on the runner's clock."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from autotune.records.outcome import Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.study.history import History
+from autotune.tuning import finalists
+
+MIN_TIMEOUT_S = 20.0
+TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
+FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
+UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
+HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
+RECENT = 8  # probes that tell how long the next one takes
+
+
+@dataclass
+class Budget:
+    """The time of one search.
+
+    Attributes:
+        budget_s: for everything from start to answer.
+        probe_timeout_s: what the user set for a probe; None leaves it to what the search learns.
+        now_s: the runner's clock; a replay's shows the recorded seconds.
+        started_s: on that clock, when the user began to wait.
+        num_trials: at most that many probes outside the play-off; None for no such limit.
+        spent_s: seconds by what they went into (`split` adds to it).
+        first_probe_s: from the start until the first probe was started; None before.
+    """
+
+    budget_s: float
+    probe_timeout_s: float | None
+    now_s: Callable[[], float]
+    started_s: float
+    num_trials: int | None = None
+    spent_s: dict[str, float] = field(default_factory=dict)
+    first_probe_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the user began to wait."""
+        return self.now_s() - self.started_s
+
+    @property
+    def left_s(self) -> float:
+        """Until the search must have ended: its budget and one time-out."""
+        return self.budget_s + self.first_timeout_s - self.elapsed_s
+
+    @property
+    def first_timeout_s(self) -> float:
+        """The time-out of a probe before anything is known."""
+        return self.probe_timeout_s or max(MIN_TIMEOUT_S, FIRST_TIMEOUT_SHARE * self.budget_s)
+
+    def timeout_s(self, ran: Outcome | None) -> float:
+        """The time-out of a probe, given the outcome of the baseline or of something else that ran."""
+        if self.probe_timeout_s is not None:
+            return self.probe_timeout_s
+        return self.first_timeout_s if ran is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * ran.wall_s)
+
+    def paced(self, settings: ProbeSettings, history: History) -> ProbeSettings:
+        """The settings of the next probe: its time-out, and the speed below which it is not worth timing."""
+        baseline = history.baseline
+        if baseline is not None and baseline.measurement is not None:
+            slowest = HOPELESS * baseline.measurement.samples_per_s
+            return settings.replace(slowest_samples_per_s=slowest, timeout_s=self.timeout_s(baseline))
+        ran = next((trial.outcome for trial in reversed(history.searched) if trial.outcome.ok), None)
+        timeout_s = self.timeout_s(ran)
+        if baseline is not None and ran is None and self.probe_timeout_s is None:
+            timeout_s = min(timeout_s, max(MIN_TIMEOUT_S, UNKNOWN_TIME_SHARE * self.budget_s))
+        return settings.replace(timeout_s=timeout_s)
+
+    def allows_a_probe(self, history: History) -> bool:
+        """Whether another probe fits before the play-off's time has come. While nothing fits there is nothing to confirm."""
+        if self.num_trials is not None and len(history.searched) - history.num_resumed >= self.num_trials:
+            return False
+        expected_s = self.expected_probe_s(history)
+        leave_s = finalists.time_to_leave(expected_s, self.budget_s) if history.best else expected_s
+        return self.elapsed_s + expected_s < self.budget_s - leave_s
+
+    def expected_probe_s(self, history: History) -> float:
+        """Seconds that the next probe will take, by the latest ones."""
+        latest = history.probe_wall_s[-RECENT:]
+        return median(latest) if latest else 0.0
+
+    @contextlib.contextmanager
+    def split(self, name: str) -> Iterator[None]:
+        """Count the time that is spent inside as `name`."""
+        before_s = self.now_s()
+        try:
+            yield
+        finally:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + self.now_s() - before_s

@@ -1,0 +1,96 @@
+"""The search itself: the baseline first, then what a proposer proposes, until it has nothing more or the time has come."""
+
+from __future__ import annotations
+
+from autotune.proposers.base import Proposer
+from autotune.records.outcome import Kind
+from autotune.records.trial import BASELINE, Proposal, Trial
+from autotune.study.history import History
+from autotune.tuning import why
+from autotune.tuning.state import Search
+
+SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
+TRACE_SLICE_S = 5.0  # between two probes
+
+
+def measure_baseline(search: Search) -> None:
+    """Probe the baseline; one that the user did not state is halved until it fits."""
+    given, history = search.inspection.baseline_given, search.history
+    while True:
+        _probe_baseline(search, "what you run today" if given else "plain fp32")
+        outcome = history.baseline
+        too_large = outcome is not None and history.objective.does_not_fit(outcome)
+        smaller = history.space.with_smaller_baseline()
+        if given or not too_large or smaller is None or search.interrupted():
+            return
+        history.space = smaller
+        search.store.set_attribute("baseline_config", smaller.baseline.as_dict())
+
+
+def _probe_baseline(search: Search, reason: str) -> None:
+    """Probe it, once more after each fault of the machinery: without it nothing bounds the time of the others."""
+    history, faults = search.history, -1
+    while search.probing.num_faults != faults:
+        faults = search.probing.num_faults
+        if search.interrupted() or not history.admissible()(history.space.baseline):
+            return
+        search.probe(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
+
+
+def explore(search: Search, proposer: Proposer) -> None:
+    """Probe what the proposer proposes, as many at a time as the runner has slots."""
+    probing, history = search.probing, search.history
+    while True:
+        while _may_go_on(search) and probing.has_free_slot:
+            _trace_meanwhile(search)
+            if (proposal := proposer.propose(history)) is None:
+                break
+            probing.start(proposal)
+        if not probing.is_running:
+            return
+        _end_if_everything_fails_alike(history, probing.finish_next())
+
+
+def _may_go_on(search: Search) -> bool:
+    return not search.interrupted() and search.budget.allows_a_probe(search.history)
+
+
+def _trace_meanwhile(search: Search) -> None:
+    """Predict more memory before the next proposal, while no probe runs whose timing that would disturb."""
+    tracing = search.tracing
+    if tracing.is_done or search.probing.is_running:
+        return
+    with search.budget.split("tracing"):
+        tracing.advance(TRACE_SLICE_S)
+    traces = tracing.traces
+    search.store.set_attribute(
+        "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": tracing.wall_s}
+    )
+    if tracing.is_done:
+        search.tell(f"memory of {len(traces.models)} combinations of techniques predicted in {tracing.wall_s:.1f} s")
+        if traces.failures:
+            label, why = next(iter(traces.failures.items()))
+            others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
+            search.tell(f"memory is learned from probes where it cannot be traced: {label}{others}: {why}")
+
+
+def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
+    """End the search when nothing has run, and configs that differ in more than the batch all failed with this error.
+
+    Raises:
+        TaskError: the error, where it arose in the user's code.
+        OwnFault: the error, where it arose in autotune itself.
+    """
+    if ended is None or ended.outcome.kind is not Kind.ERROR:
+        return
+    known = history.known
+    if any(outcome.ok for outcome in known.values()):
+        return
+    cause = why.without_digits(ended.outcome.cause)
+    unlike = {
+        config.replace(batch_size=1, accumulation_steps=1)
+        for config, outcome in known.items()
+        if outcome.kind is Kind.ERROR and why.without_digits(outcome.cause) == cause
+    }
+    if len(unlike) >= SAME_ERRORS:
+        raise why.as_error(ended.outcome, f"{len(unlike)} unlike configs ended with this error and none ran")

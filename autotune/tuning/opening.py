@@ -1,0 +1,270 @@
+"""Opens a search: its runner, its study, what the task is and which configs may be probed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from autotune import techniques
+from autotune.devices.targets import target_of
+from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
+from autotune.predict.cache import TraceCache
+from autotune.proposers.cost_model import CostModel
+from autotune.records.device import DeviceInfo
+from autotune.records.inspection import Inspection
+from autotune.records.objective import Objective
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import Runner
+from autotune.space import Space, build_space
+from autotune.study.history import History
+from autotune.study.place import Place, locked, place_of
+from autotune.study.store import Store, storage_errors, stored_attributes
+from autotune.task.source import TaskSource
+from autotune.tuning import why
+from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
+from autotune.tuning.events import Listener, Note, SearchStarted
+from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.state import Search
+from autotune.tuning.tracing import Tracing
+from autotune.units import format_bytes
+from autotune.version import __version__
+
+MIN_TRACE_S = 5.0
+MAX_TRACE_SHARE = 0.1  # of the budget
+
+
+@contextlib.contextmanager
+def opened(
+    source: TaskSource | None, options: SearchOptions, runner: Runner | None, listener: Listener
+) -> Iterator[Search]:
+    """A search that is ready to probe. At the end the study is unlocked and no process is left.
+
+    Raises:
+        TaskError, ConfigError, DeviceError, StudyError: the user can put it right; see the message.
+    """
+    if source is not None and options.global_batch is not None:
+        source = source.with_global_batch(options.global_batch)
+    task_name = runner.task_name if runner is not None else _required(source).name
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        place = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
+        stack.enter_context(locked(place))
+        stack.enter_context(storage_errors(place))
+        if runner is None:
+            import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
+            runner = LocalRunner(
+                _required(source), device=options.device, logs=place.logs, import_timeout_s=import_timeout_s
+            )
+        budget = Budget(
+            budget_s=options.budget_s,
+            probe_timeout_s=options.probe_timeout_s,
+            now_s=runner.now_s,
+            started_s=runner.now_s(),
+            num_trials=options.num_trials,
+        )
+        stored = stored_attributes(place)
+        with budget.split("import"):
+            device = runner.device()
+            limit_bytes = _memory_limit(options, place, stored, device.free_bytes)
+            stack.enter_context(runner)
+        for note in (*runner.notes, *device.notes):
+            listener.on(Note(text=note, warning=True))
+        with budget.split("inspection"):
+            inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s)
+        if isinstance(inspection, Outcome):
+            raise inspection_failed(inspection, limit_bytes)
+        space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
+        asked = _asked(options, source, stored)
+        store = _store(place, inspection, space, options, asked, limit_bytes, model=runner.stated.model)
+        objective = Objective(name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom)
+        history = History(space, objective, store.trials(), budget.timeout_s)
+        listener.on(_started(place, inspection, history, options, device, limit_bytes))
+        for note in notes:
+            listener.on(Note(text=note))
+        sizes = [int(size) for size in space.choices["batch_size"]]
+        target = target_of(device)
+        cache = TraceCache(place.traces, inspection.facts, target, sizes)
+        max_trace_s = max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s)
+        tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s)
+        interrupted = stack.enter_context(_interruptible())
+        yield Search(
+            runner=runner,
+            store=store,
+            history=history,
+            inspection=inspection,
+            options=options,
+            settings=_settings(options, limit_bytes, budget),
+            budget=budget,
+            tracing=tracing,
+            cost_model=CostModel(
+                lambda: tracing.traces,
+                inspection.outside_bytes,
+                options.seed,
+                tell=lambda text: listener.on(Note(text=text, warning=True)),
+            ),
+            listener=listener,
+            interrupted=interrupted,
+            asked=asked,
+            warnings=list(inspection.facts.get("warnings", ())),
+        )
+
+
+def _required(source: TaskSource | None) -> TaskSource:
+    if source is None:
+        raise ConfigError("there is no task to search; expected a task, or a runner that has one")
+    return source
+
+
+def _settings(options: SearchOptions, limit_bytes: int, budget: Budget) -> ProbeSettings:
+    return ProbeSettings(
+        memory_limit_bytes=limit_bytes,
+        seed=options.seed,
+        timeout_s=budget.first_timeout_s,
+        max_timed_s=min(10.0, max(1.0, options.budget_s / 60)),
+        max_warmup_s=min(20.0, max(2.0, options.budget_s / 60)),
+    )
+
+
+def _store(
+    place: Place,
+    inspection: Inspection,
+    space: Space,
+    options: SearchOptions,
+    asked: Mapping[str, str | int],
+    limit_bytes: int,
+    *,
+    model: str,
+) -> Store:
+    attributes = {
+        "task": inspection.facts["name"],
+        "model": model,
+        "asked": dict(asked),
+        "objective": options.objective,
+        "memory_limit_bytes": limit_bytes,
+        "headroom": options.headroom,
+        "space": {name: list(choices) for name, choices in space.choices.items()},
+        "unsupported": inspection.unsupported,
+        "baseline_config": space.baseline.as_dict(),
+    }
+    return Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
+
+
+def _started(
+    place: Place,
+    inspection: Inspection,
+    history: History,
+    options: SearchOptions,
+    device: DeviceInfo,
+    limit_bytes: int,
+) -> SearchStarted:
+    threads = f", {device.num_threads} threads" if device.num_threads else ""
+    return SearchStarted(
+        task=inspection.facts["name"],
+        device=f"{device.name} ({device.model}{threads})",
+        study=place.study,
+        storage=place.storage,
+        objective=options.objective,
+        memory_limit_bytes=limit_bytes,
+        headroom=options.headroom,
+        budget_s=options.budget_s,
+        space=dict(history.space.choices),
+        num_configs=history.space.num_combinations,
+        unsupported=inspection.unsupported,
+        num_resumed=history.num_resumed,
+    )
+
+
+def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
+    """The user's limit, else the study's when it is resumed, else what the device has free."""
+    if options.memory_limit_bytes is not None:
+        return options.memory_limit_bytes
+    earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
+    if earlier is None:
+        return free_bytes
+    if earlier > 1.1 * free_bytes:
+        raise StudyError(
+            f"the study {place.study} was made within {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
+            "free memory, or start another study with --study NAME"
+        )
+    return earlier
+
+
+def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
+    """What whoever runs the answer has to ask for as well: nothing of what is a default."""
+    asked = options.asked()
+    if source is not None and source.overrides.get("global_batch") is not None:
+        asked["global_batch"] = source.overrides["global_batch"]
+    earlier = stored.get("asked", {}).get("memory_limit")  # goes on to hold when the study is resumed without one
+    return {"memory_limit": earlier, **asked} if earlier is not None else asked
+
+
+def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: int) -> dict[str, Any]:
+    """What must be equal for measurements to be comparable."""
+    device, facts = inspection.device, inspection.facts
+    choices = {
+        name: sorted(map(str, {*support.choices, *support.optional}))
+        for name, support in inspection.support.items()
+        if not techniques.REGISTRY[name].ordered
+    }
+    return {
+        "autotune": __version__,
+        "techniques": list(techniques.REGISTRY),
+        "choices": choices,
+        "task": facts["source_hash"],
+        # a model file may read its sizes from elsewhere
+        **{name: facts.get(name) for name in ("num_parameters", "num_trainable", "parameter_bytes", "batch")},
+        "device": f"{device.name} {device.model}",
+        "num_threads": device.num_threads,
+        "total_bytes": device.total_bytes,
+        "driver": device.driver,
+        "torch": device.torch_version,
+        "memory_limit_bytes": limit_bytes,
+        "headroom": options.headroom,
+        "objective": options.objective,
+        "global_batch": inspection.global_batch,
+    }
+
+
+def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
+    """The error for a task that could not be inspected."""
+    if outcome.kind is Kind.OOM:
+        return NothingFeasible(
+            f"even two samples do not train within {format_bytes(limit_bytes)}: "
+            f"{why.describe_shortage([outcome], limit_bytes)}; "
+            "raise --memory-limit, or make the model or the sample smaller"
+        )
+    if outcome.kind is Kind.ERROR:
+        return why.as_error(outcome)
+    return TaskError(
+        f"one training step of two samples did not work: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        "holds what it printed",
+        frames=outcome.detail,
+    )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """First Ctrl-C: the search ends after the running probe. Second: at once, killing it."""
+    asked = threading.Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

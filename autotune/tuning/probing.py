@@ -1,0 +1,197 @@
+"""Runs proposals: a trial is begun, the config is probed, and what was found goes to the study, the history and the listener."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.proposers.cost_model import CostModel
+from autotune.records.outcome import Kind, Outcome, calmer
+from autotune.records.prediction import Forecast
+from autotune.records.settings import ProbeSettings
+from autotune.records.trial import PLAY_OFF, Proposal, Trial
+from autotune.runners.runner import ProbeFault, ProbeJob, Runner
+from autotune.study.history import History
+from autotune.study.store import Store
+from autotune.tuning.budget import Budget
+from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
+
+MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """A probe that runs.
+
+    Attributes:
+        number: of its trial.
+        disturbed: its first run, when that was disturbed and this is the second.
+    """
+
+    number: int
+    proposal: Proposal
+    prediction: Forecast | None
+    settings: ProbeSettings
+    disturbed: Outcome | None = None
+
+
+class Probing:
+    """Probes configs, as many at a time as the runner has slots.
+
+    Args:
+        settings: of every probe; the budget sets time-outs and the slowest speed worth timing.
+        interrupted: whether the user wants the search to end.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: Store,
+        history: History,
+        cost_model: CostModel,
+        budget: Budget,
+        settings: ProbeSettings,
+        listener: Listener,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.runner = runner
+        self.store = store
+        self.history = history
+        self.cost_model = cost_model
+        self.budget = budget
+        self.settings = settings
+        self.listener = listener
+        self.interrupted = interrupted
+        self.num_faults = 0
+        self._in_flight: dict[int, InFlight] = {}  # by the runner's ticket
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another probe may be started now."""
+        return len(self._in_flight) < self.runner.num_slots
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any probe runs."""
+        return bool(self._in_flight)
+
+    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
+        """Run one proposal to its end. None when the machinery failed, or time was up before it could tell anything."""
+        self.start(proposal, settings)
+        found = None
+        while self.is_running:
+            found = self.finish_next()
+        return found
+
+    def start(self, proposal: Proposal, settings: ProbeSettings | None = None) -> None:
+        """Begin a trial for a proposal and submit it.
+
+        Args:
+            settings: the play-off's own; by default the search's, paced by the budget.
+        """
+        settings = settings or self.budget.paced(self.settings, self.history)
+        in_play_off = proposal.stage == PLAY_OFF
+        prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
+        number = self.store.begin(proposal, prediction, self.history.space)
+        if self.budget.first_probe_s is None:
+            self.budget.first_probe_s = self.budget.elapsed_s
+        self.listener.on(
+            ProbeStarted(
+                number=number,
+                stage=proposal.stage,
+                config=proposal.config,
+                reason=proposal.reason or (prediction.reason if prediction else ""),
+                forecast=prediction,
+                elapsed_s=self.budget.elapsed_s,
+            )
+        )
+        self._submit(InFlight(number=number, proposal=proposal, prediction=prediction, settings=settings))
+
+    def _submit(self, flight: InFlight) -> None:
+        left_s = max(1.0, self.budget.left_s)
+        settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
+        self.history.running.add(flight.proposal.config)
+        try:
+            ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings))
+        except ProbeFault as fault:
+            self._fault(flight, fault)
+            return
+        except BaseException:
+            self._give_up(flight, "interrupted")
+            raise
+        self._in_flight[ticket] = flight
+
+    def finish_next(self) -> Trial | None:
+        """Wait for the next probe that ends. None when the machinery failed, or it is run again since it was disturbed."""
+        try:
+            finished = self.runner.collect()
+        except ProbeFault as fault:
+            flights = list(self._in_flight.values())
+            self._in_flight.clear()
+            for flight in flights:
+                self._fault(flight, fault)
+            return None
+        except BaseException:
+            for ticket, flight in self._in_flight.items():
+                self.runner.cancel(ticket)
+                self._give_up(flight, "interrupted")
+            self._in_flight.clear()
+            raise
+        assert finished is not None and isinstance(finished.result, Outcome)
+        flight = self._in_flight.pop(finished.ticket)
+        outcome = finished.result
+        if flight.disturbed is not None:
+            outcome = calmer(flight.disturbed, outcome)
+        elif self._is_worth_another(outcome):
+            flight.disturbed = outcome
+            self._submit(flight)
+            return None
+        return self._end(flight, outcome)
+
+    def _is_worth_another(self, outcome: Outcome) -> bool:
+        disturbed = outcome.measurement is not None and bool(outcome.measurement.disturbances)
+        return disturbed and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
+
+    def _end(self, flight: InFlight, outcome: Outcome) -> Trial | None:
+        proposal = flight.proposal
+        in_play_off = proposal.stage == PLAY_OFF
+        self.history.running.discard(proposal.config)
+        if in_play_off and outcome.kind is Kind.TIMEOUT and self.budget.left_s <= 0:
+            # killed for want of time, not of patience: that tells nothing of the config
+            self.store.fail(flight.number, "cut short by the end of the search")
+            return None
+        objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
+        trial = self.store.finish(
+            flight.number,
+            outcome,
+            objective,
+            worst=self.history.worst_score,
+            disturbed=flight.disturbed is not None,
+        )
+        self.history.append(trial)
+        self.listener.on(
+            ProbeEnded(
+                number=trial.number,
+                stage=trial.stage,
+                config=trial.config,
+                outcome=outcome,
+                forecast=flight.prediction,
+                feasible=trial.feasible,
+                best=self.history.best,
+                baseline=self.history.baseline,
+                elapsed_s=self.budget.elapsed_s,
+            )
+        )
+        return trial
+
+    def _fault(self, flight: InFlight, fault: ProbeFault) -> None:
+        """Note that the machinery failed; the search gives up after a few of these."""
+        self._give_up(flight, str(fault))
+        self.num_faults += 1
+        self.listener.on(Note(text=str(fault), warning=True))
+        if self.num_faults >= MAX_FAULTS:
+            raise fault
+
+    def _give_up(self, flight: InFlight, why: str) -> None:
+        self.history.running.discard(flight.proposal.config)
+        self.store.fail(flight.number, why)

@@ -1,0 +1,226 @@
+"""The recommendation: the answer, the evidence for it, and what the user has to know of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median
+
+from autotune.errors import AutotuneError
+from autotune.records.config import Config
+from autotune.records.outcome import Outcome
+from autotune.records.result import Check, Measured, Result
+from autotune.runners.runner import NotCompared
+from autotune.study.figures import measured as measured_by
+from autotune.tuning import why
+from autotune.tuning.exactness import Exactness
+from autotune.tuning.playoff import Standing, failure
+from autotune.tuning.state import Search
+from autotune.units import format_bytes
+
+FEW_ROUNDS = 2  # of the play-off
+BATCH_RULES = (
+    "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
+    "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
+)
+
+Ratio = tuple[float, float, float]  # with its 95 % interval
+
+
+class NothingFeasible(AutotuneError):
+    """No config ran within the limits."""
+
+    exit_code = 1
+
+
+class Interrupted(AutotuneError):
+    """The user interrupted the search; `result` is the best so far, or None. Exit code 130."""
+
+    def __init__(self, result: Result | None) -> None:
+        super().__init__("interrupted; the study is kept and the same command goes on with it")
+        self.result = result
+
+
+def recommend(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
+    """The answer of the play-off, or the best so far where there was none; None where nothing is feasible.
+
+    It is kept in the study, unless the study holds an answer that a play-off confirmed and this one was not.
+    """
+    result = _result(search, exactness, standing)
+    kept_before = bool(search.store.attributes().get("result", {}).get("confirmed"))
+    if result is not None and (result.confirmed or not kept_before):
+        search.store.set_attribute("result", result.to_dict())
+        search.store.set_attribute("warnings", list(result.warnings))
+    return result
+
+
+def why_nothing(search: Search) -> str:
+    """Why no config can be recommended, and what to try."""
+    history = search.history
+    if history.failed_again:
+        return why.none_again(history.failed_again, history.space.baseline, history.objective)
+    return why.no_fit(history.searched, history.objective.memory_limit_bytes)
+
+
+def _result(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
+    history = search.history
+    confirmed = standing.answer if standing is not None else None
+    if confirmed is not None:
+        answer, measured = confirmed.config, confirmed.measured()
+        outcomes = list(confirmed.outcomes.values())
+    elif history.best is not None and history.best[1].measurement is not None:
+        answer, measured = history.best[0], measured_by(history.best[0], [history.best[1]])
+        outcomes = [history.best[1]]
+    else:
+        return None
+    baseline, speedup = _baseline(search, standing, measured)
+    checks = _checks(search, exactness, answer) if standing is not None else ()
+    _warn(search, exactness, standing, answer, outcomes, baseline)
+    known = why.figures(history.trials, [*_ran_through(standing)])
+    found = history.known[answer].measurement if answer in history.known else None
+    limit = why.limiting(answer, found, history.searched, history.objective) if found else ""
+    return Result(
+        config=answer.as_dict(),
+        samples_per_s=measured.samples_per_s,
+        samples_per_s_ci=measured.samples_per_s_ci,
+        peak_bytes=measured.peak_bytes,
+        memory_limit_bytes=history.objective.memory_limit_bytes,
+        headroom=history.objective.headroom,
+        baseline=baseline,
+        speedup=speedup[0] if speedup else None,
+        speedup_ci=(speedup[1], speedup[2]) if speedup else None,
+        verdict=_verdict(speedup, is_baseline=answer == history.space.baseline),
+        objective=history.objective.name,
+        confirmed=confirmed is not None,
+        finalists=tuple(entrant.finalist() for entrant in (standing.entrants if standing else ()) if entrant.outcomes),
+        front=why.front(known),
+        effects=why.effects(answer, history.space.baseline, why.figures(history.searched, ())),
+        checks=checks,
+        limit=limit,
+        outcomes=dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
+        probes=len(history.trials),
+        wall_s=search.budget.elapsed_s,
+        first_probe_s=search.budget.first_probe_s,
+        split_s=_split(search),
+        train_s=sum(trial.outcome.spent_training_s for trial in history.trials),
+        storage=search.store.place.storage,
+        study=search.store.place.study,
+        device=search.inspection.device.name,
+        asked=dict(search.asked),
+        warnings=tuple(search.warnings),
+    )
+
+
+def _split(search: Search) -> dict[str, float]:
+    """Where the wall time of this search went, in seconds: the parts add up to it."""
+    trials = search.history.trials[search.history.num_earlier :]
+    training_s = sum(trial.outcome.spent_training_s for trial in trials)
+    parts = dict(search.budget.spent_s)
+    parts |= {"training": training_s, "probes": sum(trial.wall_s for trial in trials) - training_s}
+    return {**parts, "other": search.budget.elapsed_s - sum(parts.values())}
+
+
+def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:
+    if speedup is None:
+        return "faster"  # than a baseline that does not run
+    if is_baseline:
+        return "same"
+    return "faster" if speedup[1] > 1 else "slower" if speedup[2] < 1 else "same"
+
+
+def _ran_through(standing: Standing | None) -> Iterable[Measured]:
+    """The figures of who ran through in the play-off."""
+    if standing is None:
+        return
+    for entrant in standing.entrants:
+        if entrant.outcomes and not entrant.failed:
+            yield entrant.measured()
+    if standing.baseline is not None:
+        yield standing.baseline.measured()
+
+
+def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tuple[Measured | None, Ratio | None]:
+    """The baseline's figures and the answer's throughput over them: from the play-off, else from the search's own probes."""
+    history = search.history
+    if standing is not None:
+        return (standing.baseline.measured(), standing.speedup) if standing.baseline is not None else (None, None)
+    config, outcome = history.space.baseline, history.baseline
+    if outcome is None or outcome.measurement is None:
+        return None, None
+    if config in history.failed_again or not history.objective.feasible(outcome):
+        return None, None
+    found = outcome.measurement
+    low, high = answer.samples_per_s_ci
+    ratio = answer.samples_per_s / found.samples_per_s
+    return measured_by(config, [outcome]), (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)
+
+
+def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check, ...]:
+    """The answer's checks on the user's own model, at a small batch."""
+    if search.interrupted():
+        return ()
+    check = exactness.check(answer, search.budget.paced(search.settings, search.history).timeout_s)
+    if isinstance(check, Check):
+        if not check.passed:
+            search.warn(f"the answer's gradients differ from plain fp32: {check.reason}")
+        return (check,)
+    if isinstance(check, NotCompared):
+        search.warn(f"the answer's gradients were not compared with plain fp32: {check.reason}")
+    else:
+        search.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
+    return ()
+
+
+def _warn(
+    search: Search,
+    exactness: Exactness,
+    standing: Standing | None,
+    answer: Config,
+    outcomes: list[Outcome],
+    baseline: Measured | None,
+) -> None:
+    """Tell what the user has to know of the answer."""
+    history, inspection = search.history, search.inspection
+    if baseline is None:
+        search.warn(f"there is no speed-up to state, since the baseline did not run: {_baseline_failure(search)}")
+    if (standing is None or standing.answer is None) and search.store.attributes().get("result", {}).get("confirmed"):
+        search.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
+    for name, choice, found in exactness.not_compared(answer):
+        search.warn(
+            f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
+            + "; ".join(filter(None, (found.reason, found.remedy)))
+        )
+    if not inspection.baseline_given:
+        search.warn(
+            f"the model file states no BASELINE, so plain fp32 with batch {history.space.baseline.batch_size} was taken "
+            "for what you run today; state yours for a gain that means something"
+        )
+    old, new = history.space.baseline.samples_per_step, answer.samples_per_step
+    if inspection.global_batch is None and new != old:
+        search.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))
+    for name in answer.differences(history.space.baseline):
+        if note := inspection.support_of(name).note:
+            search.warn(f"{name}: {note}")
+    growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
+    growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
+    if growth > 0:
+        search.warn(
+            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "
+            "something from every step (a list of losses with their graphs, say), and a long run will run out of memory"
+        )
+    if any(o.measurement and o.measurement.disturbances for o in outcomes):
+        search.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
+    if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
+        rounds = "round" if standing.num_rounds == 1 else "rounds"
+        search.warn(
+            f"only {standing.num_rounds} {rounds} of the play-off fitted into the budget; "
+            "a larger --budget gives a surer answer"
+        )
+
+
+def _baseline_failure(search: Search) -> str:
+    """Why there are no figures of the baseline."""
+    again = search.history.failed_again.get(search.history.space.baseline)
+    if again is not None:
+        return f"in the play-off, {failure(again)}"
+    return failure(search.history.baseline) if search.history.baseline is not None else "it was not measured"

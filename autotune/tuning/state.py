@@ -1,0 +1,88 @@
+"""What the parts of a search share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.proposers.base import Proposer
+from autotune.proposers.cost_model import CostModel
+from autotune.proposers.registry import proposer_named
+from autotune.proposers.undo import UndoChanges
+from autotune.records.config import Choice
+from autotune.records.inspection import Inspection
+from autotune.records.options import SearchOptions
+from autotune.records.settings import ProbeSettings
+from autotune.records.trial import Proposal, Trial
+from autotune.runners.runner import Runner
+from autotune.study.history import History
+from autotune.study.store import Store
+from autotune.tuning.budget import Budget
+from autotune.tuning.events import Listener, Note
+from autotune.tuning.probing import Probing
+from autotune.tuning.tracing import Tracing
+
+
+@dataclass(kw_only=True)
+class Search:
+    """One search over one task.
+
+    Attributes:
+        asked: what whoever runs the answer has to ask for as well.
+        warnings: that go with the answer.
+        interrupted: whether the user wants the search to end.
+    """
+
+    runner: Runner
+    store: Store
+    history: History
+    inspection: Inspection
+    options: SearchOptions
+    settings: ProbeSettings
+    budget: Budget
+    tracing: Tracing
+    cost_model: CostModel
+    listener: Listener
+    interrupted: Callable[[], bool]
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.probing = Probing(
+            self.runner,
+            self.store,
+            self.history,
+            self.cost_model,
+            self.budget,
+            self.settings,
+            self.listener,
+            self.interrupted,
+        )
+
+    def proposer(self) -> Proposer:
+        """The sampler that the user chose, at its beginning."""
+        return proposer_named(self.options.sampler, self.cost_model, self.options.seed)
+
+    def undo_changes(self) -> Proposer:
+        """Proposes the best with each of its changes undone."""
+        return UndoChanges(self.cost_model.is_likely_to_fit)
+
+    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
+        """Run one proposal to its end."""
+        return self.probing.probe(proposal, settings)
+
+    def warn(self, text: str) -> None:
+        """Tell the user, now and with the answer; what was said is not said again."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self.listener.on(Note(text=text, warning=True))
+
+    def tell(self, text: str) -> None:
+        """Tell the user now."""
+        self.listener.on(Note(text=text))
+
+    def leave_out(self, name: str, choice: Choice, reason: str) -> None:
+        """Take a choice of a technique out of the space."""
+        self.history.space = self.history.space.without(name, {choice})
+        self.warn(f"{name}={choice} is left out: {reason}")

@@ -1,0 +1,82 @@
+"""Predicting memory between the probes: traces are kept with the studies, and made in slices of the budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from autotune import techniques
+from autotune.predict.cache import TraceCache, agrees
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
+from autotune.records.config import Config
+from autotune.runners.runner import Runner
+
+
+class Tracing:
+    """The traces of a space's configs, as far as they are known by now.
+
+    Args:
+        configs: gives the configs whose memory is wanted; they change with the space.
+        target: the kind of device to predict for.
+        cache: where the traces of earlier searches are kept; None keeps none.
+        max_s: for all of the tracing.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        configs: Callable[[], Iterable[Config]],
+        target: str,
+        cache: TraceCache | None,
+        max_s: float,
+    ) -> None:
+        self.traces = Traces(target=target)
+        self.wall_s = 0.0
+        self.max_s = max_s
+        self._runner = runner
+        self._configs = configs
+        self._target = target
+        self._cache = cache
+        self._kept: Traces | None = None
+        self._begun = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every config was traced, failed to be, or the time is up."""
+        return self._begun and (self.wall_s >= self.max_s or not self._missing())
+
+    def advance(self, slice_s: float) -> None:
+        """Trace for about so many seconds, to the end of the group that is being traced then."""
+        started_s = time.monotonic()
+        if not self._begun:
+            self._begin()
+        if self._missing():
+            configs = list(self._configs())
+            left_s = self.max_s - self.wall_s - (time.monotonic() - started_s)
+            self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
+        self.wall_s += time.monotonic() - started_s
+        if self._cache is not None and self.traces.models != (self._kept.models if self._kept else {}):
+            self._cache.write(self.traces)
+            self._kept = self.traces
+
+    def _begin(self) -> None:
+        """Take over what an earlier search kept, if plain training still traces to the same."""
+        self._begun = True
+        self._kept = self._cache.read() if self._cache is not None else None
+        if self._kept is None:
+            return
+        sizes = sorted({config.batch_size for config in self._configs()})
+        plain = [techniques.complete({"batch_size": size}) for size in sizes]
+        self._trace(plain, self.traces, self.max_s)
+        if self.traces.failures:  # what is kept may be right, and is left for a time when this can be told
+            self._kept, self._cache = None, None
+        elif agrees(self.traces, self._kept):
+            self.traces = self._kept.merged(self.traces)
+
+    def _trace(self, configs: list[Config], known: Traces, slice_s: float) -> None:
+        left_s = max(0.0, self.max_s - self.wall_s)
+        self.traces = self._runner.trace(configs, self._target, left_s, known=known, slice_s=slice_s)
+
+    def _missing(self) -> bool:
+        return bool(plan_traces(self._configs()).without(self.traces).labels())

@@ -1,0 +1,143 @@
+"""An answer in other words: found by name, complete, and honest about what cannot be said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from autotune import plugins
+from autotune.cli import main
+from autotune.errors import ConfigError
+from autotune.export import Export, Exporter, export, exporters
+from autotune.records.config import Choice
+from autotune.records.result import Result
+from tests.report.sample_study import answer, write_study
+
+RESULT = answer("sqlite:///gpt.db")
+
+
+class Shout(Exporter):
+    """An exporter of another package."""
+
+    name: ClassVar[str] = "shout"
+    summary: ClassVar[str] = "in capitals"
+
+    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+        return Export(str(result.config).upper())
+
+
+class Silent(Shout):
+    """The same name once more."""
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes exporters of this file entry points of a package."""
+
+    def install(*names: str) -> None:
+        entries = [EntryPoint(name.lower(), f"{__name__}:{name}", "autotune.exporters") for name in names]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: entries if group == "autotune.exporters" else [])
+        exporters.cache_clear()
+
+    yield install
+    exporters.cache_clear()
+
+
+def test_json_is_the_config_itself() -> None:
+    assert json.loads(export(RESULT, "json").text) == RESULT.config
+
+
+def test_env_is_a_line_a_key_that_a_shell_reads_back() -> None:
+    config = {**RESULT.config, "note": "two words"}
+    exported = export(Result(**{**vars(RESULT), "config": config}), "env").text
+    said = dict(word.split("=", 1) for word in shlex.split(exported))
+    assert (said["AUTOTUNE_BATCH_SIZE"], said["AUTOTUNE_AMP"]) == ("24", "bf16")
+    assert (said["AUTOTUNE_CHANNELS_LAST"], said["AUTOTUNE_NOTE"]) == ("false", "two words")
+    assert len(said) == len(exported.splitlines()) == len(config)
+
+
+def test_transformers_is_told_batch_accumulation_and_each_technique_in_its_own_words() -> None:
+    exported = export(RESULT, "transformers")
+    arguments = json.loads(exported.text)
+    assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (24, 2)
+    assert (arguments["bf16"], arguments["fp16"], arguments["optim"]) == (True, False, "adamw_torch_fused")
+    assert not exported.unsaid
+
+
+def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    said = json.loads(export(RESULT, "transformers").text)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **said)
+    assert arguments.train_batch_size * arguments.gradient_accumulation_steps == 48
+
+
+@pytest.mark.parametrize(("searched", "said"), [([0, 2, 4], True), ([0, 2, 4, 8], False), ([4], False), ([], False)])
+def test_checkpointing_is_said_where_the_answer_checkpoints_every_block(searched: list[int], said: bool) -> None:
+    config = {**RESULT.config, "checkpoint_segments": 4}
+    exported = export(
+        Result(**{**vars(RESULT), "config": config}), "transformers", space={"checkpoint_segments": searched}
+    )
+    assert ("gradient_checkpointing" in json.loads(exported.text)) is said
+    assert (exported.unsaid.keys() == {"checkpoint_segments"}) is not said
+
+
+def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
+    config = {**RESULT.config, "channels_last": True, "a_technique_of_tomorrow": "spline"}
+    unsaid = export(Result(**{**vars(RESULT), "config": config}), "transformers").unsaid
+    assert unsaid == {
+        "channels_last": "channels_last: `TrainingArguments` has no argument for it",
+        "a_technique_of_tomorrow": "no technique of that name is installed here, so 'spline' cannot be put in words",
+    }
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'yaml' is not an exporter; there are env: .*; json: .*; transformers: "):
+        export(RESULT, "yaml")
+
+
+def test_another_package_adds_an_exporter_by_an_entry_point(installed: Any) -> None:
+    installed("Shout")
+    assert "BF16" in export(RESULT, "shout").text
+
+
+def test_two_exporters_of_one_name_are_refused(installed: Any) -> None:
+    installed("Shout", "Silent")
+    with pytest.raises(ConfigError, match=r"the name 'shout' of .* is taken by .*; rename it, or remove the package"):
+        exporters()
+
+
+def test_an_entry_point_that_is_no_exporter_is_refused_with_how_to_remove_it(installed: Any) -> None:
+    installed("RESULT")
+    with pytest.raises(
+        ConfigError, match=r"is not a subclass of .*Exporter; correct it, or remove the package with `pip"
+    ):
+        exporters()
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("exported") / "gpt.db")
+
+
+def test_the_command_line_exports_to_stdout_or_a_file(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(study), "--to", "json"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["export", str(study), "--to", "json", "--out", str(tmp_path / "config.json")]) == 0
+    assert (tmp_path / "config.json").read_text() == printed
+    assert capsys.readouterr().out == ""
+    assert json.loads(printed) == RESULT.config
+
+
+def test_a_study_without_an_answer_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unanswered = write_study(tmp_path / "gpt.db", with_probes=False, with_result=False)
+    assert main(["export", str(unanswered), "--to", "json"]) == 2
+    assert "has no answer yet" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Which micro batches and accumulation steps are searched for a task."""
+
+import itertools
+
+import pytest
+from torch import nn
+
+from autotune.errors import ConfigError
+from autotune.probe.batch_support import batch_support, fine_sizes
+from autotune.records.batch_plan import BatchPlan
+from autotune.techniques import validate
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 4)
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def support_of(model=None, batch_size=32, *, global_batch=None, dataset_size=None):
+    plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
+    return batch_support(model or linear(), plan, global_batch=global_batch, dataset_size=dataset_size)
+
+
+def test_a_global_batch_gives_its_exact_divisors():
+    assert support_of(global_batch=96).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
+
+
+def test_divisors_larger_than_the_dataset_are_left_out_with_the_reason():
+    support = support_of(global_batch=96, dataset_size=50)
+    assert support.sizes[-1] == 48
+    assert "50 samples" in support.sizes_reason
+
+
+def test_without_a_global_batch_steps_are_fine_and_reach_far_around_the_baseline():
+    sizes = support_of(batch_size=32).sizes
+    assert sizes[0] == 2 and sizes[-1] == 2048
+    assert all(b / a <= 4 / 3 for a, b in itertools.pairwise(sizes) if a >= 3)
+
+
+def test_the_baseline_is_always_a_choice():
+    assert 37 in support_of(batch_size=37).sizes
+
+
+def test_sizes_from_32_on_are_multiples_of_8():
+    sizes = fine_sizes(5000)
+    assert sizes[:15] == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
+    assert all(size % 8 == 0 for size in sizes if size >= 24)
+
+
+@pytest.mark.parametrize("choice", [0, -1, True, 2.0, "8", None])
+def test_what_is_not_a_positive_integer_is_refused(choice):
+    with pytest.raises(ConfigError, match="at least 1"):
+        validate("batch_size", choice)
+
+
+def test_steps_follow_from_the_global_batch():
+    support = support_of(global_batch=12, batch_size=12)
+    assert support.accumulation_steps == (1, 2, 3, 4, 6, 12)
+    assert support.optional_accumulation_steps == ()
+
+
+def test_without_a_global_batch_there_is_one_step():
+    assert support_of().accumulation_steps == (1,)
+
+
+def test_with_batch_norm_accumulating_more_than_the_baseline_has_to_be_asked_for():
+    support = support_of(with_batch_norm(), 6, global_batch=12)
+    assert support.accumulation_steps == (1, 2)
+    assert support.optional_accumulation_steps == (3, 4, 6, 12)
+    assert "batch normalisation" in support.reason and "batch normalisation" in support.note
+
+
+def test_frozen_batch_norm_does_not_mind():
+    model = with_batch_norm()
+    model[1].eval()
+    assert support_of(model, 12, global_batch=12).optional_accumulation_steps == ()
+
+
+def test_layer_norm_does_not_mind():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+    assert support_of(model, 4, global_batch=4).optional_accumulation_steps == ()

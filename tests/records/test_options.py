@@ -1,0 +1,143 @@
+"""Options: spelled once, read from text and from Python, refused with the value and what was expected."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from autotune import api
+from autotune.cli.parser import build_parser, given
+from autotune.errors import ConfigError
+from autotune.records.options import (
+    PredictOptions,
+    ProbeOptions,
+    RunOptions,
+    SearchOptions,
+    SweepOptions,
+    VerifyOptions,
+    table,
+    words,
+)
+
+GIB = 2**30
+COMMANDS: dict[str, type[RunOptions]] = {
+    "search": SearchOptions,
+    "probe": ProbeOptions,
+    "verify": VerifyOptions,
+    "predict": PredictOptions,
+    "sweep": SweepOptions,
+}
+NEEDED = {
+    "probe": ["--config", "{}"],
+    "verify": ["--config", "{}", "--steps", "100"],
+    "sweep": ["--out", "table.csv"],
+}
+
+
+def of(**options: Any) -> SearchOptions:
+    return SearchOptions.of(options, total_bytes=lambda device: 10 * GIB)
+
+
+def test_text_and_python_values_mean_the_same() -> None:
+    written = of(budget="2m", headroom="10%", memory_limit="12GiB", trials="3", fix=["amp=bf16", "batch_size=8"])
+    assert written == of(
+        budget=120, headroom=0.1, memory_limit=12 * GIB, trials=3, fix={"amp": "bf16", "batch_size": 8}
+    )
+    assert (written.budget_s, written.num_trials, written.memory_limit_bytes) == (120.0, 3, 12 * GIB)
+
+
+def test_a_percentage_is_of_the_memory_of_the_device() -> None:
+    asked = []
+    options = SearchOptions.of(
+        {"memory_limit": "80%", "device": "cuda:1"}, total_bytes=lambda device: asked.append(device) or 10 * GIB
+    )
+    assert (options.memory_limit_bytes, asked) == (8 * GIB, ["cuda:1"])
+
+
+def test_one_name_is_a_list_of_one_name() -> None:
+    assert of(include="amp").include == of(include=["amp"]).include == ("amp",)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("objective", "speed", "objective: 'speed' is not known; expected one of throughput, memory, balanced"),
+        ("budget", "soon", "budget: 'soon' is not a duration; expected seconds or a value such as 90s"),
+        ("budget", 0, "budget: 0 is not possible; expected more than 0 seconds"),
+        ("budget", None, "budget: None is not possible; expected more than 0 seconds"),
+        ("probe_timeout", -1.0, "probe_timeout: -1.0 is not possible; expected more than 0 seconds"),
+        ("headroom", 1, "headroom: 1 is not possible; expected a share from 0% to below 100%"),
+        ("headroom", "200%", "headroom: '200%' is not a share; expected a value such as 5%"),
+        ("memory_limit", "lots", "memory_limit: 'lots' is not a memory size; expected a size such as 12GiB"),
+        ("memory_limit", -1, "memory_limit: -1 is not possible; expected more than 0 bytes"),
+        ("global_batch", 0, "global_batch: 0 is not possible; expected at least 1"),
+        ("trials", "many", "trials: 'many' is not a whole number; expected at least 1"),
+        ("seed", 2**32, "seed: 4294967296 is not possible; expected a number from 0 to 4294967295"),
+        ("fix", ["amp"], "fix: 'amp' is not NAME=CHOICE; expected for example amp=bf16"),
+    ],
+)
+def test_what_is_not_possible_is_refused_with_what_was_expected(option: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        of(**{option: value})
+    assert str(refused.value).startswith(expected)
+
+
+def test_an_unknown_option_is_a_type_error_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"no option 'bugdet'; did you mean budget\?"):
+        of(bugdet="5m")
+
+
+def test_a_required_option_that_is_missing_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="num_steps"):
+        VerifyOptions.of({})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_and_the_python_function_take_the_options_of_one_table(command: str) -> None:
+    names = [option.name for option in table(COMMANDS[command])]
+    function = getattr(api, command)
+    signature = inspect.signature(function)
+    assert set(names) <= signature.parameters.keys()
+    assert "options" not in signature.parameters
+    assert all(f"\n        {name}: " in function.__doc__ for name in names)
+    parsed = build_parser().parse_args([command, "model.py", *NEEDED.get(command, [])])
+    required = {option.name for option in table(COMMANDS[command]) if f"--{option.name}" in NEEDED.get(command, [])}
+    assert given(parsed, COMMANDS[command]).keys() == required
+
+
+def test_the_signature_has_the_defaults_of_the_options() -> None:
+    parameters = inspect.signature(api.search).parameters
+    assert parameters["budget"].default == SearchOptions().budget_s
+    assert parameters["probe_timeout"].annotation == "str | float | None"
+    assert inspect.signature(api.verify).parameters["steps"].default is inspect.Parameter.empty
+
+
+def test_what_was_given_on_the_command_line_is_what_the_options_are_made_of() -> None:
+    line = [
+        "search",
+        "model.py",
+        "--memory-limit",
+        "1GiB",
+        "--fix",
+        "amp=bf16",
+        "--fix",
+        "num_workers=2",
+        "--seed",
+        "7",
+    ]
+    parsed = build_parser().parse_args([*line, "--include", "amp", "--replay", "table.csv"])
+    options = SearchOptions.of(given(parsed, SearchOptions))
+    assert options == SearchOptions(
+        memory_limit_bytes=GIB, fix={"amp": "bf16", "num_workers": 2}, seed=7, include=("amp",)
+    )
+    assert parsed.replay == "table.csv"
+
+
+def test_what_was_asked_of_a_search_is_written_as_words_of_a_command_line() -> None:
+    options = of(device="cpu", global_batch=96, memory_limit="1536MiB", budget="1m")
+    asked = options.asked()
+    assert asked == {"device": "cpu", "global_batch": 96, "memory_limit": 1536 * 2**20}
+    assert words(asked) == ["--device", "cpu", "--memory-limit", "1536MiB", "--global-batch", "96"]
+    assert SearchOptions().asked() == {}

@@ -1,0 +1,38 @@
+"""A result survives JSON, and results of earlier versions open."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autotune.errors import StudyError
+from autotune.records.result import FORMAT, Dropped, Result
+from tests.report.sample_study import answer
+
+RESULT = answer("sqlite:///gpt.db")
+
+
+def test_a_result_survives_json() -> None:
+    assert Result.from_dict(json.loads(json.dumps(RESULT.to_dict()))) == RESULT
+
+
+def test_a_finalist_that_was_dropped_stays_one() -> None:
+    data = RESULT.to_dict()
+    data["finalists"] = [{**data["finalists"][0], "dropped": "crashed: SIGSEGV"}]
+    (finalist,) = Result.from_dict(data).finalists
+    assert isinstance(finalist, Dropped)
+    assert finalist.dropped == "crashed: SIGSEGV"
+
+
+def test_a_result_of_an_earlier_format_opens() -> None:
+    data = {
+        name: value for name, value in RESULT.to_dict().items() if name not in ("format", "first_probe_s", "split_s")
+    }
+    data["num_retired"] = 3
+    assert Result.from_dict(data) == RESULT
+
+
+def test_a_result_of_a_later_format_is_refused_with_the_way_out() -> None:
+    with pytest.raises(StudyError, match=f"format {FORMAT + 1}, this autotune reads up to {FORMAT}.*pip install"):
+        Result.from_dict({**RESULT.to_dict(), "format": FORMAT + 1})

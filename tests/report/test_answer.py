@@ -1,0 +1,156 @@
+"""What is told of an answer."""
+
+from __future__ import annotations
+
+import ast
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from autotune.records.result import Dropped, Result
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
+from autotune.study.reading import Study
+from autotune.techniques import complete
+from tests.report.sample_study import ANSWER, BASELINE
+
+
+@pytest.fixture
+def result(study: Study) -> Result:
+    assert study.result is not None
+    return study.result
+
+
+def text_of(result: Result, width: int = 80) -> str:
+    return as_text(answer_sections(result, model="models/my gpt.py"), width)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_verdict_comes_with_its_interval(result: Result) -> None:
+    assert "Faster: 1.73x the baseline's throughput (95% interval 1.70x to 1.77x), with 0.81x its memory." in _flat(
+        text_of(result)
+    )
+
+
+def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
+    text = text_of(result)
+    literal = text[text.index("{") : text.index("}") + 1]
+    assert complete(ast.literal_eval(literal)) == ANSWER
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_command_that_verifies_is_one_line_that_a_shell_understands(result: Result, width: int) -> None:
+    (command,) = [line for line in text_of(result, width).splitlines() if line.startswith("  autotune verify")]
+    words = shlex.split(command)
+    assert words[2] == "models/my gpt.py" and complete(ast.literal_eval(words[4])) == ANSWER
+
+
+def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: Result) -> None:
+    text = text_of(replace(result, asked={"device": "cpu", "global_batch": 512, "memory_limit": 2**30}), 120)
+    assert 'autotune.prepare("models/my gpt.py", config, device="cpu", global_batch=512)' in text
+    assert "--steps 100 --device cpu --global-batch 512 --memory-limit 1GiB" in text
+    assert 'autotune.prepare("models/my gpt.py", config)' in text_of(result, 120)
+
+
+def test_a_task_built_in_python_has_no_command(result: Result) -> None:
+    text = as_text(answer_sections(result, model=""))
+    assert "autotune.prepare(task, config)" in text and "autotune verify" not in text
+
+
+def test_throughput_memory_and_step_stand_beside_the_baseline(result: Result) -> None:
+    lines = {
+        line.split()[0]: line
+        for line in text_of(result, 120).splitlines()
+        if line.split()[:1] in (["answer"], ["baseline"])
+    }
+    assert all(part in lines["answer"] for part in ("75.5 ±1.5%", "636 ms", "1.08 GiB", "batch 24 x2, bf16, fused"))
+    assert all(part in lines["baseline"] for part in ("43.5 ±1.5%", "1.33 GiB", "batch 16 x3"))
+
+
+def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
+    text = _flat(text_of(result))
+    for fact in (
+        "1.46 GiB, 5% of it kept free",
+        "peak is 74% of the limit",
+        "fp32 -> bf16",
+        "1.61x",
+        "not isolated",
+        "Compute: a step is",
+        "0.999995",
+        "3.1e-03",
+        "passed as reduced precision",
+        "52 probes (43 ok, 5 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
+        "1m39s of them in training steps; this search took 1m58s",
+        "! pin_memory has no effect",
+        "batch 2 x24, bf16, 4 checkpoint segments",
+        "autotune.prepare",
+    ):
+        assert fact in text, fact
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_but_the_command_is_wider_than_the_terminal(result: Result, width: int) -> None:
+    assert all(len(line) <= width for line in text_of(result, width).splitlines() if "autotune verify" not in line)
+
+
+def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
+    assert result.baseline is not None
+    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=(1.0, 1.0), verdict="same", effects=())
+    text = text_of(kept)
+    assert "Keep what you have: nothing beat the baseline beyond the noise." in text
+    assert not any(line.startswith("  baseline") for line in text.splitlines())
+
+
+def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
+    assert "As fast as the baseline within the noise: 0.99x" in text_of(replace(result, verdict="same", speedup=0.99))
+    assert "Slower: 0.80x" in text_of(replace(result, verdict="slower", speedup=0.8))
+
+
+def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
+    text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
+    assert "the baseline did not, so there is no speed-up to state. The warnings say why." in text
+
+
+def test_an_unconfirmed_answer_says_so(result: Result) -> None:
+    text = _flat(text_of(replace(result, confirmed=False, finalists=(), checks=())))
+    assert "Not confirmed" in text and "Play-off" not in text
+
+
+def test_what_failed_in_the_play_off_is_in_its_table_with_the_reason(result: Result) -> None:
+    ran_once = Dropped(**vars(result.finalists[1]), dropped="oom: needs 1920 MiB of 1500 MiB")
+    never = replace(
+        ran_once, config=complete({"batch_size": 48}).as_dict(), num_processes=0, dropped="crashed: SIGSEGV"
+    )
+    text = text_of(replace(result, finalists=(result.finalists[0], never, ran_once)), 120)
+    table = text[text.index("Play-off") : text.index("The answer's peak")]
+    rows = [" ".join(line.split()) for line in table.splitlines()]
+    assert "dropped - - - 0 batch 48 crashed: SIGSEGV" in rows
+    (row,) = [row for row in rows if row.endswith("batch 16 x3, bf16, fused oom: needs 1920 MiB of 1500 MiB")]
+    assert row.startswith("dropped ") and "±" in row
+    assert " 2. " not in table and rows[-2].startswith("baseline")
+
+
+def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:
+    text = _flat(text_of(replace(result, speedup_ci=(0.0, math.inf))))
+    assert "from one round, so its interval is unknown" in text and "inf" not in text
+
+
+def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
+    failed = replace(result.checks[0], passed=False, reason="cosine 0.91 is below 0.999")
+    assert "FAILED as reduced precision, whole config: cosine 0.91 is below 0.999" in _flat(
+        text_of(replace(result, checks=(failed,)))
+    )
+
+
+def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
+    assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
+
+
+def test_where_the_time_went_is_told(result: Result) -> None:
+    text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "training": 99.1})))
+    assert "took 1m58s (import 3 s, training 1m39s), the first probe began after 4.2 s." in text

@@ -1,0 +1,81 @@
+"""What is told of a study."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.report.study import study_sections
+from autotune.report.terminal import as_text
+from autotune.study.reading import Study
+
+
+def text_of(study: Study, width: int = 80) -> str:
+    return as_text(study_sections(study), width)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_study_shows_every_probe_with_what_was_changed_and_why(study: Study) -> None:
+    text = text_of(study, 120)
+    lines = text[text.index("Probes") : text.index("Failures")].splitlines()
+    rows = {
+        int(line.split()[0]): " ".join(line.split()) for line in lines if line.split() and line.split()[0].isdigit()
+    }
+    assert len(rows) == len(study.probes)
+    assert rows[0] == "0 baseline 16 x3 43.5 ±1.4% 1.33 GiB - what you run today"
+    assert rows[1] == "1 search 8 x6 timeout bf16, 4 checkpoint segments, fused by gp"
+    assert rows[43] == "43 play-off 24 x2 75.2 ±1.4% 1.08 GiB bf16, fused round 1"
+
+
+def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
+    text = _flat(text_of(study, 120))
+    assert "oom needs 1920 MiB of 1500 MiB: DefaultCPUAllocator: can't allocate memory #33 #34 #39 #40 #42" in text
+    assert "timeout no end within 20 s #1" in text and "nonfinite the loss is nan at step 3 #4" in text
+
+
+def test_a_study_tells_of_trials_without_an_outcome_and_of_what_was_not_searched(study: Study) -> None:
+    text = _flat(text_of(study, 120))
+    assert "1 running or left running; 1 cut short without an outcome" in text
+    assert "channels_last the model has no 2-D convolution" in text
+
+
+def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
+    text = text_of(study)
+    assert text.count("Memory/throughput front") == 1
+    assert text.index("Probes") < text.index("Failures") < text.index("Memory/throughput front") < text.index("Answer")
+    assert "Faster: 1.73x" in text
+
+
+def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study) -> None:
+    assert "came after this answer" not in text_of(study)
+    assert study.result is not None
+    older = replace(study, result=replace(study.result, probes=study.result.probes - 2))
+    assert "A search went on since: 2 probes came after this answer." in text_of(older)
+
+
+def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:
+    text = text_of(unanswered)
+    assert "No answer yet" in text and "goes on where it stopped" in _flat(text)
+
+
+def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None:
+    nothing = replace(unanswered, probes=tuple(probe for probe in unanswered.probes if not probe.feasible))
+    text = text_of(nothing)
+    assert "Nothing feasible so far" in text and "Memory/throughput front" not in text
+
+
+def test_a_study_without_probes_says_so(empty: Study) -> None:
+    assert "No probe has ended yet" in text_of(empty)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_but_the_command_is_wider_than_the_terminal(study: Study, width: int) -> None:
+    assert all(len(line) <= width for line in text_of(study, width).splitlines() if "autotune verify" not in line)
+
+
+def test_text_that_looks_like_markup_is_told_as_it_is(study: Study) -> None:
+    assert "[in block.3]" in text_of(study)

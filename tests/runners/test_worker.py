@@ -1,0 +1,53 @@
+"""What a probe reports of an allocation that failed."""
+
+import pytest
+import torch
+
+import autotune.devices
+import autotune.session
+from autotune import techniques
+from autotune.devices.cpu import CpuDevice
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners import worker
+from autotune.units import GIB
+
+
+class Card(CpuDevice):
+    """A device whose allocator once held more than it holds now."""
+
+    def peak_bytes(self):
+        return 7 * GIB
+
+    def held_bytes(self, attempted_bytes):
+        return 3 * GIB
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Runs a probe on `Card` whose training raises `error`."""
+
+    def probe(error):
+        def prepare(task, config, *, device):
+            raise error
+
+        monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+        monkeypatch.setattr(autotune.session, "prepare", prepare)
+        settings = ProbeSettings(memory_limit_bytes=None)
+        arguments = {"config": techniques.complete({}).as_dict(), "device": "cuda:0", "settings": settings.to_dict()}
+        return worker._probe(None, arguments, lambda progress: None)["outcome"]
+
+    return probe
+
+
+def test_a_failed_allocation_came_on_top_of_what_was_held_then_not_of_an_earlier_peak(fail):
+    outcome = fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
+    assert outcome["kind"] is Kind.OOM
+    assert (outcome["peak_bytes"], outcome["attempted_bytes"]) == (3 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(("error", "kind"), [(MemoryError(), Kind.OOM), (ValueError("shape"), Kind.ERROR)])
+def test_where_nothing_says_what_was_asked_for_the_peak_is_what_is_known(fail, error, kind):
+    outcome = fail(error)
+    assert outcome["kind"] is kind
+    assert (outcome["peak_bytes"], outcome["attempted_bytes"]) == (7 * GIB, 0)

@@ -1,0 +1,85 @@
+"""What of a study's past stands, and what a resumed search tries again."""
+
+import pytest
+
+from autotune.records.config import Config
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.trial import Trial
+from autotune.study.retry import retryable, what_stands
+
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=2**30, headroom=0.05)
+CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
+OTHER = Config((("batch_size", 8), ("accumulation_steps", 1)))
+TIMEOUT_S = 20.0
+
+
+def trials(*kinds, stage="search", wall_s=1.0, config=CONFIG):
+    return [
+        Trial(
+            number=number,
+            stage=stage,
+            config=config,
+            reason="",
+            prediction=None,
+            round=None,
+            outcome=Outcome(kind=kind, wall_s=wall_s),
+            feasible=False,
+            score=0.0,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def is_tried_again(*kinds, baseline=False, **changes):
+    baselines = {CONFIG} if baseline else {OTHER}
+    found = retryable(trials(*kinds, **changes), baselines, lambda measured: TIMEOUT_S, OBJECTIVE)
+    assert found in (frozenset(), frozenset(range(len(kinds))))
+    return bool(found)
+
+
+@pytest.mark.parametrize("kind", [Kind.CRASHED, Kind.ERROR])
+def test_a_crash_or_an_error_gets_a_second_try_and_no_third(kind):
+    assert is_tried_again(kind)
+    assert not is_tried_again(kind, kind)
+    assert not is_tried_again(kind, Kind.OK)
+
+
+@pytest.mark.parametrize("kind", [Kind.OK, Kind.OOM, Kind.NONFINITE, Kind.UNSUPPORTED])
+def test_what_does_not_pass_by_itself_stands(kind):
+    assert not is_tried_again(kind)
+
+
+def test_a_failure_takes_nothing_from_what_was_measured():
+    measured = Outcome(kind=Kind.OK, wall_s=2.0)
+    assert what_stands([measured, Outcome(kind=Kind.CRASHED)]) == measured
+
+
+def test_a_probe_that_was_killed_sooner_than_it_would_be_now_is_tried_again():
+    assert is_tried_again(Kind.TIMEOUT, wall_s=10.0)
+    assert not is_tried_again(Kind.TIMEOUT, wall_s=20.1)
+
+
+@pytest.mark.parametrize("kind", [Kind.CRASHED, Kind.ERROR, Kind.NONFINITE, Kind.TIMEOUT])
+def test_a_baseline_that_failed_is_always_tried_again_unless_for_memory(kind):
+    assert is_tried_again(kind, kind, kind, baseline=True, wall_s=30.0)
+    assert not is_tried_again(kind, Kind.OOM, baseline=True)
+    assert not is_tried_again(kind, Kind.OK, baseline=True)
+
+
+def test_the_baselines_time_says_how_long_a_probe_would_be_given_now():
+    slow = Outcome(kind=Kind.OK, wall_s=7.0)
+    given = []
+
+    def timeout_s(measured):
+        given.append(measured)
+        return TIMEOUT_S
+
+    baseline = trials(Kind.OK, wall_s=7.0, config=OTHER)
+    retryable([*baseline, *trials(Kind.TIMEOUT)], {OTHER}, timeout_s, OBJECTIVE)
+    assert given == [slow]
+
+
+@pytest.mark.parametrize(("kind", "again"), [(Kind.OOM, False), (Kind.CRASHED, True), (Kind.TIMEOUT, True)])
+def test_in_the_play_off_only_what_did_not_fit_stands(kind, again):
+    assert is_tried_again(kind, stage="play-off") is again

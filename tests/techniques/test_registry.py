@@ -1,0 +1,49 @@
+"""Every technique by name, and configs made of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.techniques import REGISTRY, complete, is_ordered, known, label_of
+
+
+def test_techniques_stand_in_the_order_in_which_they_are_applied() -> None:
+    ranks = [(t.phase, t.order, t.name) for t in REGISTRY.values()]
+    assert all(one < other for one, other in itertools.pairwise(ranks))
+
+
+def test_a_config_names_the_batch_first_and_then_every_technique() -> None:
+    assert list(complete({})) == ["batch_size", "accumulation_steps", *REGISTRY]
+
+
+def test_the_batch_is_on_a_scale_and_no_technique() -> None:
+    assert is_ordered("batch_size") and is_ordered("accumulation_steps")
+    assert not {"batch_size", "accumulation_steps"} & REGISTRY.keys()
+    assert known("batch_size") == "batch_size"
+    with pytest.raises(ConfigError, match="there are: batch_size, accumulation_steps, "):
+        known("telepathy")
+
+
+def test_what_plain_training_is_called_and_what_usually_wins_are_choices() -> None:
+    for technique in REGISTRY.values():
+        assert technique.validate(technique.off) == technique.off
+        assert technique.off not in technique.likely
+        for choice in (technique.off, *technique.likely):
+            assert technique.validate(choice) == choice
+            assert technique.label(choice)
+
+
+def test_a_technique_that_is_not_installed_here_can_still_be_named() -> None:
+    assert label_of("naps", True) == "naps" and label_of("naps", False) == "no naps"
+    assert label_of("naps", 3) == "naps 3"
+
+
+def test_arithmetic_keeps_as_many_bits_as_its_type_has() -> None:
+    bits = {
+        (name, c): REGISTRY[name].mantissa_bits(c) for name in ("amp", "matmul_precision") for c in ("bf16", "tf32")
+    }
+    assert bits["amp", "bf16"] == 8 and bits["matmul_precision", "tf32"] == 11
+    assert {t.mantissa_bits(t.off) for t in REGISTRY.values()} == {24}

@@ -1,0 +1,71 @@
+"""Who may know what: outside their own room, techniques are known by their protocol only."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autotune
+from autotune.techniques import REGISTRY
+
+PACKAGE = Path(autotune.__file__).parent
+TECHNIQUES = PACKAGE / "techniques"
+PROTOCOL = {
+    "base",
+    "build",
+    "discovery",
+    "expectation",
+    "frameworks",
+    "labels",
+}  # files of the room that are no technique's
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_every_file_of_the_package_is_looked_at() -> None:
+    assert len(FILES) > 80
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_outside_the_techniques_names_one(path: Path) -> None:
+    named = [(line, text) for line, text in strings(ast.parse(path.read_text())) if text in REGISTRY]
+    assert not named
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_outside_the_techniques_imports_ones_file(path: Path) -> None:
+    files = {f"autotune.techniques.{file.stem}" for file in TECHNIQUES.glob("*.py")}
+    files -= {f"autotune.techniques.{name}" for name in (*PROTOCOL, "__init__", "__main__")}
+    assert not [(line, module) for line, module in imports(ast.parse(path.read_text())) if module in files]
+
+
+def test_each_technique_has_a_file_a_test_and_nothing_else_in_it() -> None:
+    for name, technique in REGISTRY.items():
+        module = importlib.import_module(type(technique).__module__)
+        assert Path(str(module.__file__)).stem == name
+    tested = "".join(path.read_text() for path in (PACKAGE.parent / "tests" / "techniques").glob("test_*.py"))
+    assert not [name for name in REGISTRY if f'"{name}"' not in tested and type(REGISTRY[name]).__name__ not in tested]
+
+
+def test_the_readmes_table_is_what_the_techniques_say() -> None:
+    from autotune.techniques.__main__ import table
+
+    assert table() in (PACKAGE.parent / "README.md").read_text()

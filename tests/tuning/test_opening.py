@@ -1,0 +1,135 @@
+"""What a search keeps with its study: what it was asked, and what must be equal for measurements to compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotune
+from autotune.errors import StudyError
+from autotune.records.options import SearchOptions
+from autotune.records.result import Result
+from autotune.study.place import place_of
+from autotune.study.store import Store, storage_errors, stored_attributes
+from autotune.task.source import TaskSource
+from autotune.tuning.events import Event, Listener, ProbeEnded
+from autotune.tuning.opening import _asked, _fingerprint, _memory_limit
+from tests.closed_form import inspection
+
+TINY = Path(__file__).parent.parent / "models" / "tiny.py"
+FACTS: dict[str, Any] = {
+    "source_hash": "abc",
+    "num_parameters": 10,
+    "num_trainable": 10,
+    "parameter_bytes": 40,
+    "batch": ["float32 (2, 1, 32, 32)", "int64 (2,)"],
+}
+GIB = 2**30
+
+
+def asked(source: TaskSource, stored: dict[str, Any] | None = None, **options: Any) -> dict[str, str | int]:
+    return _asked(SearchOptions(**options), source, stored or {})
+
+
+def test_only_what_is_no_default_counts_as_asked() -> None:
+    source = TaskSource.of(TINY)
+    assert asked(source) == {}
+    assert asked(source.with_global_batch(96), device="cpu", memory_limit_bytes=GIB) == {
+        "device": "cpu",
+        "global_batch": 96,
+        "memory_limit": GIB,
+    }
+
+
+def test_a_global_batch_that_was_changed_in_python_counts_as_asked() -> None:
+    task = dataclasses.replace(autotune.load_task(TINY), global_batch=96)
+    assert asked(TaskSource.of(task)) == {"global_batch": 96}
+
+
+def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() -> None:
+    stored = {"fingerprint": {"memory_limit_bytes": GIB}, "asked": {"memory_limit": GIB, "device": "cpu"}}
+    place = place_of(None, None, "tiny")
+    assert _memory_limit(SearchOptions(), place, stored, 2 * GIB) == GIB
+    assert asked(TaskSource.of(TINY), stored) == {"memory_limit": GIB}
+    assert asked(TaskSource.of(TINY), {"fingerprint": {"memory_limit_bytes": GIB}}) == {}
+
+
+def test_an_answer_carries_what_was_asked_through_json() -> None:
+    from tests.report.sample_study import answer
+
+    result = dataclasses.replace(answer("sqlite:///gpt.db"), asked={"device": "cpu", "global_batch": 512})
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    without = {key: value for key, value in result.to_dict().items() if key != "asked"}  # of an older study
+    assert Result.from_dict(without).asked == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": ["float32 (2, 1, 64, 64)", "int64 (2,)"]},
+        {"batch": ["float64 (2, 1, 32, 32)", "int64 (2,)"]},
+        {"parameter_bytes": 20},
+        {"num_trainable": 4},
+    ],
+)
+def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change: dict[str, Any]) -> None:
+    place = place_of(str(tmp_path / "sizes.db"), None, "sizes")
+    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
+    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
+    ((name, value),) = change.items()
+    with pytest.raises(StudyError) as caught:
+        Store(place, _fingerprint(inspection(facts=FACTS | change), SearchOptions(), GIB), {})
+    assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
+
+
+def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -> None:
+    place = place_of(str(tmp_path / "old.db"), None, "old")
+    fingerprint = _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB)
+    Store(place, {key: value for key, value in fingerprint.items() if key != "batch"}, {})
+    with pytest.raises(StudyError, match=r"batch was not recorded and is \['float32 .*--study NAME"):
+        Store(place, fingerprint, {})
+
+
+def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:
+    assert stored_attributes(place_of(str(tmp_path / "none.db"), None, "none")) == {}
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+
+    def connect_impatiently(*args: Any, **options: Any) -> sqlite3.Connection:
+        return connect(*args, **options | {"timeout": 0.1})
+
+    monkeypatch.setattr(sqlite3.dbapi2, "connect", connect_impatiently)
+    place = place_of(str(tmp_path / "gpt.db"), None, "gpt")
+    store = Store(place, {}, {})
+    other = connect(tmp_path / "gpt.db")
+    other.execute("BEGIN EXCLUSIVE")
+    for use in (lambda: store.set_attribute("key", 1), lambda: Store(place, {}, {})):
+        with pytest.raises(StudyError) as caught, storage_errors(place):
+            use()
+        assert str(tmp_path / "gpt.db") in str(caught.value) and "database is locked" in str(caught.value)
+    other.close()
+
+
+def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(TINY, tmp_path)
+
+    class Breaks(Listener):
+        def on(self, event: Event) -> None:
+            if isinstance(event, ProbeEnded):
+                with sqlite3.connect(tmp_path / "studies" / "tiny.db") as database:
+                    database.execute("ALTER TABLE trial_user_attributes RENAME TO gone")
+
+    with pytest.raises(StudyError, match=r"studies/tiny.db.*no such table: trial_user_attributes"):
+        autotune.search("tiny.py", device="cpu", budget="20s", listener=Breaks())
