@@ -10,11 +10,11 @@ from typing import Any
 from autotune import techniques
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
+from autotune.devices.cards import card_of
+from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.predict.answer import Prediction, answer
 from autotune.predict.cache import FOLDER, TraceCache
-from autotune.predict.cards import card_of
-from autotune.predict.targets import target_of
 from autotune.proposers import sampler_names
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo

@@ -121,7 +121,6 @@ def measurement(config: Config, samples_per_s: float, peak_bytes: int) -> Measur
         peak_bytes=peak_bytes,
         block_samples_per_s=(samples_per_s,) * 6,
         num_steps=10,
-        num_shapes=40,
         setup_s=0.01,
         warmup_s=0.04,
         timed_s=0.05,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autotune import techniques
 from autotune.predict.footprint import Breakdown, TracedPeak
-from autotune.predict.variety import Variety
+from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
 from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection
@@ -69,9 +69,9 @@ class NoisyPeaks:
     """A prober's own peaks as a tracer would find them: less than the process shows, off by some 4 % in each technique group."""
 
     prober: ClosedFormRunner
-    variety: Variety | None = None
+    lengths: LengthDistribution | None = None
 
-    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak:
+    def peak(self, config: Config) -> TracedPeak:
         group = config.replace(batch_size=1, accumulation_steps=1)
         trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB
         traced = max(MIB, int(trained * (0.94 + random.Random(drawn_for(group)).gauss(0, 0.04))))
@@ -82,4 +82,4 @@ class NoisyPeaks:
             activations_bytes=traced - MIB,
             temporaries_bytes=0,
         )
-        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, turnover_bytes=0, kernels_bytes=0.0)
+        return TracedPeak(peak_bytes=traced, uncertainty=0.0, breakdown=breakdown, volume_bytes=0)

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from autotune.predict.events import Event
+from autotune.predict.passes import Event
 from autotune.units import MIB
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -30,21 +29,8 @@ _OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 _SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocatorPeak:
-    """What `torch.cuda.memory_stats` would report after the same allocations.
-
-    Attributes:
-        allocated_bytes: peak of the blocks in use, `max_memory_allocated`.
-        reserved_bytes: peak of the segments, `max_memory_reserved`.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-def allocator_peak(events: Iterable[Event]) -> AllocatorPeak:
-    """Replay `events` through the caching allocator.
+def reserved_bytes(events: Iterable[Event]) -> int:
+    """What `torch.cuda.max_memory_reserved` would report after the same allocations.
 
     Args:
         events: allocations and freeings in program order. Storages without bytes take no memory.
@@ -58,10 +44,7 @@ def allocator_peak(events: Iterable[Event]) -> AllocatorPeak:
                 allocator.free(block)
         elif size_bytes > 0:
             living[key] = allocator.allocate(size_bytes)
-    return AllocatorPeak(
-        allocated_bytes=allocator.peak_allocated_bytes,
-        reserved_bytes=allocator.reserved_bytes,
-    )
+    return allocator.reserved_bytes
 
 
 class _Block:
@@ -107,7 +90,6 @@ class _Pool:
 
 class _CachingAllocator:
     def __init__(self) -> None:
-        self.peak_allocated_bytes = self._allocated_bytes = 0
         self.reserved_bytes = 0  # segments lie behind each other, and are kept
         self._small = _Pool(smallest_rest_bytes=_MIN_BLOCK_BYTES)
         self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
@@ -119,13 +101,10 @@ class _CachingAllocator:
         block = pool.take_best_fit(size_bytes) or self._new_segment(_segment_bytes(size_bytes), pool)
         if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
             _split(block, size_bytes)
-        self._allocated_bytes += block.size_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self._allocated_bytes)
         return block
 
     def free(self, block: _Block) -> None:
         """Give a block back to its pool, joined with its free neighbours."""
-        self._allocated_bytes -= block.size_bytes
         before, after = block.before, block.after
         if before is not None and before.free:
             block.pool.take(before)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from autotune import techniques
+from autotune.devices.targets import CPU
 from autotune.errors import TaskError
+from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.targets import CPU
 from autotune.predict.traces import Traces
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
-FEW = 64  # batch sizes
 LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
 
 
@@ -48,21 +49,15 @@ class Space(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictedPeak:
-    """The predicted peak of one config, and what it consists of: the seven parts add up to it.
+class PredictedPeak(Breakdown):
+    """The predicted peak of one config, and what it consists of: the breakdown and two more terms add up to it.
 
     Attributes:
         config: as a plain dict.
         peak_bytes: comparable with the memory limit; `peak_low_bytes` and `peak_high_bytes` bound 95 %.
         chance_to_fit: that the peak is within the limit less headroom.
-        parameters_bytes: parameters and buffers of the model.
-        gradients_bytes: gradients of the parameters.
-        optimizer_bytes: the optimizer's state.
-        activations_bytes: what the forward pass keeps for the backward pass.
-        temporaries_bytes: inputs, results in flight, the optimizer's scratch space.
-        allocator_bytes: what is held beyond the tensors: rounding, fragments, libraries' workspaces and compiled kernels.
+        allocator_bytes: what is held beyond the tensors: rounding, fragments, libraries' workspaces.
         outside_bytes: outside the allocator: the process and its libraries, or the CUDA context.
-        modules: (name, bytes) of the modules that hold most of the activations, largest first.
     """
 
     config: dict[str, Choice]
@@ -70,14 +65,8 @@ class PredictedPeak:
     peak_low_bytes: int
     peak_high_bytes: int
     chance_to_fit: float
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    temporaries_bytes: int
     allocator_bytes: int
     outside_bytes: int
-    modules: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,24 +226,17 @@ class Question:
     def peak(self, config: Config) -> PredictedPeak | None:
         """The peak of a config; None where it was not traced."""
         estimate = self._estimator.estimate(config)
-        if estimate is None or (parts := estimate.breakdown) is None:
+        if estimate is None or (breakdown := estimate.breakdown) is None:
             return None
-        tensors_bytes = (
-            parts.parameters_bytes
-            + parts.gradients_bytes
-            + parts.optimizer_bytes
-            + parts.activations_bytes
-            + parts.temporaries_bytes
-        )
         return PredictedPeak(
             config=config.as_dict(),
             peak_bytes=estimate.peak_bytes,
             peak_low_bytes=estimate.low_bytes,
             peak_high_bytes=estimate.high_bytes,
             chance_to_fit=estimate.chance_within(self._usable_bytes),
-            allocator_bytes=estimate.peak_bytes - self._outside_bytes - tensors_bytes,
+            allocator_bytes=estimate.peak_bytes - self._outside_bytes - breakdown.total_bytes,
             outside_bytes=self._outside_bytes,
-            **asdict(parts),
+            **asdict(breakdown),
         )
 
     def groups(self) -> list[GroupPrediction]:
@@ -270,35 +252,24 @@ class Question:
         return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
     def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
-        """At the largest batch size that fits, or at the smallest there is."""
+        """At the largest batch size that fits, or at the smallest there is; a larger batch takes more memory."""
         sizes = self._batch_sizes()
         smallest = self._at(choices, sizes[0])
         if smallest is None:
             return None
-        # small batches of many shapes may take more than large ones, so the first that fits need not be the smallest
-        tried = ((at, self._at(choices, sizes[at])) for at in _places(len(sizes)))
-        low, best = next(((at, peak) for at, peak in tried if self._fits(peak)), (-1, smallest))
-        if low < 0:
-            return self._group(choices, smallest, fits=False)
-        high = len(sizes)  # sizes[low] fits, sizes[high] does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            peak = self._at(choices, sizes[middle])
-            if self._fits(peak):
-                low, best = middle, peak
-            else:
-                high = middle
-        assert best is not None
-        return self._group(choices, best, fits=True, bounded=low == len(sizes) - 1)
+        num_fitting = bisect_left(sizes, True, key=lambda size: not self._fits(self._at(choices, size)))
+        peak = self._at(choices, sizes[num_fitting - 1]) if num_fitting else smallest
+        assert peak is not None
+        return GroupPrediction(
+            switched_on=switched_on(self._space.complete(choices)),
+            same_memory=(),
+            peak=peak,
+            fits=num_fitting > 0,
+            bounded=0 < num_fitting == len(sizes),
+        )
 
     def _fits(self, peak: PredictedPeak | None) -> bool:
         return peak is not None and peak.peak_bytes <= self._usable_bytes
-
-    def _group(
-        self, choices: Mapping[str, Choice], peak: PredictedPeak, *, fits: bool, bounded: bool = False
-    ) -> GroupPrediction:
-        on = switched_on(self._space.complete(choices))
-        return GroupPrediction(switched_on=on, same_memory=(), peak=peak, fits=fits, bounded=bounded)
 
     def _batch_sizes(self) -> Sequence[int]:
         if self._space.global_batch is not None:
@@ -307,15 +278,6 @@ class Question:
 
     def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
         return self.peak(self._space.complete({**choices, "batch_size": batch_size}))
-
-
-def _places(number: int) -> Iterator[int]:
-    """Of a few things all, of many ever fewer, the last one included."""
-    at = 0
-    while at < number - 1:
-        yield at
-        at += max(1, at // 4) if number > FEW else 1
-    yield number - 1
 
 
 def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:

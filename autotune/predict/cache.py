@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.devices.cpu import processor_model
-from autotune.predict.targets import CPU
+from autotune.devices.targets import CPU
 from autotune.predict.traces import Traces
 from autotune.version import __version__
 

@@ -12,10 +12,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from autotune import techniques
-from autotune.predict.cuda_like import cuda_like
+from autotune.devices.kernels.cuda_like import cuda_like
+from autotune.devices.kernels.workspaces import hidden_allocations
+from autotune.devices.targets import CPU, CUDA, Target
 from autotune.predict.storages import StorageTracker
-from autotune.predict.targets import CPU, CUDA, Target
-from autotune.predict.workspaces import hidden_allocations
 
 
 class OneFakeMode(FakeTensorMode):

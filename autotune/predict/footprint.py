@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """What the allocator holds at the moment of its peak, by purpose. The parts add up to the tensors' sum.
+    """What the allocator holds at the moment of its peak, by purpose.
 
     Attributes:
         parameters_bytes: parameters and buffers of the model.
@@ -25,6 +25,12 @@ class Breakdown:
     temporaries_bytes: int
     modules: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all purposes."""
+        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return held_bytes + self.activations_bytes + self.temporaries_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedPeak:
@@ -35,13 +41,11 @@ class TracedPeak:
         uncertainty: relative standard deviation of `peak_bytes` as far as the law in the batch size goes: near 0 at a
             batch size that was traced, larger between and beyond where the law was seen not to be affine.
         breakdown: of the living tensors at the peak.
-        turnover_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
+        volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
             not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
-        kernels_bytes: of code that a library has compiled for all but the first of the batches' shapes, and keeps.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
-    turnover_bytes: int
-    kernels_bytes: float
+    volume_bytes: int

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.kernel_memory import KernelMemory
-from autotune.predict.law import excess_at_peak, fit_law, fit_start, fit_turnover
-from autotune.predict.onednn_kernels import most_kernels
-from autotune.predict.passes import Purpose, Updates
+from autotune.devices.targets import CPU, Target
+from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume
+from autotune.predict.lengths import LengthDistribution, sample_lengths
+from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
+from autotune.predict.recomputed import recompute
 from autotune.predict.reserved import reserved_factors
-from autotune.predict.storages import KernelPair
-from autotune.predict.targets import CPU, Target
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
-from autotune.predict.variety import Variety, variety_of
 from autotune.task import Task
 from autotune.task.samples import dataset_size
 
@@ -28,28 +25,23 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
     """Trace group after group.
 
     Yields:
-        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Then the
-        variety of the training set, if the plan asks for it, and groups once more whose kernels were measured.
+        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
+        the lengths of the samples, if the plan asks for them.
     """
     job = _Job(task, plan, target)
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((update_label(group), partial(job.update, group)) for group in plan.updates),
         *((model_label(group), partial(job.model, group)) for group in plan.models),
     ]
-    traced = []
     for label, trace in work:
         yield {"begun": label}
         try:
             found = trace()
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
-        traced.append(found)
         yield {"traces": found.to_dict()}
-    if plan.variety and job.variety is not None:
-        yield {"traces": Traces(target=target, variety=job.variety).to_dict()}
-    for found in traced:  # by running operators of torch: should one of them fail, all else is known
-        if (measured := job.with_measured_kernels(found)) != found:
-            yield {"traces": measured.to_dict()}
+    if plan.lengths and (lengths := _lengths(task)) is not None:
+        yield {"traces": Traces(target=target, lengths=lengths).to_dict()}
 
 
 class _Job:
@@ -57,12 +49,12 @@ class _Job:
         self.task = task
         self.plan = plan
         self.target = target
-        self.kernel_memory = KernelMemory()
-        self.new_calls: dict[Group, tuple[KernelPair, ...]] = {}
+        self.micro_steps_of: dict[Group, MicroSteps] = {}
+        self.traces_of: dict[Group, ModelTrace] = {}
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
-        updates = self.plain_updates if not group else self.tracer.updates(config_of(group), self.sizes[0])
+        updates = self.plain_updates if not group else self.tracer.updates(config_of(group), self.low)
         trace = UpdateTrace(
             state_bytes=_state_bytes(updates),
             first=excess_at_peak(updates.first),
@@ -71,71 +63,101 @@ class _Job:
         return Traces(target=self.target, updates={group: trace})
 
     def model(self, group: Group) -> Traces:
-        """Trace the micro batches of one group, unless a technique says that this cannot be done."""
-        config = config_of(group)
-        if reason := techniques.untraceable(config, "cpu" if self.target == CPU else "cuda"):
+        """Trace the micro batches of one group, or of one that takes the same memory.
+
+        Raises:
+            TraceError: it cannot be traced, by what happened or by what a technique says.
+        """
+        if reason := techniques.untraceable(config_of(group), "cpu" if self.target == CPU else "cuda"):
             raise TraceError(reason)
-        micro = self.tracer.micro_steps(config, self.sizes)
+        alike = _traced_as(group)
+        if alike not in self.traces_of:
+            self.traces_of[alike] = self.model_trace(alike)
+        return Traces(target=self.target, models={group: self.traces_of[alike]})
+
+    def model_trace(self, group: Group) -> ModelTrace:
+        """What the micro batches of one group hold."""
+        micro = self.micro_steps(group)
         factors: tuple[tuple[int, float, float], ...] = ()
         if self.target != CPU:
             factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))
-        alone = fit_law(micro.alone)
-        trace = ModelTrace(
+        alone = fit_peak(micro.alone, deviation=self.deviation if group else 0.0)
+        return ModelTrace(
             alone=alone,
-            beside=fit_law(micro.beside, deviation=alone.deviation),
+            beside=fit_peak(micro.beside, deviation=alone.deviation),
             before_update=fit_start(micro.beside),
             input_bytes=self.line_through(micro.input_bytes),
-            turnover=fit_turnover(micro.alone),
+            volume=fit_volume(micro.alone),
             reserved=factors,
-            new_kernels=micro.new_kernels,
-            most_kernels=most_kernels(),
-            kernels=self.kernel_memory.typical(micro.new_calls, self.num_elements),
         )
-        self.new_calls[group] = micro.new_calls
-        return Traces(target=self.target, models={group: trace})
 
-    def with_measured_kernels(self, found: Traces) -> Traces:
-        """The same, with what kernels hold measured, where batches have other shapes that bring some."""
-        measurable = any(self.kernel_memory.is_measurable(self.new_calls[group]) for group in found.models)
-        if not measurable or self.variety is None or len(self.variety.widths) == 1:
-            return found
-        models = {
-            group: replace(trace, kernels=self.kernel_memory.measured(self.new_calls[group], self.num_elements))
-            for group, trace in found.models.items()
-        }
-        return replace(found, models=models)
+    def micro_steps(self, group: Group) -> MicroSteps:
+        """The micro batches of one group: traced, or put together from those of others."""
+        if group not in self.micro_steps_of:
+            found = self.recomputed(group)
+            if found is None:
+                found = self.tracer.micro_steps(config_of(group), self.low, self.high, check=not group)
+            self.micro_steps_of[group] = found
+        return self.micro_steps_of[group]
+
+    def recomputed(self, group: Group) -> MicroSteps | None:
+        """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
+        for name, choice in group:
+            found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
+            if found is None or choice == found.each:
+                continue
+            none = tuple(pair for pair in group if pair[0] != name)
+            each = tuple((other, found.each if other == name else c) for other, c in group)
+            with contextlib.suppress(TraceError):
+                return recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
+        return None
 
     @cached_property
-    def num_elements(self) -> int:
-        """Of the largest input batch that is traced."""
-        return self.tracer.num_elements(self.sizes[-1])
+    def deviation(self) -> float:
+        """How far a batch size between the two traced ones was off, with nothing switched on."""
+        return fit_peak(self.micro_steps(()).alone).deviation
 
     def line_through(self, values: Sequence[int]) -> tuple[float, float]:
         """Constant and slope of figures at the traced batch sizes, by the first and the last."""
-        slope = (values[-1] - values[0]) / (self.sizes[-1] - self.sizes[0])
-        return values[0] - slope * self.sizes[0], slope
-
-    @cached_property
-    def variety(self) -> Variety | None:
-        """None also where the user's code was not made for single samples."""
-        with contextlib.suppress(Exception):
-            return variety_of(self.task)
-        return None
+        slope = (values[-1] - values[0]) / (self.high - self.low)
+        return values[0] - slope * self.low, slope
 
     @cached_property
     def tracer(self) -> Tracer:
         return Tracer(self.task, self.target)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes to trace."""
+    def sizes(self) -> tuple[int, int]:
+        """The smallest and the largest batch size to trace."""
         most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
 
+    @property
+    def low(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def high(self) -> int:
+        return self.sizes[1]
+
     @cached_property
     def plain_updates(self) -> Updates:
-        return self.tracer.updates(config_of(()), self.sizes[0])
+        return self.tracer.updates(config_of(()), self.low)
+
+
+def _lengths(task: Task) -> LengthDistribution | None:
+    """None also where the user's code was not made for single samples."""
+    with contextlib.suppress(Exception):
+        return sample_lengths(task)
+    return None
+
+
+def _traced_as(group: Group) -> Group:
+    """The group that stands for this one in tracing."""
+    found = ((techniques.REGISTRY[name], choice) for name, choice in group)
+    alike = ((technique, technique.traced_as(choice)) for technique, choice in found)
+    return tuple((technique.name, choice) for technique, choice in alike if choice != technique.off)
 
 
 def _state_bytes(updates: Updates) -> float:

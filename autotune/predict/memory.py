@@ -5,6 +5,7 @@ On a CPU that is the data of the whole process, on a GPU what the caching alloca
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from autotune.predict.array import Array
+from autotune.predict.cost_fit import CostModel, Observation, Scales
+from autotune.predict.cost_terms import CostTerm, Design, Layout, Residual, SpaceLike
 from autotune.predict.footprint import Breakdown, TracedPeak
-from autotune.predict.parts import Design, Layout, Part, Residual, SpaceLike
-from autotune.predict.parts_model import Observation, PartsModel, Scales
-from autotune.predict.variety import Variety
+from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
-from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.techniques import Factor
 from autotune.units import MIB
 
@@ -26,30 +27,24 @@ Probes = Sequence[tuple[Config, Outcome]]
 
 Z95 = 1.96
 
-# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x turnover + kernels, with standard deviations.
+# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
-# of the turnover: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
-# same size; 0.15 and 0.20 of a micro batch's turnover stayed with a transformer and a convolutional network
+# of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
+# same size; 0.15 and 0.20 of a micro batch's allocated volume stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
-KERNELS, KERNELS_STD = 1.0, 0.15  # on what kernels of many shapes hold; some of it lies in holes that tensors left
-SHAPES_STD = 0.1  # of that, from one process to the next: other batches have other shapes
 GROUP_STD = 0.04  # of what is held for tensors, for each combination of techniques: workspaces inside operators
-GROUP_FACTORS = (
-    (1.0, 0.6),
-    (2.0, 0.2),
-    (4.0, 0.1),
-    (8.0, 0.05),
-    (16.0, 0.03),
-    (32.0, 0.02),
-)  # on it, with prior weights
+GROUP_STDS = ((GROUP_STD, 0.9), (0.3, 0.07), (1.2, 0.03))  # with prior weights
+# what one choice makes a process hold beside all that is traced (compiled kernels of many shapes), as a share of what
+# the probes hold, with prior weights; times the choice's own spread
+UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
 PROBE_STD = 0.02  # of what is held for tensors, from one process to the next
 PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
-PARTS = (
-    Part(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
-    Part(
+TERMS = (
+    CostTerm(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
+    CostTerm(
         name="state",
         scale=lambda b, s, w: np.ones_like(b),
         effect=lambda e: e.state,
@@ -70,11 +65,11 @@ class PeakSource(Protocol):
     """Where traced peaks come from, and what else is known of a task without running it."""
 
     @property
-    def variety(self) -> Variety | None:
-        """Of the widths of samples, where it is known."""
+    def lengths(self) -> LengthDistribution | None:
+        """Of the training set's samples, where they are known."""
 
-    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak | None:
-        """The allocator's peak of a config, after micro batches of so many shapes, or an epoch; None when it could not be traced."""
+    def peak(self, config: Config) -> TracedPeak | None:
+        """The allocator's peak of a config; None when it could not be traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +131,11 @@ class MemoryModel:
         """The peak of a config; None where it was not traced and no probe has told anything yet."""
         return self.estimates([config])[0]
 
-    def estimates(
-        self, configs: Sequence[Config], num_shapes: Sequence[int | None] | None = None
-    ) -> list[MemoryEstimate | None]:
-        """The peak of each config.
-
-        Args:
-            num_shapes: that each has met until then, where batches have many; None for an epoch's.
-        """
+    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
+        """The peak of each config."""
         found: list[MemoryEstimate | None] = [None] * len(configs)
         if self._traced is not None:
-            found = self._traced.estimates(configs, num_shapes)
+            found = self._traced.estimates(configs)
         rest = [row for row, estimate in enumerate(found) if estimate is None]
         for row, estimate in zip(rest, self._untraced.estimates([configs[row] for row in rest]), strict=True):
             found[row] = estimate
@@ -159,27 +148,24 @@ class _Traced:
     def __init__(self, peaks: PeakSource, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
-        self._layout = Layout(PARTS, space)
-        self._group_std = GROUP_STD
-        seen = [(peak, config, outcome) for config, outcome in probes if (peak := _peak_in(peaks, config, outcome))]
+        self._layout = Layout(TERMS, space)
+        self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
+        seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config))]
         exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
         failed = [
-            (p, c, min(_least_bytes(o), outside_bytes + int(LARGEST_SURPRISE * expected_bytes(p))))
+            (p, c, min(_least_bytes(o), outside_bytes + int(LARGEST_SURPRISE * _line([p])[0])))
             for p, c, o in seen
             if o.kind is Kind.OOM and _least_bytes(o)
         ]
         surprises = [(p, c, least) for p, c, least in failed if least - outside_bytes > _line([p])[0]]
         self._take([*exact, *surprises])
-        self._learn_group_std()
+        self._learn_scales()
         self._take(exact)
         for trace, config, least in failed:
             self._add_beyond(trace, config, least - outside_bytes)
 
-    def estimates(
-        self, configs: Sequence[Config], num_shapes: Sequence[int | None] | None
-    ) -> list[MemoryEstimate | None]:
-        after = num_shapes or [None] * len(configs)
-        traces = [self._peaks.peak(config, number) for config, number in zip(configs, after, strict=True)]
+    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
+        traces = [self._peaks.peak(config) for config in configs]
         known = [(t, c) for t, c in zip(traces, configs, strict=True) if t is not None]
         if not known:
             return [None] * len(configs)
@@ -203,32 +189,40 @@ class _Traced:
         self._values = [float(peak_bytes - self._outside_bytes) for _, _, peak_bytes in found]
         self._noise = [self._noise_of(trace) for trace in self._traces]
 
-    def _learn_group_std(self) -> None:
-        """From how well the line does: a library may hold far more for some techniques than anything that is traced."""
+    def _learn_scales(self) -> None:
+        """From how well the fit does: a library may hold far more for a choice or a group than anything that is traced."""
         if not self._values:
             return
         design = self._layout.design(self._configs)
+        typical_bytes = float(_held(self._traces).mean())
+        grid = list(itertools.product(GROUP_STDS, UNTRACED_STDS))
         logs = []
-        for factor, weight in GROUP_FACTORS:
-            self._group_std = factor * GROUP_STD
+        for (self._group_std, group_weight), (share, weight) in grid:
+            self._untraced_std_bytes = share * typical_bytes
             kernel = self._kernel(self._traces, design, self._traces, design)
             root = np.linalg.cholesky(kernel + np.diag(self._noise))
             whitened = np.linalg.solve(root, np.array(self._values) - _line(self._traces))
-            logs.append(math.log(weight) - 0.5 * float(whitened @ whitened) - float(np.log(np.diag(root)).sum()))
-        chances = np.exp(np.array(logs) - max(logs))
-        self._group_std = GROUP_STD * math.exp(
-            float(chances @ np.log([factor for factor, _ in GROUP_FACTORS])) / float(chances.sum())
-        )
+            log_likelihood = -0.5 * float(whitened @ whitened) - float(np.log(np.diag(root)).sum())
+            logs.append(math.log(group_weight * weight) + log_likelihood)
+        weights = np.exp(np.array(logs) - max(logs))
+        stds = np.log([(group, share) for (group, _), (share, _) in grid])
+        self._group_std, share = np.exp(weights @ stds / weights.sum())
+        self._untraced_std_bytes = share * typical_bytes
 
     def _predict(self, traces: Sequence[TracedPeak], configs: Sequence[Config]) -> tuple[Array, Array]:
         """Mean and variance of the peak less what is outside, one process's noise apart."""
         mean = _line(traces)
-        variance = (_features(traces) ** 2).sum(axis=1) + (self._group_std * _held(traces)) ** 2
+        design = self._layout.design(configs)
+        variance = (
+            (_features(traces) ** 2).sum(axis=1)
+            + (self._group_std * _held(traces)) ** 2
+            + (self._untraced_std_bytes) ** 2 * (design.untraced**2).sum(axis=1)
+        )
         if self._values:
-            design = self._layout.design(self._configs)
-            kernel = self._kernel(self._traces, design, self._traces, design)
+            seen = self._layout.design(self._configs)
+            kernel = self._kernel(self._traces, seen, self._traces, seen)
             root = np.linalg.cholesky(kernel + np.diag(self._noise))
-            shared = self._kernel(self._traces, design, traces, self._layout.design(configs))
+            shared = self._kernel(self._traces, seen, traces, design)
             across = np.linalg.solve(root, shared)
             mean = mean + across.T @ np.linalg.solve(root, np.array(self._values) - _line(self._traces))
             variance = variance - (across**2).sum(axis=0)
@@ -236,14 +230,18 @@ class _Traced:
 
     def _kernel(self, a: Sequence[TracedPeak], a_design: Design, b: Sequence[TracedPeak], b_design: Design) -> Array:
         likeness = self._layout.likeness(RESIDUAL, a_design, b_design)
+        shared = a_design.untraced @ b_design.untraced.T
         of_line = _features(a) @ _features(b).T
-        return np.asarray(of_line + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness)
+        return np.asarray(
+            of_line
+            + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness
+            + (self._untraced_std_bytes) ** 2 * shared
+        )
 
     def _noise_of(self, trace: TracedPeak) -> float:
         """Variance of one process's peak around the line."""
-        kernels_bytes = SHAPES_STD * KERNELS * trace.kernels_bytes
         held_share = math.hypot(PROBE_STD, trace.uncertainty)
-        return float(PROBE_STD_BYTES**2 + (held_share * _held([trace])[0]) ** 2 + kernels_bytes**2)
+        return float(PROBE_STD_BYTES**2 + (held_share * _held([trace])[0]) ** 2)
 
     def _add_beyond(self, trace: TracedPeak, config: Config, least: float) -> None:
         mean, variance = self._predict([trace], [config])
@@ -255,56 +253,27 @@ class _Traced:
             self._noise.append(noise)
 
 
-def _peak_in(peaks: PeakSource, config: Config, outcome: Outcome) -> TracedPeak | None:
-    """The peak with the shapes that a probe met; one that ran out of memory does not say how many those were."""
-    return peaks.peak(config, num_shapes(outcome.measurement) if outcome.measurement else None)
-
-
 def _are_refuted(peaks: PeakSource, probes: Probes) -> bool:
     """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
     return any(
         outcome.measurement is not None
-        and (peak := _peak_in(peaks, config, outcome)) is not None
-        and LARGEST_SURPRISE * outcome.measurement.peak_bytes < expected_bytes(peak)
+        and (peak := peaks.peak(config)) is not None
+        and LARGEST_SURPRISE * outcome.measurement.peak_bytes < _line([peak])[0]
         for config, outcome in probes
     )
-
-
-def growth_bytes(peaks: PeakSource, config: Config, measured: Measurement) -> int:
-    """What a process of `config` is expected to hold after an epoch beyond what a probe of it found.
-
-    Kernels of shapes that the probe did not meet; 0 where batches have one shape, or the config was not traced.
-    """
-    then, now = peaks.peak(config), peaks.peak(config, num_shapes(measured))
-    return round(KERNELS * max(0.0, then.kernels_bytes - now.kernels_bytes)) if then and now else 0
-
-
-def num_shapes(measured: Measurement) -> int | None:
-    """How many shapes the micro batches of a probe had; None where that is not known."""
-    return measured.num_shapes or None
 
 
 def _sizes(traces: Sequence[TracedPeak]) -> Array:
     return np.array([trace.peak_bytes for trace in traces], dtype=float)
 
 
-def _turnovers(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.turnover_bytes for trace in traces], dtype=float)
-
-
-def _kernels(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.kernels_bytes for trace in traces], dtype=float)
-
-
-def expected_bytes(trace: TracedPeak) -> float:
-    """What a process is expected to hold, less what is outside, before any probe."""
-    return float(_line([trace])[0])
+def _volumes(traces: Sequence[TracedPeak]) -> Array:
+    return np.array([trace.volume_bytes for trace in traces], dtype=float)
 
 
 def _held(traces: Sequence[TracedPeak]) -> Array:
-    """What a process is expected to hold for its tensors and the kernels of their shapes."""
-    tensors = (1 + SHARE) * _sizes(traces) + KEPT * _turnovers(traces)
-    return np.asarray(tensors + KERNELS * _kernels(traces))
+    """What a process is expected to hold for its tensors."""
+    return np.asarray((1 + SHARE) * _sizes(traces) + KEPT * _volumes(traces))
 
 
 def _line(traces: Sequence[TracedPeak]) -> Array:
@@ -313,10 +282,9 @@ def _line(traces: Sequence[TracedPeak]) -> Array:
 
 
 def _features(traces: Sequence[TracedPeak]) -> Array:
-    """What the line's four figures multiply, times how little they are known: (traces, 4)."""
+    """What the line's three figures multiply, times how little they are known: (traces, 3)."""
     fixed = np.full(len(traces), float(FIXED_STD_BYTES))
-    shares = SHARE_STD * _sizes(traces), KEPT_STD * _turnovers(traces), KERNELS_STD * _kernels(traces)
-    return np.column_stack([fixed, *shares])
+    return np.column_stack([fixed, SHARE_STD * _sizes(traces), KEPT_STD * _volumes(traces)])
 
 
 class _Untraced:
@@ -324,32 +292,32 @@ class _Untraced:
 
     def __init__(self, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
         self._outside_bytes = outside_bytes
-        layout = Layout(PARTS, space)
+        layout = Layout(TERMS, space)
         seen = [
-            Observation(config=c, value=self._log(o.measurement.peak_bytes), noise=0.0, parts={})
+            Observation(config=c, value=self._log(o.measurement.peak_bytes), noise=0.0, terms={})
             for c, o in probes
             if o.measurement is not None
         ]
         failed = [(c, _least_bytes(o)) for c, o in probes if o.kind is Kind.OOM and _least_bytes(o)]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
-            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD, parts={})]
+            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD, terms={})]
         self._any = bool(seen)
-        self._model = PartsModel(layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
-            belief = self._model.belief([config])
-            variance = float(belief.variance[0]) + self._model.noise**2
-            value, noise = beyond(float(belief.mean[0]), variance, self._log(least))
+            posterior = self._model.posterior([config])
+            variance = float(posterior.variance[0]) + self._model.noise**2
+            value, noise = beyond(float(posterior.mean[0]), variance, self._log(least))
             if math.isfinite(noise):
-                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise), parts={}))
-                self._model = PartsModel(layout, RESIDUAL, SCALES, seen)
+                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise), terms={}))
+                self._model = CostModel(layout, RESIDUAL, SCALES, seen)
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
         if not self._any or not configs:
             return [None] * len(configs)
-        belief = self._model.belief(configs)
+        posterior = self._model.posterior(configs)
         found: list[MemoryEstimate | None] = []
-        for mean, variance in zip(belief.mean, belief.variance, strict=True):
+        for mean, variance in zip(posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_bytes + trained
             log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from autotune.predict.events import Event
-from autotune.predict.storages import KernelPair
+
+class Event(NamedTuple):
+    """One storage allocated or freed.
+
+    Attributes:
+        key: the same for the allocation and the freeing of one storage, and never used again.
+        size_bytes: the storage's own size, before an allocator rounds it.
+        allocates: True when it is allocated, False when it is freed.
+    """
+
+    key: int
+    size_bytes: int
+    allocates: bool
 
 
 class Purpose(IntEnum):
-    """What a storage is for; `autotune.predict.footprint.Breakdown` describes each."""
+    """What a storage is for; `Breakdown` describes each."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -26,10 +38,12 @@ class Pass:
 
     Attributes:
         batch_size: of the micro batch.
-        held: key -> bytes of the storages that are there when it begins, in the order of their allocation.
+        held: key -> bytes of the storages that exist when it begins, in the order of their allocation.
         events: what it allocates and frees.
         purposes: key -> purpose of all storages that occur.
         modules: key of an activation -> the module in whose forward pass it was allocated.
+        marks: (number of events before it, number of the block) of every moment at which one of the observed blocks begins
+            its forward pass or its backward pass, or the last block ends its forward pass (with the number of blocks).
     """
 
     batch_size: int
@@ -37,6 +51,7 @@ class Pass:
     events: tuple[Event, ...]
     purposes: Mapping[int, Purpose]
     modules: Mapping[int, str]
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +62,11 @@ class MicroSteps:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
         input_bytes: of the input batch, as far as it counts, at each batch size.
-        new_kernels: that a library compiles when a micro batch has a shape that none had before, counted.
-        new_calls: the operators that they are for, in the last but one of the batch sizes and in the last.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
     input_bytes: tuple[int, ...]
-    new_kernels: int
-    new_calls: tuple[KernelPair, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ class Plan:
         models: groups of techniques that act on the model, nothing switched on first.
         updates: groups of techniques that act on the optimizer, likewise.
         batch_sizes: of the space, in increasing order.
-        variety: whether to look at the widths of samples, too.
+        lengths: whether to look at the lengths of samples, too.
     """
 
     models: tuple[Group, ...]
     updates: tuple[Group, ...]
     batch_sizes: tuple[int, ...]
-    variety: bool = True
+    lengths: bool = True
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
@@ -41,7 +41,7 @@ class Plan:
                 g for g in self.updates if g not in traces.updates and update_label(g) not in traces.failures
             ),
             batch_sizes=self.batch_sizes,
-            variety=self.variety and traces.variety is None,
+            lengths=self.lengths and traces.lengths is None,
         )
 
     def labels(self) -> list[str]:
@@ -54,7 +54,7 @@ class Plan:
             "models": [list(group) for group in self.models],
             "updates": [list(group) for group in self.updates],
             "batch_sizes": list(self.batch_sizes),
-            "variety": self.variety,
+            "lengths": self.lengths,
         }
 
     @staticmethod
@@ -64,7 +64,7 @@ class Plan:
             models=tuple(tuple((n, c) for n, c in group) for group in data["models"]),
             updates=tuple(tuple((n, c) for n, c in group) for group in data["updates"]),
             batch_sizes=tuple(data["batch_sizes"]),
-            variety=data["variety"],
+            lengths=data["lengths"],
         )
 
 
@@ -85,8 +85,8 @@ def config_of(group: Group) -> Config:
     return techniques.complete(dict(group))
 
 
-def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, ...]:
-    """Batch sizes to trace: two that make the law and, where there is room, one between them that checks it.
+def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, int]:
+    """The smallest and the largest batch size to trace.
 
     Args:
         largest: batch size of the space.
@@ -95,10 +95,7 @@ def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tupl
     """
     low = 2 if most is None or most > 2 else 1
     high = max(low + 1, min(largest, LARGEST_TRACED, int(MAX_BATCH_BYTES / max(sample_bytes, 1.0))))
-    if most is not None:
-        high = min(high, most)
-    middle = round(math.sqrt(low * high))
-    return tuple(sorted({low, middle, high}))
+    return low, high if most is None else min(high, most)
 
 
 def allocator_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

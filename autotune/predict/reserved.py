@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
-from autotune.predict.allocator import allocator_peak
-from autotune.predict.events import Event
-from autotune.predict.law import are_aligned, events_at
-from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
+from autotune.predict.allocator import reserved_bytes
+from autotune.predict.fit import are_aligned, events_at
+from autotune.predict.passes import Event, MicroSteps, Pass, Purpose, Updates
 
-_KEYS_PER_REPLAY = 2**40
+_KEYS_PER_PASS = 2**40
 
 
 def reserved_factors(
@@ -37,63 +37,33 @@ def reserved_factors(
 
 def _two_steps(start: Pass, micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
     """A program as a probe's: the model, a step that allocates the optimizer's state in between, and another step."""
-    program = _Program()
-    program.replay(
-        Event(key, size_bytes, True)
-        for key, size_bytes in start.held.items()
-        if start.purposes[key] is Purpose.PARAMETERS
-    )
+    parameters = (key for key in start.held if start.purposes[key] is Purpose.PARAMETERS)
+    program = [Event(key, start.held[key], True) for key in parameters]
+    offset = 0
     for update in (updates.first, updates.second):
-        before = len(program.events)
+        gradients: list[Event] = []
         for events in micro_batches:
-            program.replay(events)
-        gradients = program.living_since(before)
-        program.replay(update.events)
-        program.free(gradients)
-    return program.events
+            offset += _KEYS_PER_PASS
+            gradients += _append(program, events, offset)
+        offset += _KEYS_PER_PASS
+        _append(program, update.events, offset)
+        program += [Event(key, size_bytes, False) for key, size_bytes, _ in gradients]
+    return program
 
 
-class _Program:
-    """Passes one after the other as one sequence of events. A pass's keys are its own, each time it is replayed."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._num_replays = 0
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Append a pass. What it frees and did not allocate belongs to others, and is left to them."""
-        self._num_replays += 1
-        offset = self._num_replays * _KEYS_PER_REPLAY
-        own = set()
-        for key, size_bytes, allocates in events:
+def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[Event]:
+    """Append a pass with keys of its own, less what it frees of others'. Returns the allocations that it does not free."""
+    living: dict[int, Event] = {}
+    for event in events:
+        key, size_bytes, allocates = event
+        if allocates or living.pop(key, None) is not None:
+            own = Event(offset + key, size_bytes, allocates)
+            program.append(own)
             if allocates:
-                own.add(key)
-            elif key not in own:
-                continue
-            self.events.append(Event(offset + key, size_bytes, allocates))
-
-    def living_since(self, position: int) -> list[Event]:
-        """The allocations since a position that are not freed yet."""
-        living: dict[int, Event] = {}
-        for event in self.events[position:]:
-            if event.allocates:
-                living[event.key] = event
-            else:
-                living.pop(event.key, None)
-        return list(living.values())
-
-    def free(self, allocations: Iterable[Event]) -> None:
-        """Free them."""
-        self.events += [Event(key, size_bytes, False) for key, size_bytes, _ in allocations]
+                living[key] = own
+    return list(living.values())
 
 
 def _factor(events: Sequence[Event]) -> float:
-    living = peak = 0
-    for change in _changes(events):
-        living += change
-        peak = max(peak, living)
-    return allocator_peak(events).reserved_bytes / peak
-
-
-def _changes(events: Iterable[Event]) -> Iterator[int]:
-    return (size_bytes if allocates else -size_bytes for _, size_bytes, allocates in events)
+    living = itertools.accumulate(size_bytes if allocates else -size_bytes for _, size_bytes, allocates in events)
+    return reserved_bytes(events) / max(living)

@@ -4,90 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from autotune.predict.events import Event
+from autotune.devices.kernels.rules import Hidden
+from autotune.predict.passes import Event
 from autotune.predict.substitutes import SUBSTITUTES
-
-# Of an operator, from its arguments and its result: bytes that it allocates and frees again beside the result.
-Workspace = Callable[[tuple[Any, ...], Any], int]
-# Of an operator, from its arguments: what tells the kernels that a library compiles for it, and keeps, from others.
-Kernels = Callable[[tuple[Any, ...]], list[Hashable]]
-# Likewise: tensors of its result whose storage has more bytes than it seems.
-Storages = list[tuple[torch.Tensor, int]]
-ResultRule = Callable[[tuple[Any, ...], Any], Storages]
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A tensor without its values.
-
-    Attributes:
-        shape: sizes of its dimensions.
-        order: of the dimensions in memory, the outermost first.
-        dtype: of its elements.
-    """
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def like(tensor: torch.Tensor) -> Dense:
-        """What a tensor is."""
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        return Dense(tuple(tensor.shape), tuple(order), tensor.dtype)
-
-    def empty(self) -> torch.Tensor:
-        """A real one."""
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype).permute(inverse)
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """An operator that kernels are compiled for.
-
-    Attributes:
-        operator: of torch.
-        args: with tensors as `Dense`.
-        kernels: what tells its kernels from others.
-    """
-
-    operator: Any
-    args: tuple[Any, ...]
-    kernels: tuple[Hashable, ...]
-
-
-KernelPair = tuple[KernelCall, KernelCall]  # an operator with two shapes: of a smaller batch and of a larger one
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What operators allocate that fake tensors do not show.
-
-    Attributes:
-        workspace: of an operator, or None.
-        results: by operator, where a result is larger than it seems.
-        kernels: by operator, where kernels are compiled for the shapes that come, and kept.
-    """
-
-    workspace: Callable[[Any], Workspace | None]
-    results: Mapping[Any, ResultRule]
-    kernels: Mapping[Any, Kernels]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -105,7 +37,6 @@ class StorageTracker(TorchDispatchMode):
         scopes: key of a storage -> `scope` when it was allocated.
         scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
         in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
-        kernel_calls: operators so far that kernels are compiled for.
     """
 
     def __init__(self, hidden: Hidden) -> None:
@@ -114,8 +45,6 @@ class StorageTracker(TorchDispatchMode):
         self.scopes: dict[int, str | None] = {}
         self.scope: str | None = None
         self.in_backward = False
-        self.kernel_calls: list[KernelCall] = []
-        self._kernels_of = hidden.kernels
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
         self._paused = False
@@ -160,10 +89,6 @@ class StorageTracker(TorchDispatchMode):
         workspace = self._workspace_of(func)
         if workspace is not None and (size_bytes := workspace(args, result)) > 0:
             self._free(self._allocate(size_bytes), size_bytes)
-        if func in self._kernels_of:
-            kernels = tuple(self._kernels_of[func](args))
-            dense = tuple(Dense.like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
-            self.kernel_calls.append(KernelCall(func, dense, kernels))
         return result
 
     def see(self, tensor: torch.Tensor) -> None:

@@ -10,20 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.array import Array
-from autotune.predict.parts import SIZES, Layout, Part, Residual, SpaceLike
-from autotune.predict.parts_model import Belief, Observation, PartsModel, Scales
-from autotune.predict.variety import Variety
+from autotune.predict.cost_fit import CostModel, Observation, Posterior, Scales
+from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual, SpaceLike
+from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement, Outcome
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
 # compute * w + launch / b + update / s + data.
-PARTS = (
-    Part(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
-    Part(name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)),
-    Part(name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)),
-    Part(
+TERMS = (
+    CostTerm(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
+    CostTerm(
+        name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)
+    ),
+    CostTerm(
+        name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)
+    ),
+    CostTerm(
         name="data",
         scale=lambda b, s, w: np.ones_like(b),
         effect=lambda e: e.data,
@@ -32,8 +36,10 @@ PARTS = (
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
-PHASES = {"data": "data", "update": "optimizer"}  # part -> phase of a measurement that shows it alone
+PHASES = {"data": "data", "update": "optimizer"}  # term -> phase of a measurement that shows it alone
 MIN_PHASE_S = 1e-6  # what a clock can tell
+UNKNOWN_NOISE = 1.0  # of a probe whose interval is no interval
+MAX_LOG = 700.0  # of a float
 DISTURBED_NOISE = 0.1  # of a probe that others disturbed
 HURRIED_NOISE = 0.05  # of a probe that was cut short: its warm-up was all that was timed
 Z95 = 1.96
@@ -54,47 +60,51 @@ class SpeedEstimate:
     @property
     def low(self) -> float:
         """Lower end of the 95 % interval."""
-        return self.samples_per_s * math.exp(-Z95 * self.log_std)
+        return self.samples_per_s * _exp(-Z95 * self.log_std)
 
     @property
     def high(self) -> float:
         """Upper end of the 95 % interval."""
-        return self.samples_per_s * math.exp(Z95 * self.log_std)
+        return self.samples_per_s * _exp(Z95 * self.log_std)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is believed of several configs' throughputs together. Logarithms; arrays of one figure a config."""
+    """The posterior of several configs' throughputs together. Logarithms; arrays of one figure a config."""
 
-    belief: Belief
+    posterior: Posterior
 
     @property
     def log_mean(self) -> Array:
         """Means of the log throughputs."""
-        return -self.belief.mean
+        return -self.posterior.mean
 
     @property
     def log_variance(self) -> Array:
         """Variances of the log throughputs."""
-        return self.belief.variance
+        return self.posterior.variance
 
     def log_covariance_with(self, index: int) -> Array:
         """Covariances with the config at `index`: what two configs have in common does not tell them apart."""
-        return self.belief.covariance_with(index)
+        return self.posterior.covariance_with(index)
 
 
 class TimeModel:
     """Throughput of any config of a space, from priors and the probes so far.
 
     Args:
-        variety: of the widths of samples: larger micro batches are padded more.
+        lengths: of the training set's samples: larger micro batches are padded more.
     """
 
     def __init__(
-        self, space: SpaceLike, probes: Sequence[tuple[Config, Outcome]] = (), *, variety: Variety | None = None
+        self,
+        space: SpaceLike,
+        probes: Sequence[tuple[Config, Outcome]] = (),
+        *,
+        lengths: LengthDistribution | None = None,
     ) -> None:
         self._baseline = space.baseline
-        self._layout = Layout(PARTS, space, variety.mean_width) if variety else Layout(PARTS, space)
+        self._layout = Layout(TERMS, space, lengths.mean_width) if lengths else Layout(TERMS, space)
         self._fit(probes)
 
     def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:
@@ -103,7 +113,7 @@ class TimeModel:
         new._fit(probes)
         return new
 
-    def doubting(self) -> list[TimeModel]:
+    def leave_one_out(self) -> list[TimeModel]:
         """The models that would be without one probe that is the only one to show a technique's choice.
 
         A process that something disturbed unseen may be far off, and nothing else would tell of it.
@@ -117,20 +127,21 @@ class TimeModel:
 
     def speeds(self, configs: Sequence[Config]) -> Speeds:
         """All that is known of several configs together."""
-        return Speeds(self._model.belief(configs))
+        return Speeds(self._model.posterior(configs))
 
     def estimate(self, configs: Sequence[Config]) -> list[SpeedEstimate]:
         """Each config by itself. Before any probe only ratios between configs mean something."""
         speeds = self.speeds(configs)
         return [
-            SpeedEstimate(samples_per_s=math.exp(mean), log_std=math.sqrt(variance))
+            SpeedEstimate(samples_per_s=_exp(mean), log_std=math.sqrt(max(0.0, variance)))
             for mean, variance in zip(speeds.log_mean, speeds.log_variance, strict=True)
         ]
 
     def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
-        seen = [_observation(config, o.measurement) for config, o in probes if o.measurement is not None]
+        measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
+        seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
-        self._model = PartsModel(self._layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
 
     def _without(self, row: int) -> TimeModel:
         new = copy(self)
@@ -147,15 +158,20 @@ class TimeModel:
         )
 
 
+def _exp(log: float) -> float:
+    return math.exp(min(max(log, -MAX_LOG), MAX_LOG))
+
+
 def _observation(config: Config, measured: Measurement) -> Observation:
-    within = math.log(measured.samples_per_s_high / measured.samples_per_s_low) / 2 / Z95
+    low, high = measured.samples_per_s_low, measured.samples_per_s_high
+    within = math.log(high / low) / 2 / Z95 if 0 < low <= high < math.inf else UNKNOWN_NOISE
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
-    # part / (samples / samples per step) is its size at the baseline's samples per step
-    parts = {
-        part: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
-        for part, phase in PHASES.items()
+    # term / (samples / samples per step) is its size at the baseline's samples per step
+    terms = {
+        term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
+        for term, phase in PHASES.items()
         if phase in measured.phases_s
     }
     return Observation(
-        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), parts=parts
+        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), terms=terms
     )

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
-import numpy as np
-
-from autotune.predict.array import Array
 from autotune.predict.footprint import Breakdown, TracedPeak
+from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
-from autotune.predict.variety import Variety
 from autotune.records.config import Choice, Config
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
-ROWS_PER_BLOCK = 32  # of a matrix product in bf16, which oneDNN takes together (AMX tiles of 16 rows and 64 bytes)
-
 LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
 
-FORMAT = 4  # of the JSON; counts up when its meaning changes
+FORMAT = 5  # of the JSON; counts up when its meaning changes
 
 
 def group_of(config: Config, phase: Phase) -> Group:
@@ -41,7 +36,7 @@ def update_label(group: Group) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Piece:
     """Living storages at one moment of a training step, in bytes, as a line in the batch size.
 
     Attributes:
@@ -58,13 +53,13 @@ class Line:
         """Bytes of all purposes."""
         return sum(self.constant) + sum(self.per_sample) * batch_size
 
-    def parts_bytes(self, batch_size: int) -> list[float]:
+    def by_purpose(self, batch_size: int) -> list[float]:
         """Bytes by purpose."""
         return [c + s * batch_size for c, s in zip(self.constant, self.per_sample, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
+class PeakFit:
     """The peak of a pass at any batch size: the largest of some lines.
 
     Attributes:
@@ -73,13 +68,13 @@ class Law:
         deviation: relative, of the law at the batch sizes that were traced to check it.
     """
 
-    lines: tuple[Line, ...]
+    pieces: tuple[Piece, ...]
     batch_sizes: tuple[int, ...]
     deviation: float
 
-    def at(self, batch_size: int) -> Line:
+    def at(self, batch_size: int) -> Piece:
         """The line that is the peak."""
-        return max(self.lines, key=lambda line: line.total_bytes(batch_size))
+        return max(self.pieces, key=lambda piece: piece.total_bytes(batch_size))
 
     def uncertainty(self, batch_size: int) -> float:
         """Relative standard deviation: 0 where it was traced, twice the deviation an octave beyond."""
@@ -91,26 +86,6 @@ class Law:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsHeld:
-    """What a library's kernels hold for one shape of a batch.
-
-    Attributes:
-        rows_per_element: rows of the matrices for each element of the batch.
-        filled_bytes: of the kernels where the rows fill whole blocks.
-        other_bytes: where they do not.
-    """
-
-    rows_per_element: float
-    filled_bytes: int
-    other_bytes: int
-
-    def bytes_of(self, num_elements: Array) -> Array:
-        """For batches of so many elements."""
-        rows = np.rint(num_elements * self.rows_per_element)
-        return np.where(rows % ROWS_PER_BLOCK == 0, float(self.filled_bytes), float(self.other_bytes))
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
 
@@ -119,27 +94,21 @@ class ModelTrace:
         beside: a further one, beside the gradients of those before it.
         before_update: what is held when the optimizer begins.
         input_bytes: (constant, per sample) of an input batch.
-        turnover: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
+        volume: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
-        new_kernels: that a library compiles, and keeps, for a micro batch of another shape, counted.
-        most_kernels: that it keeps.
-        kernels: what those of another shape hold.
     """
 
-    alone: Law
-    beside: Law
-    before_update: Line
+    alone: PeakFit
+    beside: PeakFit
+    before_update: Piece
     input_bytes: tuple[float, float]
-    turnover: tuple[tuple[float, float, int], ...]
+    volume: tuple[tuple[float, float, int], ...]
     reserved: tuple[tuple[int, float, float], ...] = ()
-    new_kernels: int = 0
-    most_kernels: int = 0
-    kernels: tuple[KernelsHeld, ...] = ()
 
-    def turnover_bytes(self, batch_size: int) -> int:
+    def volume_bytes(self, batch_size: int) -> int:
         """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
-        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.turnover)
+        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.volume)
         return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
 
     def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
@@ -182,37 +151,34 @@ class Traces:
     batch size, the last on those that act on the optimizer, and on what the others leave there.
 
     Attributes:
-        target: the kind of device they foretell (`autotune.predict.targets`).
+        target: the kind of device they predict (`autotune.devices.targets`).
         models: per group of techniques that act on the model.
         updates: per group of techniques that act on the optimizer.
         failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
-        variety: of the batches' shapes, for a training set of known size.
+        lengths: of the training set's samples, where they are known.
     """
 
     target: str
     models: Mapping[Group, ModelTrace] = field(default_factory=dict)
     updates: Mapping[Group, UpdateTrace] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    variety: Variety | None = None
+    lengths: LengthDistribution | None = None
 
-    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak | None:
+    def peak(self, config: Config) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
-
-        Args:
-            num_shapes: that micro batches had until then, the widest one's included; None for those of an epoch.
         """
         model = self.models.get(group_of(config, Phase.MODEL))
         update = self.updates.get(group_of(config, Phase.OPTIMIZER))
         if model is None or update is None:
             return None
         size, accumulates = config.batch_size, config.accumulation_steps > 1
-        law = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
-        line = law.at(size)
-        during = line.parts_bytes(size)
+        fit = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
+        piece = fit.at(size)
+        during = piece.by_purpose(size)
         during[Purpose.OPTIMIZER] += update.state_bytes
-        before = model.before_update.parts_bytes(size)
+        before = model.before_update.by_purpose(size)
         first = [a + b for a, b in zip(before, update.first, strict=True)]
         later = [a + b for a, b in zip(before, update.later, strict=True)]
         later[Purpose.OPTIMIZER] += update.state_bytes
@@ -221,32 +187,21 @@ class Traces:
             model.input_bytes[0] + model.input_bytes[1] * size
         )
         factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates)
-        modules = [(name, round(constant + slope * size)) for name, constant, slope in line.modules]
+        modules = [(name, round(constant + slope * size)) for name, constant, slope in piece.modules]
         return TracedPeak(
             peak_bytes=round(sum(parts) * factor),
-            uncertainty=math.hypot(law.uncertainty(size) if parts is during else 0.0, factor_deviation),
+            uncertainty=math.hypot(fit.uncertainty(size) if parts is during else 0.0, factor_deviation),
             breakdown=_breakdown(parts, modules if parts is during else []),
-            turnover_bytes=0 if model.reserved else model.turnover_bytes(size),
-            kernels_bytes=self._kernels_bytes(model, size, num_shapes),
+            volume_bytes=0 if model.reserved else model.volume_bytes(size),
         )
-
-    def _kernels_bytes(self, model: ModelTrace, batch_size: int, num_shapes: int | None) -> float:
-        """Of all shapes but the widest, which any training compiles; of those that came last, where it keeps no more."""
-        if not model.new_kernels or self.variety is None:
-            return 0.0
-        widths, chances = self.variety.shapes(batch_size)
-        expected = float(chances.sum())
-        others = expected - float(chances[-1]) if num_shapes is None else num_shapes - 1
-        mean_bytes = sum(float(chances @ held.bytes_of(widths * batch_size)) for held in model.kernels) / expected
-        return mean_bytes * min(others, model.most_kernels / model.new_kernels)
 
     def merged(self, other: Traces) -> Traces:
         """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
         models, updates = {**self.models, **other.models}, {**self.updates, **other.updates}
         known = {*map(model_label, models), *map(update_label, updates)}
         failures = {label: why for label, why in {**self.failures, **other.failures}.items() if label not in known}
-        variety = other.variety or self.variety
-        return Traces(target=self.target, models=models, updates=updates, failures=failures, variety=variety)
+        lengths = other.lengths or self.lengths
+        return Traces(target=self.target, models=models, updates=updates, failures=failures, lengths=lengths)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
@@ -256,7 +211,7 @@ class Traces:
             "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
             "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
             "failures": dict(self.failures),
-            "variety": asdict(self.variety) if self.variety else None,
+            "lengths": list(self.lengths.quantiles) if self.lengths else None,
         }
 
     @staticmethod
@@ -267,21 +222,16 @@ class Traces:
                 raise ValueError(f"format {data['format']!r} is not {FORMAT}")
             return Traces(
                 target=data["target"],
-                models={_group(group): _model(trace) for group, trace in data["models"]},
-                updates={
-                    _group(group): UpdateTrace(
-                        **trace | {"first": tuple(trace["first"]), "later": tuple(trace["later"])}
-                    )
-                    for group, trace in data["updates"]
-                },
+                models={_group(group): _decode(ModelTrace, trace) for group, trace in data["models"]},
+                updates={_group(group): _decode(UpdateTrace, trace) for group, trace in data["updates"]},
                 failures=dict(data["failures"]),
-                variety=Variety.from_dict(data["variety"]) if data["variety"] else None,
+                lengths=LengthDistribution(tuple(data["lengths"])) if data["lengths"] else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no traces: {error}") from error
 
 
-def _larger(one: Law, other: Law, batch_size: int) -> bool:
+def _larger(one: PeakFit, other: PeakFit, batch_size: int) -> bool:
     return one.at(batch_size).total_bytes(batch_size) >= other.at(batch_size).total_bytes(batch_size)
 
 
@@ -301,33 +251,13 @@ def _group(pairs: list[list[Any]]) -> Group:
     return tuple((str(name), choice) for name, choice in pairs)
 
 
-def _line(data: Mapping[str, Any]) -> Line:
-    modules = tuple((str(name), constant, slope) for name, constant, slope in data["modules"])
-    return Line(constant=tuple(data["constant"]), per_sample=tuple(data["per_sample"]), modules=modules)
-
-
-def _law(data: Mapping[str, Any]) -> Law:
-    return Law(
-        lines=tuple(_line(line) for line in data["lines"]),
-        batch_sizes=tuple(data["batch_sizes"]),
-        deviation=data["deviation"],
-    )
-
-
-def _pair(values: list[float]) -> tuple[float, float]:
-    constant, per_sample = values
-    return constant, per_sample
-
-
-def _model(data: Mapping[str, Any]) -> ModelTrace:
-    return ModelTrace(
-        alone=_law(data["alone"]),
-        beside=_law(data["beside"]),
-        before_update=_line(data["before_update"]),
-        input_bytes=_pair(data["input_bytes"]),
-        turnover=tuple((constant, slope, count) for constant, slope, count in data["turnover"]),
-        reserved=tuple((size, alone, beside) for size, alone, beside in data["reserved"]),
-        new_kernels=data["new_kernels"],
-        most_kernels=data["most_kernels"],
-        kernels=tuple(KernelsHeld(**held) for held in data["kernels"]),
-    )
+def _decode(kind: Any, data: Any) -> Any:
+    """Rebuild frozen dataclasses and tuples from what JSON made of them."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: _decode(hint, data[name]) for name, hint in get_type_hints(kind).items()})
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return tuple(_decode(kinds[0], item) for item in data)
+        return tuple(_decode(each, item) for each, item in zip(kinds, data, strict=True))
+    return data

@@ -5,7 +5,8 @@ The session is the one that a probe trains, `prepare(task, config)`. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,14 +22,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.targets import CPU, Target
 from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
-from autotune.predict.law import are_aligned
+from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
-from autotune.predict.storages import KernelCall, KernelPair, StorageTracker
-from autotune.predict.targets import CPU, Target
+from autotune.predict.storages import StorageTracker
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
@@ -46,7 +47,7 @@ class Tracer:
 
     Args:
         task: the user's task; its dataset is made if it has one.
-        target: the kind of device to foretell.
+        target: the kind of device to predict.
 
     Raises:
         TraceError: the dataset cannot be made.
@@ -68,32 +69,50 @@ class Tracer:
         self._device = CpuDevice()
         self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._batches: dict[int, Any] = {}
+        self._model: torch.nn.Module | None = None
 
-    def micro_steps(self, config: Config, batch_sizes: Sequence[int]) -> MicroSteps:
+    def micro_steps(self, config: Config, low: int, high: int, *, check: bool = False) -> MicroSteps:
         """Run micro batches of `config`, forward and backward.
 
         Args:
             config: its batch size, accumulation and options of the data loader do not matter.
-            batch_sizes: samples in a micro batch, in increasing order.
+            low: samples of the smallest micro batch; `high` of the largest.
+            check: whether to run one between them, too. One is run in any case where the two differ in more than sizes.
 
         Raises:
             TraceError: the task's code needs the values of tensors, or raised something.
         """
-        batches = [(size, self.batch(size)) for size in batch_sizes]
+        sizes = sorted({low, round(math.sqrt(low * high)), high} if check else {low, high})
+        batches = {size: self.batch(size) for size in sizes}
         with self._run(config) as run:
-            return run.micro_steps(batches)
+            found = run.micro_steps(batches)
+        if len(sizes) < 3 and not check and not are_aligned(found.alone[0], found.alone[-1]):
+            return self.micro_steps(config, low, high, check=True)
+        return found
 
     def updates(self, config: Config, batch_size: int) -> Updates:
-        """Run two whole training steps of `config` for their updates. Otherwise as `micro_steps`."""
+        """Run a whole training step of `config` and another update. Otherwise as `micro_steps`."""
         batch = self.batch(batch_size)
         with self._run(config) as run:
             return run.updates(batch_size, batch)
+
+    def recomputation(self, technique: techniques.Technique, choice: Choice) -> techniques.Recomputation | None:
+        """What a choice recomputes of the model, if that is all that it does. Raises TraceError."""
+        if self._model is None:
+            with self._run(techniques.complete({})):
+                pass
+        assert self._model is not None
+        try:
+            return technique.recomputation(self._task, self._model, choice)
+        except Exception as error:
+            raise TraceError(_reason(error)) from error
 
     @contextmanager
     def _run(self, config: Config) -> Iterator[_Run]:
         try:
             with fake_run(self._mode, self._target) as tracker:
                 run = _Run(self._session(config), tracker, self._mode, self._target)
+                self._model = run.session.model
                 with run.observed():
                     yield run
         except Exception as error:
@@ -103,10 +122,6 @@ class Tracer:
         """Bytes of an input batch. Raises TraceError."""
         storages = (tensor.untyped_storage() for tensor in tensors(self.batch(batch_size)))
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    def num_elements(self, batch_size: int) -> int:
-        """Elements of an input batch. Raises TraceError."""
-        return sum(tensor.numel() for tensor in tensors(self.batch(batch_size)))
 
     def batch(self, batch_size: int) -> Any:
         """An input batch, as a probe makes it. Raises TraceError."""
@@ -151,42 +166,38 @@ class _Run:
         self.known = dict.fromkeys(tracker.keys_of(constants), Purpose.PARAMETERS)
         self.kept: set[int] = set()  # storages that outlived the forward pass that allocated them
         self.forward_end = 0  # the last key of the latest forward pass
+        self.blocks = {id(block): number for number, block in enumerate(_blocks(session))}
+        self.marks: list[tuple[int, int]] = []  # as in `Pass`, from the first event of all on
 
-    def micro_steps(self, batches: Sequence[tuple[int, Any]]) -> MicroSteps:
+    def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
         alone, beside, input_bytes = [], [], []
-        calls: list[list[KernelCall]] = []
-        for size, batch in batches:
-            num_calls = len(self.tracker.kernel_calls)
+        ends = min(batches), max(batches)
+        for size, batch in batches.items():
             before_bytes = sum(self.tracker.living().values())
             inputs = self._inputs(batch)
             input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
             alone.append(self._micro_step(size, inputs))
-            calls.append(self.tracker.kernel_calls[num_calls:])
-            if size in (batches[0][0], batches[-1][0]):
+            if size in ends:
                 beside.append(self._micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
-        new_kernels, new_calls = _new_kernels(calls)
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
-            alone[0] = self._micro_step(batches[0][0], self._inputs(batches[0][1]))
-        return MicroSteps(
-            alone=tuple(alone),
-            beside=tuple(beside),
-            input_bytes=tuple(input_bytes),
-            new_kernels=new_kernels,
-            new_calls=new_calls,
-        )
+            alone[0] = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
+        return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
-        """Two training steps."""
-        inputs = self._inputs(batch)
-        self._micro_step(batch_size, inputs)
+        """The updates of two training steps, with the same gradients."""
+        self._micro_step(batch_size, self._inputs(batch))
+        parameters = list(self.session.model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
         first = self._pass(batch_size, self.session.update)
         made = {event.key for event in first.events if event.allocates} & self.tracker.living().keys()
         self.known |= dict.fromkeys(made, Purpose.OPTIMIZER)
         first = replace(first, purposes={**first.purposes, **self.known})
-        self._micro_step(batch_size, inputs)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        del gradients
         return Updates(first=first, second=self._pass(batch_size, self.session.update))
 
     def _inputs(self, batch: Any) -> Any:
@@ -204,6 +215,7 @@ class _Run:
         gradients = self._gradients()
         held = self.tracker.living()
         start, first_key = len(self.tracker.events), self.tracker.last_key + 1
+        self.marks.clear()
         self.forward_end = first_key - 1
         work()
         self.tracker.in_backward = False
@@ -224,10 +236,14 @@ class _Run:
             events=events,
             purposes=purposes,
             modules={key: scopes[key] or "" for key, purpose in purposes.items() if purpose is Purpose.ACTIVATIONS},
+            marks=tuple((position - start, block) for position, block in self.marks),
         )
 
     def _gradients(self) -> set[int]:
         return self.tracker.keys_of(p.grad for p in self.session.model.parameters() if p.grad is not None)
+
+    def _mark(self, block: int) -> None:
+        self.marks.append((len(self.tracker.events), block))
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -267,9 +283,17 @@ class _Run:
             outer.append(self.tracker.scope)
             if name := names.get(id(module)):
                 self.tracker.scope = name
+            if id(module) in self.blocks and not self.tracker.in_backward:
+                self._mark(self.blocks[id(module)])
 
         def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.tracker.scope = outer.pop()
+            if id(module) in self.blocks and not self.tracker.in_backward:
+                block = self.blocks[id(module)]
+                if block == len(self.blocks) - 1:
+                    self._mark(len(self.blocks))
+                for tensor in [tensor for tensor in tensors(output) if tensor.requires_grad][:1]:
+                    tensor.register_hook(lambda gradient: self._mark(block))
 
         handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         try:
@@ -279,21 +303,12 @@ class _Run:
                 handle.remove()
 
 
-def _new_kernels(calls: Sequence[Sequence[KernelCall]]) -> tuple[int, tuple[KernelPair, ...]]:
-    """How many kernels are new in the last pass, and the operators they are for, beside those of the pass before."""
-    known = {kernel for earlier in calls[:-1] for call in earlier for kernel in call.kernels}
-    new: set[Hashable] = set()
-    called = []
-    for position, call in enumerate(calls[-1]):
-        found = set(call.kernels) - known - new
-        new |= found
-        if found:
-            called.append(position)
-    before = calls[-2] if len(calls) > 1 else ()
-    if len(before) != len(calls[-1]):  # another batch size takes another way through the model
-        return len(new), ()
-    pairs = tuple((before[position], calls[-1][position]) for position in called)
-    return len(new), pairs if all(one.operator is other.operator for one, other in pairs) else ()
+def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
+    """The blocks that a technique may recompute."""
+    for technique in techniques.REGISTRY.values():
+        if (found := technique.recomputation(session.task, session.model, technique.off)) is not None:
+            return found.blocks
+    return ()
 
 
 def _reason(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from autotune.records.outcome import Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
-from autotune.task.batches import StepBatch, num_samples, tensors
+from autotune.task.batches import StepBatch, num_samples
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
@@ -62,7 +62,6 @@ class Run:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
-        self._shapes: set[tuple[torch.Size, ...]] = set()
         self._fastest_micro_s = math.inf  # of the micro steps after the first optimizer step
         self._reported_s = -math.inf
 
@@ -96,7 +95,6 @@ class Run:
             peak_bytes=self.device.peak_bytes(),
             block_samples_per_s=tuple(blocks.samples_per_s),
             num_steps=self.num_steps,
-            num_shapes=len(self._shapes),
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=before_phases - warmup_s,
@@ -124,7 +122,6 @@ class Run:
         """
         accumulation_steps = self.session.config.accumulation_steps
         first = largest_step_batch(self.session, min(2, accumulation_steps))
-        self._shapes.add(shapes_of(first[0]))
         self._warm_step(first)
         while True:
             self._warm_step(self._take(1))
@@ -249,10 +246,7 @@ class Run:
             self._update()
 
     def _take(self, count: int) -> StepBatch:
-        batch = StepBatch(next(self._micro_batches) for _ in range(count))
-        if self.session.task.dataset() is not None:
-            self._shapes.update(map(shapes_of, batch))
-        return batch
+        return StepBatch(next(self._micro_batches) for _ in range(count))
 
     def _accumulate_next(self, count: int) -> None:
         self._accumulate_part(self._take(count))
@@ -351,11 +345,6 @@ def micro_batches(session: Session) -> Iterator[Any]:
         f"a pass over train_dataset gives no batch of {session.config.batch_size} samples; expected at least one: "
         "choose a smaller batch_size, or give more data"
     )
-
-
-def shapes_of(micro: Any) -> tuple[torch.Size, ...]:
-    """What tells micro batches that libraries compile kernels for from others."""
-    return tuple(tensor.shape for tensor in tensors(micro))
 
 
 def largest_step_batch(session: Session, num_micro: int) -> StepBatch:

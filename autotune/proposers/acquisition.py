@@ -138,7 +138,7 @@ class _Fitted:
         self.space = space
         self.objective = objective
         self.time = time
-        self.leave_one_out = time.doubting()
+        self.leave_one_out = time.leave_one_out()
         self.memory = memory
         self.probes = probes
         self.seen = dict(probes)

@@ -93,7 +93,7 @@ class CostModel:
         """Kept, since a proposal and its prediction are asked for one after the other."""
         peaks = self._peaks()
         if self._last is None or self._last[0] is not history.space or self._last[1] is not peaks:
-            time_model = TimeModel(history.space, variety=peaks.variety if peaks is not None else None)
+            time_model = TimeModel(history.space, lengths=peaks.lengths if peaks is not None else None)
             memory_model = MemoryModel(peaks, self._outside_bytes, history.space)
             made = Acquisition(history.space, history.objective, time_model, memory_model, self._seed)
             self._last = history.space, peaks, made

@@ -38,7 +38,6 @@ class Measurement:
     warmup_s: float
     timed_s: float
     explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    num_shapes: int = 0  # that the micro batches had, the widest one's included; 0 in records that lack it
     compile_s: float = 0.0  # time of the first step beyond a typical one
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0

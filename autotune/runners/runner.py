@@ -220,7 +220,7 @@ class Runner(ABC):
 
         Args:
             configs: a whole space, say; each group of techniques is traced once.
-            target: the kind of device to predict for (`autotune.predict.targets`). No GPU is needed or touched.
+            target: the kind of device to predict for (`autotune.devices.targets`). No GPU is needed or touched.
             timeout_s: tracing is killed then, and the group that it was at has failed.
             known: traces that are there already and are not traced again.
             slice_s: no group is begun after that, but for the first one.

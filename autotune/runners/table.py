@@ -23,7 +23,6 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 
 FORMAT = 2  # format 1 holds less of the inspection, and opens
 MAGIC = f"# autotune table, format {FORMAT}"
-_COUNTS = ("num_steps", "num_shapes")
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -50,11 +49,13 @@ def append(path: Path, header: Header, row: Row) -> None:
     else:
         speeds = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
         cells |= {name: _short(getattr(measured, name)) for name in (*speeds, "train_s")}
-        cells |= {name: getattr(measured, name) for name in ("peak_bytes", *_COUNTS)}
+        cells |= {name: getattr(measured, name) for name in ("peak_bytes", "num_steps")}
         cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items()}
     line = io.StringIO()
-    csv.DictWriter(line, _columns(header), lineterminator="\n").writerow(cells)
-    with path.open("a") as file:
+    with path.open("r+") as file:
+        columns = [file.readline() for _ in range(3)][-1].strip().split(",")  # an older table has one that is gone
+        csv.DictWriter(line, columns, lineterminator="\n").writerow(cells)
+        file.seek(0, os.SEEK_END)
         file.write(line.getvalue())
 
 
@@ -154,7 +155,6 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
         peak_bytes=peak_bytes,
         block_samples_per_s=(speed,),
         num_steps=int(cells["num_steps"]),
-        num_shapes=int(cells["num_shapes"]),
         setup_s=0.0,
         warmup_s=0.0,
         timed_s=train_s,
@@ -173,7 +173,7 @@ def _swept(header: Header) -> list[str]:
 def _columns(header: Header) -> list[str]:
     figures = ["samples_per_s", "samples_per_s_low", "samples_per_s_high", "peak_bytes", "attempted_bytes"]
     times = ["wall_s", "train_s", *(f"{phase}_s" for phase in PHASES)]
-    return [*_swept(header), "repeat", "kind", *figures, *_COUNTS, *times, "cause"]
+    return [*_swept(header), "repeat", "kind", *figures, "num_steps", *times, "cause"]
 
 
 def _short(value: float) -> str:

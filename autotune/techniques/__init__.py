@@ -22,7 +22,7 @@ from autotune.records.batch_plan import (
 )
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, plain_label, whole_number
+from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, plain_label, whole_number
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.discovery import Registry
 from autotune.techniques.expectation import Expectation, Factor
@@ -33,6 +33,7 @@ __all__ = [
     "Expectation",
     "Factor",
     "Phase",
+    "Recomputation",
     "Setting",
     "Support",
     "Technique",

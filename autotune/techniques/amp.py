@@ -97,7 +97,12 @@ class Amp(Technique):
             launch=Factor(typical=1.3, spread=2.5),
             update=Factor(typical=1.0 if choice == "bf16" else 1.3, spread=1.1),
             activations=Factor(typical=0.7, spread=1.2),
+            untraced=Factor(spread=2.0),
         )
+
+    def traced_as(self, choice: Choice) -> Choice:
+        """Both types have two bytes, and a GradScaler holds a few scalars."""
+        return "bf16"
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why not, for a type that a CPU emulates: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import Words
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.task import Task
 
 FP32_MANTISSA_BITS = 24  # the hidden one included
 
@@ -24,6 +30,21 @@ class Phase(IntEnum):
     MODEL = 1  # the model is on its device; the optimizer does not exist yet
     OPTIMIZER = 2  # the optimizer exists and has no state
     LOADER = 3  # options of the data loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """A choice that runs some blocks of the model again in the backward pass, and does nothing else to memory.
+
+    Attributes:
+        blocks: all that the technique may recompute, in the order in which they run.
+        segments: (first, last + 1) number of the blocks that are recomputed together; others are not recomputed.
+        each: the choice that recomputes every block alone.
+    """
+
+    blocks: tuple[torch.nn.Module, ...]
+    segments: tuple[tuple[int, int], ...]
+    each: Choice
 
 
 class Technique(ABC):
@@ -115,6 +136,10 @@ class Technique(ABC):
             choices: all that are searched, in order.
         """
         return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
+
+    def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
+        """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
+        return None
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why the memory of a config with `choice` cannot be traced without running it; empty where it can.

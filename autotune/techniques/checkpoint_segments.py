@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, whole_number
+from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, whole_number
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
@@ -58,14 +59,22 @@ class CheckpointSegments(Technique):
                 f"checkpoint_segments={num_segments}: the model has no more than {num_blocks} blocks"
             )
         _switch_off_caches(build.model)
-        segments = None
+        sequence = None
         if chain.sequential is not None:
-            segments = Segments(chain.sequential, num_segments)
-            chain.sequential.forward = segments  # type: ignore[method-assign]
-        for i in range(num_segments):
-            block = chain.blocks[i * num_blocks // num_segments]
+            sequence = Segments(chain.sequential, num_segments)
+            chain.sequential.forward = sequence  # type: ignore[method-assign]
+        for start, _ in _segments(chain, num_segments):
+            block = chain.blocks[start]
             if not is_layer(block):
-                block.forward = Checkpointed(block, segments)
+                block.forward = Checkpointed(block, sequence)
+
+    def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
+        """The segments of the chain; None where the model has none."""
+        try:
+            chain = blocks_of(task, model)
+        except UnsupportedError:
+            return None
+        return Recomputation(blocks=chain.blocks, segments=_segments(chain, int(choice)), each=len(chain.blocks))
 
     def label(self, choice: Choice) -> str:
         """`2 checkpoint segments`, `no checkpointing`."""
@@ -96,6 +105,14 @@ class CheckpointSegments(Technique):
     def validate(self, choice: Any) -> Choice:
         """An integer of at least 0."""
         return whole_number(choice, 0)
+
+
+def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
+    """(first, last + 1) block of each segment: a `Sequential` is cut into them, of a list some blocks are one each."""
+    edges = [i * len(chain.blocks) // num_segments for i in range(num_segments + 1)] if num_segments else []
+    if chain.sequential is not None:
+        return tuple(itertools.pairwise(edges))
+    return tuple((start, start + 1) for start in edges[:-1])
 
 
 def thinned(num_blocks: int) -> list[int]:

@@ -35,6 +35,7 @@ class Expectation:
         data: the time that training waits for samples.
         state: the memory of parameters, gradients and optimizer state.
         activations: the memory that grows with the micro batch.
+        untraced: the memory that tracing does not show: libraries' workspaces, kernels that they compile and keep.
         setup_s: seconds of preparation before the first step that plain training does not need, such as compiling.
     """
 
@@ -44,4 +45,5 @@ class Expectation:
     data: Factor = UNTOUCHED
     state: Factor = UNTOUCHED
     activations: Factor = UNTOUCHED
+    untraced: Factor = UNTOUCHED
     setup_s: float = 0.0

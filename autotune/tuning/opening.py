@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 from autotune import techniques
+from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import TraceCache
-from autotune.predict.targets import target_of
 from autotune.proposers.cost_model import CostModel
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection

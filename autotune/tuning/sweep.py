@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune import techniques
+from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.predict.targets import target_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection

@@ -124,10 +124,7 @@ def predict(model: str, batch_sizes: Iterable[int]) -> dict[int, tuple[float, fl
     for size in plan.batch_sizes:
         peak = traces.peak(techniques.complete({"batch_size": size}))
         assert peak is not None
-        parts = peak.breakdown
-        held = parts.parameters_bytes + parts.gradients_bytes + parts.optimizer_bytes
-        held += parts.activations_bytes + parts.temporaries_bytes
-        found[size] = held / MIB, peak.peak_bytes / MIB
+        found[size] = peak.breakdown.total_bytes / MIB, peak.peak_bytes / MIB
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune import techniques
@@ -89,18 +89,6 @@ def test_where_nothing_fits_the_smallest_batch_is_shown_not_to() -> None:
     plain, bf16 = groups(Known(15 * GIB))
     assert (plain.fits, plain.peak.config["batch_size"]) == (False, 1)
     assert (bf16.fits, bf16.peak.config["batch_size"]) == (True, 1)
-
-
-def test_small_batches_that_take_more_than_large_ones_do_not_hide_them() -> None:
-    class ManyShapes(Known):
-        def estimate(self, config: Config) -> MemoryEstimate | None:
-            plain = super().estimate(config)
-            assert plain is not None
-            return replace(plain, peak_bytes=plain.peak_bytes + 30 * GIB // config.batch_size)
-
-    for global_batch, largest in ((48, 12), (None, 15)):  # too much below 4 and above 15
-        plain, _ = groups(ManyShapes(500 * MIB), global_batch=global_batch)
-        assert (plain.fits, plain.peak.config["batch_size"]) == (True, largest)
 
 
 def test_combinations_of_the_same_memory_are_one() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autotune.predict.footprint import TracedPeak
-from autotune.predict.memory import KERNELS, MemoryEstimate, MemoryModel, beyond
+from autotune.predict.memory import MemoryEstimate, MemoryModel, beyond
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
@@ -63,7 +63,7 @@ def test_two_probes_correct_every_group(space: Space) -> None:
     for seed in range(5):
         configs = [space.baseline, random.Random(seed).choice(list(space))]
         found = errors(traced(space).fitted([ran(c) for c in configs]), list(space))
-        assert np.median(found) <= 0.04 and np.quantile(found, 0.95) <= 0.10
+        assert np.median(found) <= 0.045 and np.quantile(found, 0.95) <= 0.10
 
 
 def test_the_breakdown_is_passed_on(space: Space) -> None:
@@ -110,20 +110,14 @@ def test_what_fails_against_all_expectation_is_believed(space: Space) -> None:
         assert near is not None and 1 - near.chance_within(limit) > MAX_OOM_CHANCE / (1 + 1) ** 2
 
 
-def test_kernels_of_many_shapes_take_memory_that_a_probe_teaches(space: Space) -> None:
-    class ManyShapes(NoisyPeaks):
-        def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak:
-            return replace(super().peak(config), kernels_bytes=1000.0 * MIB if config["amp"] == "bf16" else 0.0)
-
-    probed, other = space.complete({"amp": "bf16"}), space.complete({"amp": "bf16", "batch_size": 6})
-    without, model = traced(space), MemoryModel(ManyShapes(PROBER), OUTSIDE_BYTES, space)
-    plain, before = without.estimate(other), model.estimate(other)
-    assert plain is not None and before is not None
-    assert before.peak_bytes == pytest.approx(plain.peak_bytes + KERNELS * 1000 * MIB)
-    assert before.log_std > 1.5 * plain.log_std
+def test_memory_that_no_trace_shows_is_learned_for_the_choice_that_may_cause_it(space: Space) -> None:
+    probed, like = space.complete({"amp": "bf16"}), space.complete({"amp": "bf16", "batch_size": 6})
+    others = [space.complete(c) for c in ({"batch_size": 6}, {"checkpoint_segments": 6}, {"amp": "fp16"})]
     measured = Outcome(kind=Kind.OK, measurement=measurement(probed, 100.0, PROBER.peak_bytes(probed) + 600 * MIB))
-    after = model.fitted([(probed, measured)]).estimate(other)
-    assert after is not None and after.peak_bytes == pytest.approx(PROBER.peak_bytes(other) + 600 * MIB, rel=0.15)
+    model = traced(space).fitted([ran(space.baseline), (probed, measured)])
+    found = model.estimate(like)
+    assert found is not None and found.peak_bytes == pytest.approx(PROBER.peak_bytes(like) + 600 * MIB, rel=0.15)
+    assert max(errors(model, others)) < 0.12
 
 
 def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:
@@ -216,5 +210,5 @@ def test_traces_that_a_probe_refutes_by_far_are_left_aside(space: Space) -> None
 class AbsurdPeaks(NoisyPeaks):
     """Traced with a pebibyte that only larger batches ask for."""
 
-    def peak(self, config: Config, num_shapes: int | None = None) -> TracedPeak:
-        return replace(super().peak(config, num_shapes), peak_bytes=2**50)
+    def peak(self, config: Config) -> TracedPeak:
+        return replace(super().peak(config), peak_bytes=2**50)

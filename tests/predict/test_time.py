@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autotune.predict.lengths import LengthDistribution
 from autotune.predict.time import TimeModel
-from autotune.predict.variety import Variety
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
@@ -73,11 +73,11 @@ def test_a_probe_of_one_group_teaches_the_others(space: Space) -> None:
 
 
 def test_padding_grows_with_the_batch_where_samples_are_of_unequal_width(space: Space) -> None:
-    unequal = Variety(widths=tuple(range(1, 101)), counts=(10,) * 100, num_samples=1000)
-    equal = Variety(widths=(50,), counts=(1000,), num_samples=1000)
+    unequal = LengthDistribution(tuple(range(1, 101)))
+    equal = LengthDistribution((50,))
     small, large = space.complete({"batch_size": 1}), space.complete({"batch_size": 48})
     plain, padded, same = (
-        TimeModel(space, variety=variety).fitted([ran(space.baseline, 50.0)]) for variety in (None, unequal, equal)
+        TimeModel(space, lengths=lengths).fitted([ran(space.baseline, 50.0)]) for lengths in (None, unequal, equal)
     )
     assert speed_of(plain, large) > speed_of(plain, small)
     assert speed_of(padded, large) < speed_of(plain, large)
@@ -192,3 +192,16 @@ def test_fitting_leaves_the_model_as_it_was_and_is_deterministic(space: Space) -
     before = model.estimate([target])
     fits = [model.fitted([ran(space.baseline, 50.0)]).estimate([target]) for _ in range(2)]
     assert fits[0] == fits[1] and model.estimate([target]) == before
+
+
+@pytest.mark.parametrize(
+    "figures", [(0.0, 0.0, 0.0), (50.0, 0.0, math.inf), (1e300, 1e299, 1e301), (math.inf, 1.0, math.inf)]
+)
+def test_figures_that_cannot_be_leave_estimates_that_can_be_computed(space: Space, figures: tuple[float, ...]) -> None:
+    speed, low, high = figures
+    config, outcome = ran(space.complete({"amp": "fp16"}), 1.0)
+    assert outcome.measurement is not None
+    shown = replace(outcome.measurement, samples_per_s=speed, samples_per_s_low=low, samples_per_s_high=high)
+    odd = config, replace(outcome, measurement=shown)
+    for estimate in TimeModel(space).fitted([ran(space.baseline, 50.0), odd]).estimate(list(space)):
+        assert 0 <= estimate.low <= estimate.samples_per_s <= estimate.high

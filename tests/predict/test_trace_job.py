@@ -10,10 +10,8 @@ from autotune import techniques
 from autotune.predict.traces import Traces
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
-from tests.arithmetic import needs_bf16_arithmetic, skip_without_arithmetic
 
 MODELS = Path(__file__).parent / "models"
-STUDIES = Path(__file__).parent.parent.parent / "studies"
 
 
 def source(name: str) -> TaskSource:
@@ -44,15 +42,15 @@ def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(t
     assert all(traces.peak(config) is not None for config in configs)
 
 
-def test_a_group_that_cannot_be_traced_a_crash_and_the_others_are_told_apart(prober):
-    configs = [config(), config(amp="fp16"), config(amp="bf16"), config(optimizer_impl="fused")]
+def test_a_group_whose_trace_crashes_and_the_others_are_told_apart(prober):
+    configs = [config(), config(amp="bf16"), config(channels_last=True), config(optimizer_impl="fused")]
     traces = prober.trace(configs, "cuda", timeout_s=100)  # for a CPU that emulates bf16 there is no tracing it
     assert traces.peak(config()) is not None
     assert traces.peak(config(optimizer_impl="fused")) is not None
-    assert traces.peak(config(amp="fp16")) is None
-    assert "SIGABRT" in traces.failures["model: amp=fp16"]
-    assert "depends on the values" in traces.failures["model: amp=bf16"]
-    assert len(traces.failures) == 2
+    assert traces.peak(config(amp="bf16")) is None
+    assert "SIGABRT" in traces.failures["model: amp=bf16"]
+    assert traces.peak(config(channels_last=True)) is not None
+    assert len(traces.failures) == 1
 
 
 @pytest.mark.arithmetic
@@ -97,7 +95,7 @@ def test_a_prober_that_fails_is_a_failure_of_the_groups(prober):
     assert traces.peak(config()) is not None  # by the process that was started in its place
 
 
-def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
+def test_no_gpu_is_touched_when_a_gpu_is_predicted(prober):
     traces = prober.trace([config()], "cuda", timeout_s=100)
     assert traces.failures == {}
     assert traces.target == "cuda"
@@ -105,28 +103,8 @@ def test_no_gpu_is_touched_when_a_gpu_is_foretold(prober):
     assert traces.peak(config()).peak_bytes >= 2 * 2**20
 
 
-def test_the_widths_of_the_samples_are_found_beside(tmp_path):
-    with LocalRunner(TaskSource.of(STUDIES / "wordy" / "model.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
-    assert traces.variety.mean_width(1) < traces.variety.mean_width(24) < max(traces.variety.widths)
-    assert traces.peak(config(amp="bf16")).kernels_bytes > traces.peak(config()).kernels_bytes == 0
-
-
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_a_recurrence_on_lines_of_unequal_length_is_traced_with_its_kernels(tmp_path, amp):
-    skip_without_arithmetic(amp)
+def test_the_lengths_of_the_samples_are_found_beside(tmp_path):
     with LocalRunner(source("padded_recurrent.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(amp=amp)], "cpu", timeout_s=100)
+        traces = prober.trace([config()], "cpu", timeout_s=100)
     assert traces.failures == {}
-    assert traces.peak(config(amp=amp)).kernels_bytes > 0
-
-
-@needs_bf16_arithmetic
-def test_what_was_traced_outlives_a_measurement_of_kernels_that_fails(tmp_path):
-    padded = (MODELS / "padded_recurrent.py").read_text()
-    crash = "import autotune.predict.kernel_memory as memory, os\nmemory._run = lambda operator, args: os.abort()\n"
-    (tmp_path / "model.py").write_text(padded + crash)
-    with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(), config(amp="bf16")], "cpu", timeout_s=100)
-    assert traces.failures == {}
-    assert traces.peak(config(amp="bf16")).kernels_bytes > 0
+    assert 16 * 10 <= traces.lengths.mean_width(1) < traces.lengths.mean_width(24) < 16 * 90

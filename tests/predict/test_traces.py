@@ -8,41 +8,40 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.predict.traces import KernelsHeld, Law, Line, ModelTrace, Traces, UpdateTrace
-from autotune.predict.variety import Variety
+from autotune.predict.traces import ModelTrace, PeakFit, Piece, Traces, UpdateTrace
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
 
-def line(constant: float, per_sample: float) -> Line:
+def piece(constant: float, per_sample: float) -> Piece:
     """Activations, beside the parameters."""
-    return Line(
+    return Piece(
         constant=(PARAMETERS, 0, 0, constant, 0),
         per_sample=(0, 0, 0, per_sample, 0),
         modules=(("a", constant, per_sample),),
     )
 
 
-def law(*lines: Line, deviation: float = 0.0) -> Law:
-    return Law(lines=lines, batch_sizes=(2, 8, 32), deviation=deviation)
+def fit(*pieces: Piece, deviation: float = 0.0) -> PeakFit:
+    return PeakFit(pieces=pieces, batch_sizes=(2, 8, 32), deviation=deviation)
 
 
-def gradients(of: Line) -> Line:
+def gradients(of: Piece) -> Piece:
     return replace(of, constant=(of.constant[0], PARAMETERS, *of.constant[2:]))
 
 
 PLAIN = ModelTrace(
-    alone=law(line(5000, 10), line(0, 100)),
-    beside=law(gradients(line(5000, 10)), gradients(line(0, 100))),
-    before_update=Line(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
+    alone=fit(piece(5000, 10), piece(0, 100)),
+    beside=fit(gradients(piece(5000, 10)), gradients(piece(0, 100))),
+    before_update=Piece(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
     input_bytes=(0, 8),
-    turnover=((100.0, 0.0, 1), (0.0, 10.0, 2)),
+    volume=((100.0, 0.0, 1), (0.0, 10.0, 2)),
 )
 DEFAULT = UpdateTrace(state_bytes=STATE, first=(0, 0, STATE, 0, 500), later=(0, 0, 0, 0, 700))
 LARGE = replace(DEFAULT, later=(0, 0, 0, 0, 50_000.0))
 TRACES = Traces(
     target="cpu",
-    models={(): PLAIN, (("amp", "bf16"),): replace(PLAIN, alone=law(line(5000, 50), deviation=0.1))},
+    models={(): PLAIN, (("amp", "bf16"),): replace(PLAIN, alone=fit(piece(5000, 50), deviation=0.1))},
     updates={(): DEFAULT, (("optimizer_impl", "foreach"),): LARGE},
     failures={"model: amp=fp16": "it cannot be traced"},
 )
@@ -99,9 +98,9 @@ def test_on_a_gpu_the_allocator_reserves_more_than_lives():
 
 
 def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
-    assert TRACES.peak(config(8)).turnover_bytes == 100 + 8 * 20
+    assert TRACES.peak(config(8)).volume_bytes == 100 + 8 * 20
     model = replace(PLAIN, reserved=((8, 1.25, 1.3),))
-    assert replace(TRACES, models={(): model}).peak(config(8)).turnover_bytes == 0
+    assert replace(TRACES, models={(): model}).peak(config(8)).volume_bytes == 0
 
 
 def test_traces_survive_json():
@@ -124,28 +123,8 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
     assert merged.updates == TRACES.updates
 
 
-def test_shapes_that_are_new_bring_kernels_that_stay():
-    held = KernelsHeld(rows_per_element=1.0, filled_bytes=100, other_bytes=300)
-    many = replace(
-        TRACES,
-        models={(): replace(PLAIN, new_kernels=15, most_kernels=700, kernels=(held,))},
-        variety=Variety(widths=tuple(range(1, 51)), counts=(1,) * 50, num_samples=50),
-    )
-    _, chances = many.variety.shapes(1)
-    mean_bytes = 300 - 200 * chances[31] / chances.sum()  # the rows of one width in fifty fill a block of 32
-    others = many.variety.num_shapes(1) - chances[-1]  # than the widest, which training begins with
-    assert many.peak(config(1)).kernels_bytes == pytest.approx(mean_bytes * others)
-    assert many.peak(config(1), num_shapes=7).kernels_bytes < many.peak(config(1)).kernels_bytes
-    assert many.peak(config(1), num_shapes=10_000).kernels_bytes == pytest.approx(296 * 700 / 15)  # of 15 x 49
-    filled = 100 * (many.variety.num_shapes(32) - many.variety.shapes(32)[1][-1])  # whatever the width is
-    assert many.peak(config(32)).kernels_bytes == pytest.approx(filled)
-    assert TRACES.peak(config(1)).kernels_bytes == 0
-    assert Traces.from_dict(json.loads(json.dumps(many.to_dict()))) == many
-    assert TRACES.merged(many).variety == many.merged(TRACES).variety == many.variety
-
-
 def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
-    model = replace(PLAIN, turnover=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
+    model = replace(PLAIN, volume=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
     traces = replace(TRACES, models={(): model})
-    assert traces.peak(config(8)).turnover_bytes == 3 * 8 * 2**20 + 1000
-    assert traces.peak(config(32)).turnover_bytes == 1000
+    assert traces.peak(config(8)).volume_bytes == 3 * 8 * 2**20 + 1000
+    assert traces.peak(config(32)).volume_bytes == 1000

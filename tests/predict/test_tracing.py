@@ -18,6 +18,8 @@ from autotune.predict.traces import Traces
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.records.config import Config
 from autotune.task import Task, load_task
+from autotune.techniques import Technique
+from autotune.techniques.checkpoint_segments import CheckpointSegments
 from tests.arithmetic import skip_without_arithmetic
 from tests.predict.real_memory import real_peak_bytes
 
@@ -45,9 +47,9 @@ def config(choices, *, global_batch=8) -> Config:
     return techniques.complete({"batch_size": global_batch, **choices}, global_batch=global_batch)
 
 
-def traced(task: Task, configs: list[Config]) -> Traces:
-    found = Traces(target="cpu")
-    for message in trace_plan(task, plan_traces(configs), "cpu"):
+def traced(task: Task, configs: list[Config], target: str = "cpu") -> Traces:
+    found = Traces(target=target)
+    for message in trace_plan(task, plan_traces(configs), target):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
     return found
@@ -84,7 +86,7 @@ def test_the_traced_peak_is_the_real_allocators(kind, choices):
 
 @pytest.mark.parametrize("kind", ["transformer", "unet"])
 @pytest.mark.parametrize("batch_size", [3, 24])
-def test_batch_sizes_that_were_not_traced_are_foretold_as_well(kind, batch_size):
+def test_batch_sizes_that_were_not_traced_are_predicted_as_well(kind, batch_size):
     task, traces = model(kind)
     wanted = techniques.complete({"batch_size": batch_size, "accumulation_steps": 2})
     assert traces.peak(wanted).peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=CLOSE)
@@ -94,15 +96,7 @@ def test_the_parts_of_a_peak_add_up_to_it():
     for kind in KINDS:
         traces = model(kind)[1]
         peak = traces.peak(config({"batch_size": 2}))
-        parts = peak.breakdown
-        total_bytes = (
-            parts.parameters_bytes
-            + parts.gradients_bytes
-            + parts.optimizer_bytes
-            + parts.activations_bytes
-            + parts.temporaries_bytes
-        )
-        assert total_bytes == pytest.approx(peak.peak_bytes, abs=3)
+        assert peak.breakdown.total_bytes == pytest.approx(peak.peak_bytes, abs=3)
 
 
 def test_frozen_parameters_have_no_gradient_and_tied_ones_count_once():
@@ -123,6 +117,71 @@ def test_the_modules_that_hold_most_activations_are_named():
     assert any(name.startswith(("down.0", "join.2")) for name in names)  # of the highest resolution
 
 
+def deep(kind: str) -> Task:
+    """Blocks in a `Sequential`, which is cut into segments, or in a list, of which some are recomputed."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(32, 64)
+            blocks = [
+                nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+            ]
+            self.blocks = (
+                nn.Sequential(*map(Residual, blocks)) if kind == "sequential" else nn.ModuleList(map(Residual, blocks))
+            )
+            self.head = nn.Linear(64, 500)
+
+        def forward(self, x):
+            x = self.first(x)
+            if kind == "sequential":
+                return self.head(self.blocks(x))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    class Residual(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return x + self.inner(x)
+
+    return Task(
+        build_model=Deep,
+        make_batch=lambda n: (torch.randn(n, 128, 32), torch.randint(500, (n, 128))),
+        training_step=lambda model, batch: nn.functional.cross_entropy(
+            model(batch[0]).flatten(0, 1), batch[1].flatten()
+        ),
+    )
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["sequential", "list"])
+def test_recomputed_segments_are_put_together_from_two_traces_as_if_traced(kind, target, monkeypatch):
+    choices = [{"checkpoint_segments": n, "amp": amp} for n in (1, 2, 3, 4, 5) for amp in ("off", "bf16")]
+    wanted = [config(choice | {"batch_size": size}, global_batch=64) for choice in choices for size in (4, 16, 64)]
+    num_traced = []
+    trace = Tracer.micro_steps
+    monkeypatch.setattr(Tracer, "micro_steps", lambda *args, **kwargs: num_traced.append(1) or trace(*args, **kwargs))
+    composed = traced(deep(kind), wanted, target)
+    assert len(num_traced) == 4
+    monkeypatch.setattr(CheckpointSegments, "recomputation", Technique.recomputation)
+    really = traced(deep(kind), wanted, target)
+    for config_ in wanted:
+        found, real = composed.peak(config_), really.peak(config_)
+        segment_bytes = 0 if target == "cpu" else 2 * 2**20  # what the caching allocator takes at once
+        assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.001, abs=segment_bytes), config_
+        assert found.volume_bytes == pytest.approx(real.volume_bytes, rel=0.02), config_
+
+
+def test_types_of_the_same_size_share_a_trace():
+    task, _ = model("transformer")
+    found = traced(task, [config({"amp": "bf16"}), config({"amp": "fp16"})])
+    assert found.peak(config({"amp": "fp16"})) == found.peak(config({"amp": "bf16"}))
+
+
 def test_a_gradient_scaler_takes_its_step_so_that_the_optimizers_state_is_counted():
     task = load_task(MODELS / "transformer.py")
     tracer = Tracer(task, "cpu")
@@ -140,7 +199,7 @@ def test_layers_that_are_deep_copied_keep_their_parameters():
         return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
 
     task = Task(build_model=build, make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
-    steps = Tracer(task, "cpu").micro_steps(config({}), (2,))
+    steps = Tracer(task, "cpu").micro_steps(config({}), 2, 3)
     parameters = [k for k in steps.alone[0].held if steps.alone[0].purposes[k] is Purpose.PARAMETERS]
     assert len(parameters) == 6
 
@@ -194,14 +253,14 @@ class _Unpredictable(nn.Module):
 def test_what_depends_on_values_cannot_be_traced_and_the_reason_is_one_line(act, why):
     task = Task(build_model=lambda: _Unpredictable(act), make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
     with pytest.raises(TraceError, match=why) as raised:
-        Tracer(task, "cpu").micro_steps(config({}), (2,))
+        Tracer(task, "cpu").micro_steps(config({}), 2, 3)
     assert "\n" not in str(raised.value)
 
 
 def test_tracing_leaves_torch_as_it_was():
     swap, step = torch.utils.swap_tensors, torch.amp.GradScaler._maybe_opt_step
     task, _ = model("transformer")
-    Tracer(task, "cpu").micro_steps(config({"amp": "fp16"}), (2,))
+    Tracer(task, "cpu").micro_steps(config({"amp": "fp16"}), 2, 3)
     assert torch.utils.swap_tensors is swap
     assert torch.amp.GradScaler._maybe_opt_step is step
     assert not torch.nn.modules.module._global_forward_hooks

@@ -181,6 +181,23 @@ def test_what_is_appended_after_a_line_that_was_cut_short_stands_by_itself(tmp_p
     assert [row.repeat for row in table.read(path).rows] == [0, 2]
 
 
+def test_an_older_table_with_a_column_that_is_gone_is_read_and_added_to(tmp_path: Path) -> None:
+    rows = [
+        Row(config=config(batch_size=size), repeat=0, outcome=ok(config(batch_size=size), 100.0)) for size in (4, 8)
+    ]
+    path = written(tmp_path, *rows)
+    lines = path.read_text().splitlines()
+    older = [lines[0], lines[1], lines[2].replace("num_steps,", "num_steps,num_shapes,")]
+    position = lines[2].split(",").index("num_steps") + 1
+    for line in lines[3:]:
+        cells = line.split(",")
+        older.append(",".join([*cells[:position], "7", *cells[position:]]))
+    path.write_text("\n".join(older) + "\n")
+    table.append(path, HEADER, rows[1])
+    assert [row.config for row in table.read(path).rows] == [row.config for row in (*rows, rows[1])]
+    assert {row.outcome.measurement.peak_bytes for row in table.read(path).rows if row.outcome.measurement} == {10**9}
+
+
 def test_differences_name_what_changed_and_forgive_the_date() -> None:
     other = replace(HEADER, torch="2.14.0", date="2027-01-01T00:00:00+00:00")
     assert HEADER.differences(other) == ["torch was '2.13.0' and is '2.14.0'"]

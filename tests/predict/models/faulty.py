@@ -1,4 +1,4 @@
-"""Builds and trains in plain fp32. With bf16 it needs a tensor's values, with fp16 it aborts, checkpointed it hangs."""
+"""Builds and trains in plain fp32. Under autocast it aborts, checkpointed it hangs."""
 
 import os
 import time
@@ -14,9 +14,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         if torch.is_autocast_enabled("cpu"):
-            if torch.get_autocast_dtype("cpu") is torch.float16:
-                os.abort()
-            x = x[x.sum(1) > -1e9]
+            os.abort()
         if type(vars(self).get("forward")).__name__ == "Checkpointed":
             time.sleep(600)
         return torch.relu(self.linear(x))

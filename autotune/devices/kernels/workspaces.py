@@ -1,4 +1,4 @@
-"""What operators allocate beside what fake tensors show, on any device and on the device to foretell."""
+"""What operators allocate beside what fake tensors show, on any device and on one kind of device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from autotune.predict.cpu_workspaces import CPU_RESULTS, cpu_workspace
-from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
-from autotune.predict.onednn_kernels import ONEDNN_KERNELS
-from autotune.predict.storages import Hidden, ResultRule, Storages, Workspace
-from autotune.predict.targets import CPU, Target
+from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
+from autotune.devices.kernels.cuda_workspaces import CUDA_WORKSPACES
+from autotune.devices.kernels.rules import Hidden, ResultRule, Storages, Workspace
+from autotune.devices.targets import CPU, Target
 
 _aten = torch.ops.aten
 
@@ -51,9 +50,8 @@ _RESULTS: Mapping[Any, ResultRule] = {
 def hidden_allocations(target: Target) -> Hidden:
     """The rules for a kind of device."""
     if target != CPU:
-        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS, {})
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS)
     return Hidden(
         lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),
         {**_RESULTS, **CPU_RESULTS},
-        ONEDNN_KERNELS,
     )

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune.predict import cuda_like as module
-from autotune.predict.cuda_like import cuda_like
-from autotune.predict.cuda_workspaces import CUDA_WORKSPACES
+from autotune.devices.kernels import cuda_like as module
+from autotune.devices.kernels.cuda_like import cuda_like
+from autotune.devices.kernels.cuda_workspaces import CUDA_WORKSPACES
 
 SHAPE = (4, 8, 16, 32)
 

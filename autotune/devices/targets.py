@@ -1,4 +1,4 @@
-"""The kinds of device that memory is foretold for, as far as their kernels allocate differently."""
+"""The kinds of device that memory is predicted for, as far as their kernels allocate differently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def target_of(device: DeviceInfo) -> Target:
-    """What a device is to be foretold as. A GPU of unknown compute capability is taken for a new one."""
+    """How memory on a device is predicted. A GPU of unknown compute capability is taken for a new one."""
     if device.kind == "cpu":
         return CPU
     return OLD_CUDA if (0, 0) < device.capability < FLASH_CAPABILITY else CUDA

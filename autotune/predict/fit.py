@@ -1,9 +1,9 @@
-"""Laws in the batch size, from passes at a few batch sizes.
+"""Fits in the batch size, from passes at a few batch sizes.
 
-Every storage of a training step is affine in the batch size as long as the code does the same at every batch size. Two
-passes then tell every storage, the sum of the living ones after each event is a line, and the peak is the upper envelope
-of these lines: exact at every batch size, and checked at a third. Where passes differ in more than sizes, their peaks
-are taken to lie on a line, and the third pass says how far they are from it.
+As long as the code does the same at every batch size, every storage of a training step is affine in it. Two passes then
+give every storage, and the sum of the living ones after each event is a line. The peak is the upper envelope of these
+lines: exact at every batch size, and checked at a third. Where passes differ in more than sizes, their peaks are taken to
+lie on one line, and a third pass shows how far off that is.
 """
 
 from __future__ import annotations
@@ -15,44 +15,43 @@ from functools import cached_property
 import numpy as np
 
 from autotune.predict.array import Array
-from autotune.predict.events import Event
-from autotune.predict.passes import Pass, Purpose
-from autotune.predict.traces import Law, Line
+from autotune.predict.passes import Event, Pass, Purpose
+from autotune.predict.traces import PeakFit, Piece
 
 NUM_MODULES = 5
-UNALIGNED_DEVIATION = 0.02  # relative; at least that much is not known where passes differ in more than sizes
+UNALIGNED_DEVIATION = 0.02  # relative, at the least, where passes differ in more than sizes
 
 
-def fit_law(passes: Sequence[Pass], *, deviation: float = 0.0) -> Law:
+def fit_peak(passes: Sequence[Pass], *, deviation: float = 0.0) -> PeakFit:
     """The peak of the same pass at any batch size.
 
     Args:
-        passes: at two batch sizes at least, in increasing order. The first and the last make the law, the others check it.
+        passes: at two batch sizes at least, in increasing order. The first and the last are fitted, the others check it.
         deviation: relative, that is known from elsewhere.
     """
     low, *between, high = (_Series(traced) for traced in passes)
     if all(low.same_events(other) for other in (*between, high)):
-        lines = tuple(_line(low, high, position, position) for position in _envelope(low, high))
+        pieces = tuple(_piece(low, high, position, position) for position in _envelope(low, high))
     else:
-        lines = (_line(low, high, low.peak, high.peak),)
+        pieces = (_piece(low, high, low.peak, high.peak),)
         deviation = max(deviation, UNALIGNED_DEVIATION)
     for check in between:
-        expected = max(line.total_bytes(check.batch_size) for line in lines)
+        expected = max(piece.total_bytes(check.batch_size) for piece in pieces)
         deviation = max(deviation, abs(expected / check.peak_bytes - 1))
-    return Law(lines=lines, batch_sizes=tuple(p.batch_size for p in passes), deviation=deviation)
+    return PeakFit(pieces=pieces, batch_sizes=tuple(p.batch_size for p in passes), deviation=deviation)
 
 
-def fit_start(passes: Sequence[Pass]) -> Line:
-    """What is held when a pass begins. Passes as in `fit_law`."""
-    return _line(_Series(passes[0]), _Series(passes[-1]), 0, 0)
+def fit_start(passes: Sequence[Pass]) -> Piece:
+    """What is held when a pass begins. Passes as in `fit_peak`."""
+    return _piece(_Series(passes[0]), _Series(passes[-1]), 0, 0)
 
 
-def fit_turnover(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
-    """Storages that a pass allocates, as (constant, bytes per sample, how many of them). Passes as in `fit_law`."""
+def fit_volume(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
+    """Storages that a pass allocates, as (constant, bytes per sample, how many of them). Passes as in `fit_peak`."""
     low, high = passes[0], passes[-1]
     large = [event.size_bytes for event in high.events if event.allocates]
     small = [event.size_bytes for event in low.events if event.allocates]
-    if not are_aligned(low, high):  # what is there in the same size is taken not to go with the batch
+    if not are_aligned(low, high):  # what is there in the same size is taken to be constant
         same = Counter(small) & Counter(large)
         grown = (Counter(large) - same).items()
         return (
@@ -69,7 +68,7 @@ def fit_turnover(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]
 def excess_at_peak(update: Pass) -> tuple[float, ...]:
     """Bytes by purpose at the peak of a pass, beyond those held when it began."""
     series = _Series(update)
-    return tuple(float(x) for x in series.parts[:, series.peak] - series.parts[:, 0])
+    return tuple(float(x) for x in series.living[:, series.peak] - series.living[:, 0])
 
 
 def are_aligned(low: Pass, high: Pass) -> bool:
@@ -100,20 +99,20 @@ class _Series:
         return self.signs == other.signs and self.purposes == other.purposes
 
     @cached_property
-    def parts(self) -> Array:
+    def living(self) -> Array:
         """Living bytes, purposes by positions."""
         changes = np.zeros((len(Purpose), len(self.signs) + 1))
         for key, size_bytes in self.traced.held.items():
             changes[self.traced.purposes[key], 0] += size_bytes
-        for i, (event, purpose) in enumerate(zip(self.traced.events, self.purposes, strict=True), start=1):
-            changes[purpose, i] = event.size_bytes if event.allocates else -event.size_bytes
+        sizes = [event.size_bytes if event.allocates else -event.size_bytes for event in self.traced.events]
+        changes[self.purposes, range(1, len(sizes) + 1)] = sizes
         living: Array = changes.cumsum(axis=1)
         return living
 
     @cached_property
     def totals(self) -> Array:
         """Living bytes by position."""
-        totals: Array = self.parts.sum(axis=0)
+        totals: Array = self.living.sum(axis=0)
         return totals
 
     @property
@@ -135,18 +134,17 @@ class _Series:
         return held
 
 
-def _line(low: _Series, high: _Series, at_low: int, at_high: int) -> Line:
+def _piece(low: _Series, high: _Series, at_low: int, at_high: int) -> Piece:
     """Through what lives at a position of one pass and at a position of the other."""
     span = high.batch_size - low.batch_size
-    slopes = (high.parts[:, at_high] - low.parts[:, at_low]) / span
-    constants = low.parts[:, at_low] - slopes * low.batch_size
+    slopes = (high.living[:, at_high] - low.living[:, at_low]) / span
+    constants = low.living[:, at_low] - slopes * low.batch_size
     of_low, of_high = low.modules(at_low), high.modules(at_high)
-    largest = [name for name, _ in of_high.most_common(NUM_MODULES)]
     modules = []
-    for name in largest:
+    for name, _ in of_high.most_common(NUM_MODULES):
         slope = (of_high[name] - of_low[name]) / span
         modules.append((name, of_low[name] - slope * low.batch_size, slope))
-    return Line(
+    return Piece(
         constant=tuple(float(x) for x in constants),
         per_sample=tuple(float(x) for x in slopes),
         modules=tuple(modules),

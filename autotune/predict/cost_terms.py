@@ -1,7 +1,7 @@
-"""A cost as a sum of parts, each a product of factors: what is known of step time and memory before a model is seen.
+"""A cost as a sum of terms, each a product of factors: what is known of step time and memory before a model is seen.
 
-The logarithm of a config's cost is `log(sum over parts of exp(base + effects of its choices + scale))` plus a residual.
-The parts say what is known (a share that shrinks with the batch size, a technique that acts on one part alone), the
+The logarithm of a config's cost is `log(sum over terms of exp(base + effects of its choices + scale))` plus a residual.
+The terms say what is known (a share that shrinks with the batch size, a technique that acts on one term alone), the
 residual's kernel how large and how alike the departures are that nobody knows (caches, interactions).
 """
 
@@ -24,9 +24,9 @@ from autotune.techniques import Expectation, Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
-SIZES = BATCH_KEYS  # act through the parts' scales, not as techniques
+SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
 UNLIKE = 0.55  # correlation that is left between residuals of configs that differ in one technique which does much
-MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first part that makes a technique one of those
+MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first term that makes a technique one of those
 LITTLE = 0.2  # as much unlike, at the least, does any other technique make two configs
 
 
@@ -39,19 +39,19 @@ class SpaceLike(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What the parts' sizes are stated for."""
+        """What the terms' sizes are stated for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One summand of the cost, relative to the first part at the baseline.
+class CostTerm:
+    """One summand of the cost, relative to the first term at the baseline.
 
     Attributes:
         name: what probes may have measured of it alone.
         scale: its size at a batch size, samples per step and width of the samples in a batch, relative to the baseline's:
             (batch ratio, samples ratio, width ratio) -> factor.
         effect: which factor of a choice's expectation acts on it.
-        share: its prior, relative to the first part; of the first part itself, in units of cost.
+        share: its prior, relative to the first term; of the first term itself, in units of cost.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """Standard deviations, in logarithms, of what the parts do not explain.
+    """Standard deviations, in logarithms, of what the terms do not explain.
 
     Attributes:
         trend: per doubling of the batch size, the same for all techniques.
@@ -82,25 +82,31 @@ class Residual:
 
 @dataclass(frozen=True)
 class Design:
-    """Configs as arrays. `m` configs, `q` parts, `p` parameters.
+    """Configs as arrays. `m` configs, `q` terms, `p` parameters.
 
     Attributes:
-        scales: (m, q) logarithms of the parts' scales.
-        features: (m, q, p) which parameters act on which part.
+        scales: (m, q) logarithms of the terms' scales.
+        features: (m, q, p) which parameters act on which term.
         octaves: (m,) log2 of the batch size over the baseline's.
         ranks: (m, techniques) places of the choices, for the residual's kernel.
+        untraced: (m, choices) standard deviation of what a choice that is switched on does to memory that no trace shows.
     """
 
     scales: Array
     features: Array
     octaves: Array
     ranks: Array
+    untraced: Array
 
     def row(self, index: int) -> Design:
         """One config alone."""
         one = slice(index, index + 1)
         return Design(
-            scales=self.scales[one], features=self.features[one], octaves=self.octaves[one], ranks=self.ranks[one]
+            scales=self.scales[one],
+            features=self.features[one],
+            octaves=self.octaves[one],
+            ranks=self.ranks[one],
+            untraced=self.untraced[one],
         )
 
     def linearised(self, parameters: Array) -> tuple[Array, Array]:
@@ -114,31 +120,34 @@ class Design:
 
 
 class Layout:
-    """Which parameter is what: the parts' bases, then one effect for each part, technique and choice that acts on it.
+    """Which parameter is what: the terms' bases, then one effect for each term, technique and choice that acts on it.
 
     Args:
         width: of a sample in a micro batch of a size, in any unit; the same for all where it is not given.
     """
 
     def __init__(
-        self, parts: Sequence[Part], space: SpaceLike, width: Callable[[int], float] = lambda batch_size: 1.0
+        self, terms: Sequence[CostTerm], space: SpaceLike, width: Callable[[int], float] = lambda batch_size: 1.0
     ) -> None:
-        self.parts = tuple(parts)
+        self.terms = tuple(terms)
         self.space = space
         self._width = functools.cache(width)
         self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
         self._reach = dict.fromkeys(self._searched, LITTLE)
-        self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (part, parameter) of each choice
-        means = [math.log(part.share.typical) for part in parts]
-        blocks = [np.array([[math.log(part.share.spread) ** 2]]) for part in parts]
+        self._untraced: dict[tuple[str, Choice], float] = {}
+        self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (term, parameter) of each choice
+        means = [math.log(term.share.typical) for term in terms]
+        blocks = [np.array([[math.log(term.share.spread) ** 2]]) for term in terms]
         for name in self._searched:
             if name in SIZES:
                 continue
             technique = techniques.REGISTRY[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
             expected = [technique.expectation(choice, space.choices[name]) for choice in active]
-            for number, part in enumerate(parts):
-                factors = [part.effect(expectation) for expectation in expected]
+            spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
+            self._untraced |= {switch: spread for switch, spread in spreads.items() if spread}
+            for number, term in enumerate(terms):
+                factors = [term.effect(expectation) for expectation in expected]
                 if all(factor == Factor() for factor in factors):
                     continue
                 for offset, choice in enumerate(active):
@@ -158,13 +167,15 @@ class Layout:
 
     def design(self, configs: Sequence[Config]) -> Design:
         """The configs as arrays."""
-        count, num_parts = len(configs), len(self.parts)
-        features = np.zeros((count, num_parts, len(self.mean)))
-        features[:, :, 0] = 1.0  # every part is relative to the first
-        for number in range(1, num_parts):
+        count, num_terms = len(configs), len(self.terms)
+        features = np.zeros((count, num_terms, len(self.mean)))
+        features[:, :, 0] = 1.0  # every term is relative to the first
+        for number in range(1, num_terms):
             features[:, number, number] = 1.0
         ranks = np.zeros((count, len(self._searched)))
         batch, samples = np.zeros(count), np.zeros(count)
+        untraced = np.zeros((count, len(self._untraced)))
+        columns = {switch: column for column, switch in enumerate(self._untraced)}
         places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
         for row, config in enumerate(configs):
             choices = config.as_dict()
@@ -173,13 +184,15 @@ class Layout:
             for column, name in enumerate(self._searched):
                 choice = choices[name]
                 ranks[row, column] = places[column].get(choice, -1.0)
-                for part, parameter in self._position.get((name, choice), ()):
-                    features[row, part, parameter] = 1.0
+                if (name, choice) in self._untraced:
+                    untraced[row, columns[name, choice]] = self._untraced[name, choice]
+                for term, parameter in self._position.get((name, choice), ()):
+                    features[row, term, parameter] = 1.0
         baseline = self.space.baseline
         batch_ratio, samples_ratio = batch / baseline.batch_size, samples / baseline.samples_per_step
         widths = np.array([self._width(int(size)) for size in batch]) / self._width(baseline.batch_size)
-        scales = np.stack([np.log(part.scale(batch_ratio, samples_ratio, widths)) for part in self.parts], axis=1)
-        return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks)
+        scales = np.stack([np.log(term.scale(batch_ratio, samples_ratio, widths)) for term in self.terms], axis=1)
+        return Design(scales=scales, features=features, octaves=np.log2(batch_ratio), ranks=ranks, untraced=untraced)
 
     def kernel(self, residual: Residual, a: Design, b: Design) -> Array:
         """Covariance of the residual between two lists of configs."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.predict.storages import ResultRule, Storages, Workspace
+from autotune.devices.kernels.rules import ResultRule, Storages, Workspace
 
 _aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autotune.predict.storages import Workspace
+from autotune.devices.kernels.rules import Workspace
 
 _aten = torch.ops.aten
 

@@ -1,11 +1,11 @@
-"""What a device is foretold as."""
+"""How memory on a device is predicted."""
 
 from __future__ import annotations
 
 import pytest
 
-from autotune.predict.cards import CARDS
-from autotune.predict.targets import CPU, CUDA, OLD_CUDA, target_of
+from autotune.devices.cards import CARDS
+from autotune.devices.targets import CPU, CUDA, OLD_CUDA, target_of
 from autotune.records.device import DeviceInfo
 
 

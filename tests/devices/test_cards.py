@@ -1,7 +1,7 @@
 import pytest
 
+from autotune.devices.cards import CARDS, card_of
 from autotune.errors import ConfigError
-from autotune.predict.cards import CARDS, card_of
 from autotune.units import GIB
 
 

@@ -1,9 +1,9 @@
-"""The parts of a cost, fitted to probes: the core of the time model, and of the memory model where nothing can be traced.
+"""The terms of a cost, fitted to probes: the core of the time model, and of the memory model where nothing can be traced.
 
 Bases and effects have normal priors; they are fitted by Gauss-Newton steps, with Student weights so that one disturbed
 probe does not bend everything, and their uncertainty is Laplace's approximation. What they leave over is a Gaussian
 process. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.7 (explicit basis
-functions), whose basis is here the parts' linearisation.
+functions), whose basis is here the terms' linearisation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.predict.array import Array
-from autotune.predict.parts import Design, Layout, Residual
+from autotune.predict.cost_terms import Design, Layout, Residual
 from autotune.records.config import Config
 
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
@@ -34,18 +34,18 @@ class Observation:
     Attributes:
         value: of the cost.
         noise: standard deviation within the probe, what differs between processes apart.
-        parts: part's name -> what was measured of it alone.
+        terms: term's name -> what was measured of it alone.
     """
 
     config: Config
     value: float
     noise: float
-    parts: Mapping[str, float]
+    terms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Belief:
-    """What is believed of the log cost of a list of configs: means, and factors of their covariance.
+class Posterior:
+    """The posterior of the log cost of a list of configs: means, and factors of their covariance.
 
     `covariance[i, j] = kernel[i, j] - explained[i] @ explained[j] + effects[i] @ effects[j]`.
     """
@@ -71,17 +71,17 @@ class Scales:
     Attributes:
         noise: (standard deviation between processes, prior weight) pairs.
         residual: (factor on the residual, prior weight) pairs.
-        part_noise: standard deviation of what is measured of a part alone.
+        term_noise: standard deviation of what is measured of a term alone.
         outliers: whether an observation far off the others counts less.
     """
 
     noise: tuple[tuple[float, float], ...]
     residual: tuple[tuple[float, float], ...] = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))
-    part_noise: float = 0.35
+    term_noise: float = 0.35
     outliers: bool = True
 
 
-class PartsModel:
+class CostModel:
     """The model, fitted to observations. A new object for every new observation; fitting takes milliseconds."""
 
     def __init__(
@@ -95,8 +95,8 @@ class PartsModel:
         self.noise = _expected(scales.noise)
         self._fit()
 
-    def belief(self, configs: Sequence[Config]) -> Belief:
-        """What is believed of configs, observed or not."""
+    def posterior(self, configs: Sequence[Config]) -> Posterior:
+        """The posterior of configs, observed or not."""
         design = self._layout.design(configs)
         value, slopes = design.linearised(self._parameters)
         variance = self._layout.variance(self.residual, design)
@@ -107,7 +107,7 @@ class PartsModel:
             value = value + explained @ self._whitened_residuals
             slopes = slopes - explained @ self._whitened_slopes
         effects = slopes @ self._spread
-        return Belief(
+        return Posterior(
             value,
             variance - (explained**2).sum(axis=1) + (effects**2).sum(axis=1),
             self._layout,
@@ -117,7 +117,7 @@ class PartsModel:
             effects,
         )
 
-    def without(self, row: int) -> PartsModel:
+    def without(self, row: int) -> CostModel:
         """The model as it would be without one of its observations; noise and residual stay as large as they were found."""
         kept = [o for place, o in enumerate(self._observations) if place != row]
         new = copy(self)
@@ -130,12 +130,12 @@ class PartsModel:
         self._design = self._layout.design([o.config for o in observations])
         self._values = np.array([o.value for o in observations])
         self._within = np.array([o.noise for o in observations]) ** 2
-        names = [part.name for part in self._layout.parts]
+        names = [term.name for term in self._layout.terms]
         alone = [
-            (row, names.index(name), value) for row, o in enumerate(observations) for name, value in o.parts.items()
+            (row, names.index(name), value) for row, o in enumerate(observations) for name, value in o.terms.items()
         ]
-        self._alone_features = np.array([self._design.features[row, part] for row, part, _ in alone])
-        self._alone_values = np.array([value - self._design.scales[row, part] for row, part, value in alone])
+        self._alone_features = np.array([self._design.features[row, term] for row, term, _ in alone])
+        self._alone_values = np.array([value - self._design.scales[row, term] for row, term, value in alone])
 
     def _fit(self) -> None:
         self._parameters = self._layout.mean.copy()
@@ -158,14 +158,14 @@ class PartsModel:
             information = self._layout.precision + self._whitened_slopes.T @ self._whitened_slopes
             moment = self._layout.precision @ self._layout.mean + self._whitened_slopes.T @ aim
             if len(self._alone_values):
-                alone_weight = 1 / self._scales.part_noise**2
+                alone_weight = 1 / self._scales.term_noise**2
                 information += alone_weight * self._alone_features.T @ self._alone_features
                 moment += alone_weight * self._alone_features.T @ self._alone_values
             step = np.linalg.solve(information, moment) - self._parameters
             length = float(np.abs(step).max())
             self._parameters = self._parameters + step * min(1.0, LARGEST_STEP / max(length, SETTLED))
             self._whitened_residuals = aim - self._whitened_slopes @ self._parameters
-            misfit = noise * np.linalg.solve(self._root.T, self._whitened_residuals)  # the part taken for noise
+            misfit = noise * np.linalg.solve(self._root.T, self._whitened_residuals)  # what is taken for noise
             before = weights
             if self._scales.outliers:
                 weights = student_weights(misfit, self._within + self.noise**2)

@@ -1,0 +1,1 @@
+"""What the kernels of a device allocate that fake tensors do not show."""
