@@ -22,7 +22,7 @@ from autotune.space import Space
 from autotune.study.distributions import distributions_of
 from autotune.study.place import Place
 
-FORMAT = 1
+FORMAT = 2  # 1 called a prediction a forecast, and opens
 
 
 @contextlib.contextmanager
