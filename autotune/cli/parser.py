@@ -77,7 +77,10 @@ def build_parser() -> argparse.ArgumentParser:
     export = command("export", "the answer in the words of a framework")
     _add_study(export)
     export.add_argument(
-        "--to", required=True, metavar="NAME", help="env, json, transformers, or another that is installed"
+        "--to",
+        required=True,
+        metavar="NAME",
+        help="whose words: json or env, for example; an unknown NAME lists all that there are",
     )
     export.add_argument("--out", metavar="FILE", help="write it there instead of to stdout")
     predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)

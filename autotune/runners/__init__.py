@@ -1,1 +1,1 @@
-"""What runs probes, checks and traces: local processes, a recorded table, a closed form."""
+"""What runs probes, checks and traces: local processes, or a recorded table."""

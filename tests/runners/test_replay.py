@@ -94,7 +94,8 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     space, notes = build_space(found, fix={}, include=(), exclude=())
     swept = table.read(path)
     assert set(space) == set(swept.figures) and notes == []
-    assert found.device == swept.header.device_info() and found.baseline == swept.header.baseline
+    assert found.device == swept.header.device_info()
+    assert swept.header.baseline.items() <= found.baseline.items()  # a technique that is younger than the table is off
 
 
 def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> None:
