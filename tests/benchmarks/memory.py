@@ -72,9 +72,11 @@ def counted(recorded: Table) -> dict[Config, int]:
     path = allocator_file(recorded.path)
     if not path.exists():
         return {}
-    by_name = {_name(config): config for config in recorded.figures}
     with path.open() as file:
-        return {by_name[row["config"]]: int(row["peak_bytes"]) for row in csv.DictReader(file)}
+        counts = {frozenset(row["config"].split()): int(row["peak_bytes"]) for row in csv.DictReader(file)}
+    names = {pair.partition("=")[0] for pairs in counts for pair in pairs}  # techniques that are younger were off
+    by_pairs = {frozenset(f"{n}={c}" for n, c in config.choices if n in names): config for config in recorded.figures}
+    return {by_pairs[pairs]: peak_bytes for pairs, peak_bytes in counts.items()}
 
 
 def count(recorded: Table, num: int) -> None:
