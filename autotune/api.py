@@ -13,7 +13,7 @@ from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.predict.answer import Prediction, answer
+from autotune.predict.answer import MemoryPrediction, answer
 from autotune.predict.cache import FOLDER, TraceCache
 from autotune.proposers import sampler_names
 from autotune.records.config import Choice, Config
@@ -129,7 +129,7 @@ def sweep(
 @takes(PredictOptions)
 def predict(
     task: Task | str | Path, config: Mapping[str, Choice] | None = None, *, logs: Path = LOGS, **options: Any
-) -> Prediction:
+) -> MemoryPrediction:
     """Predict what fits into a memory without training: the largest batch of each combination of techniques, or one config.
 
     Training steps are traced without computing anything, in a process that sees no GPU. Nothing is measured.

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
+from autotune import techniques
 from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
@@ -40,15 +41,21 @@ class RoughRunner(ClosedFormRunner):
         speed *= layout if config["channels_last"] else 1.0
         speed /= 1 + recompute * int(config["checkpoint_segments"]) / 6
         group = config.replace(batch_size=1, accumulation_steps=1)
-        own = random.Random(f"{self.world} {batch}").gauss(0, 0.025) + random.Random(f"{self.world} {group}").gauss(
-            0, 0.02
-        )
+        own = random.Random(f"{self.world} {batch}").gauss(0, 0.025) + random.Random(
+            f"{self.world} {drawn_for(group)}"
+        ).gauss(0, 0.02)
         return speed * batch / (batch + floor) * math.exp(per_octave * math.log2(batch / 4) + own)
 
     def peak_bytes(self, config: Config) -> int:
         activations = 60 * (1.0 if config["amp"] == "off" else 0.7)
         activations *= 1 - 0.5 * (int(config["checkpoint_segments"]) / 6) ** 0.5
         return int((230 + activations * config.batch_size) * MIB)
+
+
+def drawn_for(group: Config) -> str:
+    """A seed for what is drawn once for a group of techniques, whatever the order and number of those switched off."""
+    on = {name: group[name] for name, technique in techniques.REGISTRY.items() if group[name] != technique.off}
+    return str(sorted(on.items()))
 
 
 def rough_inspection() -> Inspection:
@@ -67,7 +74,7 @@ class NoisyPeaks:
     def peak(self, config: Config) -> TracedPeak:
         group = config.replace(batch_size=1, accumulation_steps=1)
         trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB
-        traced = max(MIB, int(trained * (0.94 + random.Random(str(group)).gauss(0, 0.04))))
+        traced = max(MIB, int(trained * (0.94 + random.Random(drawn_for(group)).gauss(0, 0.04))))
         breakdown = Breakdown(
             parameters_bytes=MIB,
             gradients_bytes=0,

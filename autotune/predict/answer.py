@@ -89,7 +89,7 @@ class GroupPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class MemoryPrediction:
     """What `predict` answers.
 
     Attributes:
@@ -143,7 +143,7 @@ def answer(
     timeout_s: float,
     trace_s: float,
     wall_s: float,
-) -> Prediction:
+) -> MemoryPrediction:
     """What traces say of one config, or of every combination of techniques.
 
     Args:
@@ -172,7 +172,7 @@ def answer(
     if traces.failures and trace_s >= timeout_s:
         warnings.append(f"tracing was ended after {format_seconds(timeout_s)}; give it more time with --timeout")
     fits = config.peak_bytes <= usable_bytes if config is not None else any(group.fits for group in groups)
-    return Prediction(
+    return MemoryPrediction(
         task=inspection.facts["name"],
         device=inspection.device.model,
         on_gpu=traces.target != CPU,

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
 from autotune.devices import Device
-from autotune.errors import TaskError
+from autotune.probe.memory_growth import growth_per_step
+from autotune.probe.micro_batches import largest_step_batch, micro_batches
+from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
 from autotune.records.outcome import Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
-from autotune.task.batches import StepBatch, num_samples
+from autotune.task.batches import StepBatch
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
-NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 DISTURBED = 0.1  # share of the wall time that others may hold
-MIN_GROWTH_POINTS = 5  # blocks after the first ones
-REPORT_INTERVAL_S = 0.25
-LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
 
 
 class NonFiniteError(Exception):
@@ -52,18 +49,24 @@ class Run:
     device: Device
     settings: ProbeSettings
     report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
-    stage: str = "setup"
     num_steps: int = 0
-    num_micro_steps: int = 0
-    train_s: float = 0.0
     warm_steps: list[WarmStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
-        self._fastest_micro_s = math.inf  # of the micro steps after the first optimizer step
-        self._reported_s = -math.inf
+        self._reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
+
+    @property
+    def stage(self) -> str:
+        """`setup`, `warmup` or `timing`."""
+        return self._reporter.stage
+
+    @property
+    def train_s(self) -> float:
+        """Seconds inside training steps so far."""
+        return self._reporter.train_s
 
     def measure(self, setup_s: float) -> Measurement:
         """Warm up, time, and measure.
@@ -72,10 +75,10 @@ class Run:
             NonFiniteError: the loss or a gradient is not finite.
             Exception: whatever the user's code or an allocation raises.
         """
-        self._enter("warmup")
+        self._reporter.enter("warmup")
         self._warm_up()
         warmup_s = self.train_s
-        self._enter("timing")
+        self._reporter.enter("timing")
         cut_short = self._is_hopeless()
         blocks, growth = (self._warm_up_as_blocks(), 0.0) if cut_short else self._time()
         contention = 0.0 if cut_short else self.device.contention()
@@ -285,33 +288,8 @@ class Run:
         work()
         self.device.synchronize()
         elapsed = time.perf_counter() - started
-        self.train_s += elapsed
-        self.num_micro_steps += num_micro_steps
-        if num_micro_steps and len(self.warm_steps) > 0:
-            self._fastest_micro_s = min(self._fastest_micro_s, elapsed / num_micro_steps)
-        self._report(at_once=self.num_micro_steps == num_micro_steps > 0)
+        self._reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
         return elapsed
-
-    def _enter(self, stage: str) -> None:
-        self.stage = stage
-        self._report(at_once=True)
-
-    def _report(self, *, at_once: bool) -> None:
-        """Say how far the run has come: a few times a second, and at once what is new."""
-        now_s = time.perf_counter()
-        if not at_once and now_s < self._reported_s + REPORT_INTERVAL_S:
-            return
-        self._reported_s = now_s
-        seen = self._fastest_micro_s < math.inf
-        self.report(
-            Progress(
-                stage=self.stage,
-                train_s=self.train_s,
-                num_micro_steps=self.num_micro_steps,
-                peak_bytes=self.device.peak_bytes() if self.num_micro_steps else 0,
-                samples_per_s_high=self.session.config.batch_size / self._fastest_micro_s if seen else None,
-            )
-        )
 
     def _require_finite_loss(self) -> None:
         if not bool(self._finite):
@@ -326,46 +304,3 @@ class Run:
 def dense_values(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient's entries as a dense tensor: of a sparse one those that are there, duplicates apart, without a copy."""
     return gradient._values() if gradient.is_sparse else gradient
-
-
-def micro_batches(session: Session) -> Iterator[Any]:
-    """Full micro batches without end: from the data loader where there is a dataset, so that loading is timed, else prepared ones."""
-    if session.task.dataset() is None:
-        prepared = [session.task.batch(session.config.batch_size) for _ in range(NUM_PREPARED)]
-        while True:
-            yield from prepared
-    found = True
-    while found:
-        found = False
-        for micro in session.loader.micro_batches():
-            if num_samples(micro) >= session.config.batch_size:  # an epoch's last one may be smaller
-                found = True
-                yield micro
-    raise TaskError(
-        f"a pass over train_dataset gives no batch of {session.config.batch_size} samples; expected at least one: "
-        "choose a smaller batch_size, or give more data"
-    )
-
-
-def largest_step_batch(session: Session, num_micro: int) -> StepBatch:
-    """The largest shape that training meets: what the task's `make_batch` returns, or its widest samples."""
-    batch = session.task.batch(session.config.batch_size)
-    return StepBatch([batch] * num_micro)
-
-
-def growth_per_step(held: list[tuple[int, int]]) -> float:
-    """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
-
-    The first blocks are left out (allocators settle); growth counts when it is steady (of few blocks every one, of many most
-    of them) and beyond what allocators do by themselves.
-    """
-    settled = held[max(1, len(held) // 3) :]
-    if len(settled) < MIN_GROWTH_POINTS:
-        return 0.0
-    increments = [after - before for (_, before), (_, after) in pairwise(settled)]
-    total = settled[-1][1] - settled[0][1]
-    growing = sum(increment > 0 for increment in increments)
-    steady = growing == len(increments) if len(increments) < 2 * MIN_GROWTH_POINTS else growing >= 0.7 * len(increments)
-    if not steady or total < LEAK_BYTES:
-        return 0.0
-    return total / (settled[-1][0] - settled[0][0])

@@ -18,7 +18,7 @@ from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Choice, Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.space import Space
 
 BETTER = math.log(1.01)  # a gain that counts
@@ -78,7 +78,7 @@ class Acquisition:
             return known.choose([config for config in self._configs if admissible(config)])
         return self._climb(known, admissible)
 
-    def predict(self, config: Config, probes: Probes) -> Forecast:
+    def predict(self, config: Config, probes: Probes) -> Prediction:
         """What the probes so far predict of a config."""
         return self._fitted(probes).predict(config)
 
@@ -87,7 +87,7 @@ class Acquisition:
         return self._fitted(probes).ranked
 
     def _fitted(self, probes: Probes) -> _Fitted:
-        """What the probes tell; kept, since a proposal and its forecast are asked for one after the other."""
+        """What the probes tell; kept, since a proposal and its prediction are asked for one after the other."""
         if self._last is None or self._last.probes != list(probes):
             objective = self.objective
             baseline = next((o for c, o in probes if c == self.space.baseline and o.ok), None)
@@ -244,13 +244,13 @@ class _Fitted:
             blame += [len(suspects & _choices(config)) / len(suspects) for config in configs]
         return np.asarray(RUNS_AFTER_FAILURE**blame)
 
-    def predict(self, config: Config) -> Forecast:
+    def predict(self, config: Config) -> Prediction:
         """What is predicted of one config."""
         found = self.posterior([config])
         peak = found.peaks[0]
         speed = self.time.estimate([config])[0] if any(o.ok for o in self.seen.values()) else None
         win = float(found.to_win[0]) if self.best is not None else None
-        return Forecast(
+        return Prediction(
             samples_per_s=speed.samples_per_s if speed else None,
             samples_per_s_low=speed.low if speed else None,
             samples_per_s_high=speed.high if speed else None,

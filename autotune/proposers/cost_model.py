@@ -11,7 +11,7 @@ from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.design import StartingDesign
 from autotune.proposers.undo import UndoChanges
 from autotune.records.config import Config
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.trial import Proposal
 from autotune.space import Space
 from autotune.study.history import History
@@ -56,7 +56,7 @@ class CostModel:
             return self._fallback.propose(history)
         return None if found is None else Proposal(config=found)
 
-    def predict(self, history: History, config: Config) -> Forecast | None:
+    def predict(self, history: History, config: Config) -> Prediction | None:
         """What the history predicts of any config; None where that cannot be computed."""
         try:
             return self._acquisition(history).predict(config, history.evidence)

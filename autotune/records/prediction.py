@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Prediction:
     """A prediction for one config. Intervals are 95 %.
 
     Attributes:
@@ -33,6 +33,6 @@ class Forecast:
         return asdict(self)
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Forecast:
-        """Rebuild a forecast; keys of newer versions are ignored."""
-        return Forecast(**{field.name: data[field.name] for field in fields(Forecast)})
+    def from_dict(data: dict[str, Any]) -> Prediction:
+        """Rebuild a prediction; keys of newer versions are ignored."""
+        return Prediction(**{field.name: data[field.name] for field in fields(Prediction)})

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
 
@@ -49,7 +49,7 @@ class Trial:
     feasible: bool
     score: float = 0.0
     reason: str = ""
-    prediction: Forecast | None = None
+    prediction: Prediction | None = None
     round: int | None = None
     disturbed: bool = False
     started: datetime | None = None

@@ -14,6 +14,7 @@ from autotune.techniques import label_of
 from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds
 
+SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
@@ -202,10 +203,10 @@ def _ratio(ratio: float | None, *, more_is_better: bool) -> Span:
 
 
 def _cost(result: Result) -> str:
-    first = (
-        "" if result.first_probe_s is None else f", the first probe began after {format_seconds(result.first_probe_s)}"
+    first = "" if not result.first_probe_s else f", the first probe began after {format_seconds(result.first_probe_s)}"
+    split = ", ".join(
+        f"{name} {format_seconds(seconds)}" for name, seconds in result.split_s.items() if seconds >= SHOWN_S
     )
-    split = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in result.split_s.items())
     return (
         f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
         f"of them in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}{first}. "

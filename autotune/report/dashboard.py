@@ -116,7 +116,7 @@ class Dashboard(Listener):
             elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
             head = (f"#{running.number} {running.stage}, {elapsed}  ", "bold cyan")
             grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
-            if before := expected(running.forecast):
+            if before := expected(running.prediction):
                 grid.add_row("", Text(before, style="dim"))
         else:
             grid.add_row(
@@ -150,7 +150,7 @@ class Dashboard(Listener):
                 event.outcome.cause if event.outcome.measurement is None else "" if event.feasible else "not feasible"
             )
             what = Text.assemble(
-                describe(event.config), (f"  {cause}", "red"), (f"  {expected(event.forecast)}", "dim")
+                describe(event.config), (f"  {cause}", "red"), (f"  {expected(event.prediction)}", "dim")
             )
             _add(table, f"#{event.number}", event.outcome, what, good=is_best(event))
         return table

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from autotune.records.outcome import Kind, Measurement
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.result import Measured
 from autotune.units import format_bytes
 
@@ -36,7 +36,7 @@ def measured_rate(found: Measured | Measurement) -> str:
     return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
 
 
-def expected(prediction: Forecast | None) -> str:
+def expected(prediction: Prediction | None) -> str:
     """`expected 72.1 (65.0 to 80.2) samples/s, 600 MiB, 45% to win`, as far as anything was predicted; else empty."""
     if prediction is None:
         return ""

@@ -69,7 +69,7 @@ class Lines(WarningsOnly):
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         found = f"{describe(event.config)}: {summary(event.outcome, feasible=event.feasible)}"
         best = " (best)" if is_best(event) and event.stage != "baseline" else ""
-        before = f" [{expected(event.forecast)}]" if expected(event.forecast) else ""
+        before = f" [{expected(event.prediction)}]" if expected(event.prediction) else ""
         return f"{clock} #{event.number} {event.stage:8} {found}{best}{before}"
 
 

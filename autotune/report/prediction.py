@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
+from autotune.predict.answer import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.answer import limit_words, warnings_section
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
@@ -25,7 +25,7 @@ NUM_SAME = 4  # further choices of the same memory that are named
 Changes = frozenset[tuple[str, Choice]]
 
 
-def prediction_sections(prediction: Prediction) -> Iterator[Section]:
+def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
     """All sections of a prediction for one config, or for every combination of techniques."""
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
@@ -40,7 +40,7 @@ def prediction_sections(prediction: Prediction) -> Iterator[Section]:
         yield warnings_section(prediction.warnings)
 
 
-def _one(prediction: Prediction, peak: PredictedPeak, outside: str) -> Iterator[Section]:
+def _one(prediction: MemoryPrediction, peak: PredictedPeak, outside: str) -> Iterator[Section]:
     word, tone = ("Fits", Tone.BEST) if prediction.fits else ("Does not fit", Tone.FAILED)
     verdict: Cell = (
         Span(f"{word}: {format_bytes(peak.peak_bytes)} of {format_bytes(prediction.usable_bytes)}", tone),
@@ -56,7 +56,7 @@ def _one(prediction: Prediction, peak: PredictedPeak, outside: str) -> Iterator[
     yield from _modules(peak)
 
 
-def _all(prediction: Prediction, outside: str) -> Iterator[Section]:
+def _all(prediction: MemoryPrediction, outside: str) -> Iterator[Section]:
     groups, everywhere = prediction.groups, _everywhere(prediction.groups)
     most = max((group.peak.config["batch_size"] for group in groups if group.fits), default=None)
     rows = [
@@ -116,7 +116,7 @@ def _modules(peak: PredictedPeak, note: str = "") -> Iterator[Section]:
         yield Section("Modules that hold most of the activations", (held,), note)
 
 
-def _not_predicted(prediction: Prediction) -> Iterator[Section]:
+def _not_predicted(prediction: MemoryPrediction) -> Iterator[Section]:
     """Each reason once, with what could not be traced for it; then what does not apply."""
     alike: dict[str, list[str]] = {}
     for label, reason in prediction.untraced.items():

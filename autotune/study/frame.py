@@ -10,7 +10,7 @@ import pandas as pd
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Measurement
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.result import Measured
 from autotune.records.trial import Trial
 from autotune.techniques.labels import describe
@@ -25,7 +25,7 @@ def _numbers(record: type) -> dict[str, str]:
 
 
 _FIGURES = {**_numbers(Measurement), "peak_mib": "float64"}
-_PREDICTED = {f"predicted_{name}": kind for name, kind in _numbers(Forecast).items()}
+_PREDICTED = {f"predicted_{name}": kind for name, kind in _numbers(Prediction).items()}
 _BEFORE = {"number": "int64", "stage": "str", "round": "Int64"}
 _FOUND = {"outcome": "str", "cause": "str", "feasible": "bool", "score": "float64"}
 _AFTER = {

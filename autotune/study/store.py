@@ -16,7 +16,7 @@ from autotune.errors import StudyError
 from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.trial import Proposal, Trial
 from autotune.space import Space
 from autotune.study.distributions import distributions_of
@@ -100,7 +100,7 @@ class Store:
         finished = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
         return [trial_of(trial) for trial in finished]
 
-    def begin(self, proposal: Proposal, prediction: Forecast | None, space: Space) -> int:
+    def begin(self, proposal: Proposal, prediction: Prediction | None, space: Space) -> int:
         """Open a trial for a proposal and say what it is before it runs, so that a search that dies leaves evidence.
 
         Returns:
@@ -112,7 +112,7 @@ class Store:
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,
             "reason": proposal.reason or (prediction.reason if prediction else ""),
-            "forecast": prediction.to_dict() if prediction else None,
+            "prediction": prediction.to_dict() if prediction else None,
         }
         if proposal.round is not None:
             described["round"] = proposal.round
@@ -145,14 +145,14 @@ class Store:
 def trial_of(trial: FrozenTrial) -> Trial:
     """The record of a finished Optuna trial that `Store` wrote."""
     attributes = trial.user_attrs
-    predicted = attributes.get("forecast")
+    predicted = attributes.get("prediction") or attributes.get("forecast")  # its name in studies of format 1
     assert trial.value is not None  # every finished trial has one
     return Trial(
         number=trial.number,
         stage=attributes["stage"],
         config=Config(tuple(attributes["config"].items())),
         reason=attributes["reason"],
-        prediction=Forecast.from_dict(predicted) if predicted else None,
+        prediction=Prediction.from_dict(predicted) if predicted else None,
         round=attributes.get("round"),
         outcome=Outcome.from_dict(attributes["outcome"]),
         feasible=attributes["feasible"],

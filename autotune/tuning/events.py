@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +34,26 @@ class ProbeStarted:
     Attributes:
         stage: `baseline`, `search`, `ablation` or `play-off`.
         reason: why this config, in a few words.
-        forecast: what is predicted of it; None in the play-off, which confirms what is known.
+        prediction: what is predicted of it; None in the play-off, which confirms what is known.
     """
 
     number: int
     stage: str
     config: Config
     reason: str
-    forecast: Forecast | None
+    prediction: Prediction | None
     elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEnded:
-    """A probe ended. `feasible` includes the headroom; `forecast` is what was predicted before it ran."""
+    """A probe ended. `feasible` includes the headroom; `prediction` is what was predicted before it ran."""
 
     number: int
     stage: str
     config: Config
     outcome: Outcome
-    forecast: Forecast | None
+    prediction: Prediction | None
     feasible: bool
     best: tuple[Config, Outcome] | None  # the best feasible so far
     baseline: Outcome | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autotune.proposers.cost_model import CostModel
 from autotune.records.outcome import Kind, Outcome, calmer
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.runners.runner import ProbeFault, ProbeJob, Runner
@@ -30,7 +30,7 @@ class InFlight:
 
     number: int
     proposal: Proposal
-    prediction: Forecast | None
+    prediction: Prediction | None
     settings: ProbeSettings
     disturbed: Outcome | None = None
 
@@ -101,7 +101,7 @@ class Probing:
                 stage=proposal.stage,
                 config=proposal.config,
                 reason=proposal.reason or (prediction.reason if prediction else ""),
-                forecast=prediction,
+                prediction=prediction,
                 elapsed_s=self.budget.elapsed_s,
             )
         )
@@ -175,7 +175,7 @@ class Probing:
                 stage=trial.stage,
                 config=trial.config,
                 outcome=outcome,
-                forecast=flight.prediction,
+                prediction=flight.prediction,
                 feasible=trial.feasible,
                 best=self.history.best,
                 baseline=self.history.baseline,

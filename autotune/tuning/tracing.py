@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from autotune import techniques
@@ -48,14 +47,14 @@ class Tracing:
 
     def advance(self, slice_s: float) -> None:
         """Trace for about so many seconds, to the end of the group that is being traced then."""
-        started_s = time.monotonic()
+        started_s = self._runner.now_s()
         if not self._begun:
             self._begin()
         if self._missing():
             configs = list(self._configs())
-            left_s = self.max_s - self.wall_s - (time.monotonic() - started_s)
+            left_s = self.max_s - self.wall_s - (self._runner.now_s() - started_s)
             self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
-        self.wall_s += time.monotonic() - started_s
+        self.wall_s += self._runner.now_s() - started_s
         if self._cache is not None and self.traces.models != (self._kept.models if self._kept else {}):
             self._cache.write(self.traces)
             self._kept = self.traces

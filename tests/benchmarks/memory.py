@@ -51,15 +51,13 @@ def traces_of(recorded: Table) -> tuple[Traces, float]:
     """The traces of a table's configs, and the seconds that tracing them took."""
     source = TaskSource.of(study_file(recorded.path))
     target = CPU if recorded.header.device == "cpu" else CUDA
-    with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as prober:
-        inspection = prober.inspect(
-            memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S
-        )  # of the dataset: which samples are the widest
+    with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as runner:
+        # finds out which samples of the dataset are the widest
+        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S)
         assert isinstance(inspection, Inspection), inspection
         started = time.monotonic()
-        traces = prober.trace(space_of(recorded).tracing(), target, timeout_s=TRACE_TIMEOUT_S)
-        wall_s = time.monotonic() - started
-    return traces, wall_s
+        traces = runner.trace(space_of(recorded).tracing(), target, TRACE_TIMEOUT_S)
+        return traces, time.monotonic() - started
 
 
 def allocator_file(path: Path) -> Path:
@@ -72,11 +70,13 @@ def counted(recorded: Table) -> dict[Config, int]:
     path = allocator_file(recorded.path)
     if not path.exists():
         return {}
+    swept = recorded.header.choices  # techniques may have come since, and their order may be another
+    by_choices = {
+        frozenset(f"{name}={choice}" for name, choice in config.choices if name in swept): config
+        for config in recorded.figures
+    }
     with path.open() as file:
-        counts = {frozenset(row["config"].split()): int(row["peak_bytes"]) for row in csv.DictReader(file)}
-    names = {pair.partition("=")[0] for pairs in counts for pair in pairs}  # techniques that are younger were off
-    by_pairs = {frozenset(f"{n}={c}" for n, c in config.choices if n in names): config for config in recorded.figures}
-    return {by_pairs[pairs]: peak_bytes for pairs, peak_bytes in counts.items()}
+        return {by_choices[frozenset(row["config"].split())]: int(row["peak_bytes"]) for row in csv.DictReader(file)}
 
 
 def count(recorded: Table, num: int) -> None:
@@ -167,7 +167,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=0, help="configs of each table to know the allocator's peak of")
-    parser.add_argument("--write", action="store_true", help="into the studies' README")
+    parser.add_argument(
+        "--write", action="store_true", help="into the studies' README, and the traces beside the tables"
+    )
     parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
     options = parser.parse_args()
     found, apart, times = {}, {}, {}
@@ -177,6 +179,8 @@ def main() -> None:
         if options.count:
             count(recorded, options.count)
         traces, wall_s = traces_of(recorded)
+        if options.write:
+            table.write_traces(path, traces)
         times[name] = (len(traces.models) + len(traces.updates), wall_s)
         after = list(after_two_probes(recorded, traces))
         # oneDNN compiles and keeps kernels for every shape of a short type, which no trace shows: probes teach it

@@ -73,7 +73,7 @@ class Study:
 STUDIES = (
     Study("gpt", "1500MiB", {"GPT_LAYERS": "6", "GPT_WIDTH": "256", "GPT_GLOBAL_BATCH": "96"}),
     Study("digits", "1200MiB", {"DIGITS_WIDTH": "32", "DIGITS_GLOBAL_BATCH": "384"}, ("accumulation_steps",)),
-    Study("wordy", "1500MiB", {"WORDY_WIDTH": "192", "WORDY_LAYERS": "4", "WORDY_GLOBAL_BATCH": "192"}),
+    Study("tagger", "1500MiB", {"TAGGER_WIDTH": "192", "TAGGER_LAYERS": "4", "TAGGER_GLOBAL_BATCH": "192"}),
 )
 
 

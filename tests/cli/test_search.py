@@ -221,7 +221,7 @@ def test_the_first_interrupt_ends_after_the_running_probe_with_the_best_so_far(t
 
 
 def test_a_study_in_use_is_refused(tmp_path):
-    from autotune.study.store import locked, place_of
+    from autotune.study.place import locked, place_of
 
     shutil.copy(MODELS / "tiny.py", tmp_path)
     with locked(place_of(str(tmp_path / "studies" / "tiny.db"), None, "tiny")):

@@ -18,7 +18,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import Proposal
 from autotune.space import Space, build_space
@@ -170,7 +170,7 @@ def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     assert probes_until_near(prober, space, probes) <= 12
 
 
-def test_a_forecast_says_what_was_expected_and_why() -> None:
+def test_a_prediction_says_what_was_expected_and_why() -> None:
     prober, space = ClosedFormRunner(), plain_space()
     acquired = acquisition(space, NoisyPeaks(prober))
     first = acquired.predict(space.baseline, [])
@@ -179,12 +179,14 @@ def test_a_forecast_says_what_was_expected_and_why() -> None:
     probes = [(space.baseline, prober.probe(space.baseline, SETTINGS))]
     second = acquired.next(probes, lambda config: config != space.baseline)
     assert second is not None
-    forecast = acquired.predict(second, probes)
-    assert forecast.samples_per_s and forecast.samples_per_s_low and forecast.samples_per_s_high
-    assert forecast.samples_per_s_low < forecast.samples_per_s < forecast.samples_per_s_high
-    assert forecast.chance_to_win is not None and 0.5 < forecast.chance_to_win < 1 and forecast.chance_to_fit > 0.8
-    assert forecast.reason.startswith("likely faster") and "bf16" in forecast.reason
-    assert Forecast.from_dict(forecast.to_dict()) == forecast
+    prediction = acquired.predict(second, probes)
+    assert prediction.samples_per_s and prediction.samples_per_s_low and prediction.samples_per_s_high
+    assert prediction.samples_per_s_low < prediction.samples_per_s < prediction.samples_per_s_high
+    assert (
+        prediction.chance_to_win is not None and 0.5 < prediction.chance_to_win < 1 and prediction.chance_to_fit > 0.8
+    )
+    assert prediction.reason.startswith("likely faster") and "bf16" in prediction.reason
+    assert Prediction.from_dict(prediction.to_dict()) == prediction
 
 
 def test_the_ranking_does_not_fall_for_one_lucky_probe() -> None:

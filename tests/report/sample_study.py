@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool
 
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.prediction import Forecast
+from autotune.records.prediction import Prediction
 from autotune.records.result import Check, Effect, Measured, Result
 from autotune.techniques import complete
 from autotune.units import MIB
@@ -74,7 +74,7 @@ def measured(chosen: Config, *, noise: float = 0.0) -> Outcome:
     )
 
 
-FORECAST = Forecast(
+PREDICTION = Prediction(
     samples_per_s=72.1,
     samples_per_s_low=65.0,
     samples_per_s_high=80.2,
@@ -237,7 +237,7 @@ def _add_probes(study: optuna.Study) -> None:
                 measured(chosen),
                 stage="search",
                 reason="likely faster",
-                forecast=FORECAST.to_dict(),
+                prediction=PREDICTION.to_dict(),
                 disturbed=batch_size == 4 and segments == 2,
             )
     without_amp = config(24, "off", 0, "fused")

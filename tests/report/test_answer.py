@@ -152,5 +152,5 @@ def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
 
 
 def test_where_the_time_went_is_told(result: Result) -> None:
-    text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "training": 99.1})))
+    text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "checks": 0.0, "training": 99.1})))
     assert "took 1m58s (import 3 s, training 1m39s), the first probe began after 4.2 s." in text

@@ -17,7 +17,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
-from tests.report.sample_study import ANSWER, BASELINE, FAILURES, FORECAST, HEADROOM, LIMIT, SPACE, config, measured
+from tests.report.sample_study import ANSWER, BASELINE, FAILURES, HEADROOM, LIMIT, PREDICTION, SPACE, config, measured
 
 STARTED = SearchStarted(
     task="gpt",
@@ -52,7 +52,7 @@ def _events() -> Iterator[Event]:
             stage=stage,
             config=chosen,
             reason="likely faster: bf16",
-            forecast=FORECAST,
+            prediction=PREDICTION,
             elapsed_s=4.0 * number,
         )
         if chosen == ANSWER:
@@ -62,7 +62,7 @@ def _events() -> Iterator[Event]:
             stage=stage,
             config=chosen,
             outcome=outcome,
-            forecast=FORECAST if stage == "search" else None,
+            prediction=PREDICTION if stage == "search" else None,
             feasible=outcome.ok,
             best=best,
             baseline=base,
@@ -157,7 +157,7 @@ def test_a_cause_of_several_lines_takes_one() -> None:
             stage="search",
             config=BASELINE,
             outcome=outcome,
-            forecast=None,
+            prediction=None,
             feasible=False,
             best=None,
             baseline=None,
@@ -174,7 +174,7 @@ def test_a_probe_beyond_the_limit_is_marked() -> None:
         stage="search",
         config=BASELINE,
         outcome=measured(BASELINE),
-        forecast=None,
+        prediction=None,
         feasible=False,
         best=None,
         baseline=None,
@@ -227,7 +227,7 @@ def test_a_terminal_shows_the_running_probe(terminal: tuple[TextIO, Callable[[],
     with live_listener(stream, quiet=False) as view:
         view.on(STARTED)
         view.on(
-            ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", forecast=None, elapsed_s=30.0)
+            ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", prediction=None, elapsed_s=30.0)
         )
         cast(Dashboard, view).refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
@@ -271,7 +271,7 @@ def test_a_measurement_of_nothing_is_drawn(terminal: tuple[TextIO, Callable[[], 
         stage="search",
         config=config(2),
         outcome=Outcome(kind=Kind.OK),
-        forecast=None,
+        prediction=None,
         feasible=True,
         best=(config(2), Outcome(kind=Kind.OK)),
         baseline=Outcome(kind=Kind.OOM),

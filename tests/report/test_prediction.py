@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autotune.predict.answer import GroupPrediction, PredictedPeak, Prediction
+from autotune.predict.answer import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.prediction import prediction_sections
 from autotune.report.terminal import as_text
@@ -44,7 +44,7 @@ BF16 = group(
     {"amp": "bf16", "checkpoint_segments": 1, "optimizer_impl": "fused"},
     amp="bf16",
 )
-TABLE = Prediction(
+TABLE = MemoryPrediction(
     task="gpt",
     device="A100 80GB",
     on_gpu=True,
@@ -62,13 +62,13 @@ TABLE = Prediction(
 )
 
 
-def text_of(prediction: Prediction) -> str:
+def text_of(prediction: MemoryPrediction) -> str:
     text = as_text(prediction_sections(prediction))
     assert max(map(len, text.splitlines())) <= 80
     return text
 
 
-def flat(prediction: Prediction, **changes: Any) -> str:
+def flat(prediction: MemoryPrediction, **changes: Any) -> str:
     return " ".join(text_of(replace(prediction, **changes)).split())
 
 

@@ -13,6 +13,7 @@ from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import ProbeFault, ProbeJob
+from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
 
 MODEL = Path(__file__).parent.parent / "models" / "faulty.py"
@@ -239,8 +240,6 @@ def test_a_supervisor_that_dies_is_a_fault_and_the_next_probe_gets_another(runne
 def test_an_unread_pipe_does_not_hold_a_probe_up(runner):
     ticket = runner.submit(job(8, num_steps=10**6))
     until(runner, ticket, lambda progress: progress.stage == "timing")
-    from autotune.probe.worker import Channel
-
     for _ in range(2000):  # more than a pipe holds
         Channel(runner._channel).offer({"progress": {"stage": "timing", "num_micro_steps": 1}})
     runner.cancel(ticket)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,8 +78,8 @@ def test_jobs_on_the_cpu_see_no_gpu_and_the_users_module_sees_all(tmp_path, monk
     (tmp_path / "model.py").write_text(MODEL)
     config = techniques.complete({"batch_size": 2})
     settings = ProbeSettings(memory_limit_bytes=None, num_steps=2)
-    with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=Path(tmp_path), fork=fork) as prober:
-        inspection = prober.inspect("cpu", None, 100.0)
+    with LocalRunner(TaskSource.of(tmp_path / "model.py"), device="cpu", logs=tmp_path, fork=fork) as runner:
+        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
         assert getattr(inspection, "cause", "") == ""
-        assert prober.probe(config, settings).cause == ""
-        assert getattr(prober.check(config, settings, 2), "cause", "") == ""
+        assert runner.probe(config, settings).cause == ""
+        assert getattr(runner.check(config, settings, 2), "cause", "") == ""

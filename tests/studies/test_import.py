@@ -19,7 +19,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt", "wordy"])
+@pytest.mark.parametrize("name", ["digits", "gpt", "tagger"])
 def test_importing_a_study_starts_no_threads(name: str) -> None:
     # NumPy's and SciPy's BLAS start theirs when they are loaded, unless told not to.
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}

@@ -16,12 +16,12 @@ STUDIES = Path(__file__).parents[2] / "studies"
 TINY = {
     "gpt": {"GPT_LAYERS": "2", "GPT_WIDTH": "32", "GPT_HEADS": "2", "GPT_CONTEXT": "16", "GPT_GLOBAL_BATCH": "8"},
     "digits": {"DIGITS_WIDTH": "8", "DIGITS_DEPTH": "1", "DIGITS_PIXELS": "8", "DIGITS_GLOBAL_BATCH": "16"},
-    "wordy": {
-        "WORDY_LAYERS": "1",
-        "WORDY_WIDTH": "16",
-        "WORDY_HEADS": "2",
-        "WORDY_MAX_WORDS": "24",
-        "WORDY_GLOBAL_BATCH": "8",
+    "tagger": {
+        "TAGGER_LAYERS": "1",
+        "TAGGER_WIDTH": "16",
+        "TAGGER_HEADS": "2",
+        "TAGGER_MAX_WORDS": "24",
+        "TAGGER_GLOBAL_BATCH": "8",
     },
 }
 
@@ -43,10 +43,10 @@ def study(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
 
 
 @pytest.fixture
-def wordy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for variable, value in TINY["wordy"].items():
+def tagger(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for variable, value in TINY["tagger"].items():
         monkeypatch.setenv(variable, value)
-    return load("wordy")
+    return load("tagger")
 
 
 def batch_of(study: ModuleType, batch_size: int) -> Any:
@@ -115,31 +115,31 @@ def test_gpt_predicts_no_byte_from_itself_or_later_ones(monkeypatch: pytest.Monk
     torch.testing.assert_close(model(tokens)[:, :8], model(changed)[:, :8])
 
 
-def test_wordy_pads_to_the_widest_line_of_the_batch(wordy: ModuleType) -> None:
+def test_tagger_pads_to_the_widest_line_of_the_batch(tagger: ModuleType) -> None:
     samples = [
-        {"ngrams": torch.ones(n, wordy.NGRAMS_PER_WORD, dtype=torch.long), "tags": torch.zeros(n)} for n in (3, 7)
+        {"ngrams": torch.ones(n, tagger.NGRAMS_PER_WORD, dtype=torch.long), "tags": torch.zeros(n)} for n in (3, 7)
     ]
-    batch = wordy.collate_fn(samples)
-    assert batch["ngrams"].shape == (2, 7, wordy.NGRAMS_PER_WORD)
-    assert wordy.loss_weight(batch) == 10
+    batch = tagger.collate_fn(samples)
+    assert batch["ngrams"].shape == (2, 7, tagger.NGRAMS_PER_WORD)
+    assert tagger.loss_weight(batch) == 10
 
 
-def test_wordy_padding_changes_nothing_for_the_words(wordy: ModuleType) -> None:
+def test_tagger_padding_changes_nothing_for_the_words(tagger: ModuleType) -> None:
     torch.manual_seed(0)
-    model = wordy.build_model().eval()
-    dataset = wordy.train_dataset()
+    model = tagger.build_model().eval()
+    dataset = tagger.train_dataset()
     short, long = sorted((dataset[i] for i in range(20)), key=lambda sample: len(sample["tags"]))[::19]
-    alone = model(wordy.collate_fn([short])["ngrams"])
-    beside = model(wordy.collate_fn([short, long])["ngrams"])[:1, : len(short["tags"])]
+    alone = model(tagger.collate_fn([short])["ngrams"])
+    beside = model(tagger.collate_fn([short, long])["ngrams"])[:1, : len(short["tags"])]
     torch.testing.assert_close(alone, beside)
 
 
 @pytest.mark.parametrize(
     ("word", "expected"), [("the", 0), ("The", 1), ("NaN", 1), ("HTTP", 2), ("I", 1), ("(", 0), ("7", 0)]
 )
-def test_wordy_tags_a_word_by_its_capitals(wordy: ModuleType, word: str, expected: int) -> None:
-    assert wordy.tag(word) == expected
+def test_tagger_tags_a_word_by_its_capitals(tagger: ModuleType, word: str, expected: int) -> None:
+    assert tagger.tag(word) == expected
 
 
-def test_wordy_hides_capitals_from_the_model(wordy: ModuleType) -> None:
-    assert wordy.ngram_buckets("Python") == wordy.ngram_buckets("python")
+def test_tagger_hides_capitals_from_the_model(tagger: ModuleType) -> None:
+    assert tagger.ngram_buckets("Python") == tagger.ngram_buckets("python")

@@ -172,8 +172,8 @@ def test_of_several_studies_one_has_to_be_named(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match=r"holds 2 studies.*--study: digits, gpt"):
         load_study(file)
     assert load_study(file, study="digits").name == "digits"
-    with pytest.raises(StudyError, match="no study 'wordy'; it holds: digits, gpt"):
-        load_study(file, study="wordy")
+    with pytest.raises(StudyError, match="no study 'tagger'; it holds: digits, gpt"):
+        load_study(file, study="tagger")
 
 
 def test_a_storage_of_an_unknown_kind_is_refused() -> None:

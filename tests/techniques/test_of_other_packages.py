@@ -23,6 +23,7 @@ TECHNIQUE = '''
 import os
 
 from autotune.techniques import Phase, Support, Technique
+from autotune.techniques.frameworks import Table
 
 
 class SkipNaps(Technique):
@@ -36,6 +37,7 @@ class SkipNaps(Technique):
     phase = Phase.MODEL
     keeps_random_masks = True
     likely = (True,)
+    frameworks = {"transformers": Table({False: {"take_naps": True}, True: {"take_naps": False}})}
 
     def support(self, setting):
         if not hasattr(setting.model, "nap_s"):
@@ -186,3 +188,12 @@ def test_the_command_line_tells_of_a_broken_one_without_a_traceback(tmp_path: Pa
     done = run("autotune", "search", "model.py", "--device", "cpu", installed=tmp_path, cwd=tmp_path)
     assert done.returncode == 2
     assert "`pip uninstall naps-for-autotune`" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_it_is_exported_by_its_name_and_in_a_frameworks_words(searched: tuple[Path, Path, Any]) -> None:
+    installed, folder, _ = searched
+    export = ["autotune", "export", "sqlite:///naps.db", "--study", "naps", "--to"]
+    by_name = run(*export, "json", installed=installed, cwd=folder)
+    in_words = run(*export, "transformers", installed=installed, cwd=folder)
+    assert json.loads(by_name.stdout)[NAME] is True, by_name.stderr
+    assert json.loads(in_words.stdout)["take_naps"] is False, in_words.stderr

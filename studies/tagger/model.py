@@ -5,11 +5,11 @@ hundred words. Python code cuts it into words and hashes the character n-grams o
 data takes real time; a batch is padded to its widest line, so that memory depends on what is drawn. The default size suits
 a two-core CPU. Larger machines set the environment:
 
-    WORDY_LAYERS        transformer layers                       2
-    WORDY_WIDTH         model width, a multiple of WORDY_HEADS   96
-    WORDY_HEADS         attention heads                          4
-    WORDY_MAX_WORDS     longer lines are cut here                160
-    WORDY_GLOBAL_BATCH  samples an optimizer step                96
+    TAGGER_LAYERS        transformer layers                       2
+    TAGGER_WIDTH         model width, a multiple of TAGGER_HEADS   96
+    TAGGER_HEADS         attention heads                          4
+    TAGGER_MAX_WORDS     longer lines are cut here                160
+    TAGGER_GLOBAL_BATCH  samples an optimizer step                96
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-LAYERS = int(os.environ.get("WORDY_LAYERS", "2"))
-WIDTH = int(os.environ.get("WORDY_WIDTH", "96"))
-HEADS = int(os.environ.get("WORDY_HEADS", "4"))
-MAX_WORDS = int(os.environ.get("WORDY_MAX_WORDS", "160"))
+LAYERS = int(os.environ.get("TAGGER_LAYERS", "2"))
+WIDTH = int(os.environ.get("TAGGER_WIDTH", "96"))
+HEADS = int(os.environ.get("TAGGER_HEADS", "4"))
+MAX_WORDS = int(os.environ.get("TAGGER_MAX_WORDS", "160"))
 NGRAM_LENGTHS = (2, 3, 4, 5, 6)
 NGRAMS_PER_WORD = 32  # of longer words the first ones are kept
 BUCKETS = 2**14  # bucket 0 is padding
 TAGS = 3  # lower case, Capitalised, ALL CAPITALS
 IGNORED = -100  # the tag of padding, which cross entropy leaves out
 
-GLOBAL_BATCH = int(os.environ.get("WORDY_GLOBAL_BATCH", "96"))
+GLOBAL_BATCH = int(os.environ.get("TAGGER_GLOBAL_BATCH", "96"))
 BASELINE = {"batch_size": GLOBAL_BATCH // 4}  # plain fp32, four micro steps, no workers
 
 WORD = re.compile(r"\w+|[^\w\s]")

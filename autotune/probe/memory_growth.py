@@ -1,0 +1,26 @@
+"""Whether a training step keeps memory: a leak in the user's code."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+MIN_GROWTH_POINTS = 5  # blocks after the first ones
+LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
+
+
+def growth_per_step(held: list[tuple[int, int]]) -> float:
+    """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
+
+    The first blocks are left out (allocators settle); growth counts when it is steady (of few blocks every one, of many most
+    of them) and beyond what allocators do by themselves.
+    """
+    settled = held[max(1, len(held) // 3) :]
+    if len(settled) < MIN_GROWTH_POINTS:
+        return 0.0
+    increments = [after - before for (_, before), (_, after) in pairwise(settled)]
+    total = settled[-1][1] - settled[0][1]
+    growing = sum(increment > 0 for increment in increments)
+    steady = growing == len(increments) if len(increments) < 2 * MIN_GROWTH_POINTS else growing >= 0.7 * len(increments)
+    if not steady or total < LEAK_BYTES:
+        return 0.0
+    return total / (settled[-1][0] - settled[0][0])

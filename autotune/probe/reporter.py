@@ -1,0 +1,60 @@
+"""Says how far a probe has come: its process may be killed at any time, and what it has seen is then all there is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.records.progress import Progress
+
+REPORT_INTERVAL_S = 0.25
+
+
+@dataclass
+class Reporter:
+    """What a run has done so far.
+
+    Attributes:
+        send: receives the progress, a few times a second, and at once when it enters a stage or ends its first micro step.
+        peak_bytes: asks the device for its peak.
+        batch_size: of a micro step.
+    """
+
+    send: Callable[[Progress], None]
+    peak_bytes: Callable[[], int]
+    batch_size: int
+    stage: str = "setup"
+    train_s: float = 0.0
+    num_micro_steps: int = 0
+    _fastest_micro_s: float = math.inf
+    _sent_s: float = -math.inf
+
+    def enter(self, stage: str) -> None:
+        """Enter a stage."""
+        self.stage = stage
+        self._send()
+
+    def trained(self, seconds: float, num_micro_steps: int, *, is_first_step: bool) -> None:
+        """Count so many micro steps, or another part of a training step. The first step says nothing of the speed."""
+        self.train_s += seconds
+        is_new = not self.num_micro_steps and num_micro_steps > 0
+        self.num_micro_steps += num_micro_steps
+        if num_micro_steps and not is_first_step:
+            self._fastest_micro_s = min(self._fastest_micro_s, seconds / num_micro_steps)
+        if is_new or time.perf_counter() > self._sent_s + REPORT_INTERVAL_S:
+            self._send()
+
+    def _send(self) -> None:
+        self._sent_s = time.perf_counter()
+        seen = self._fastest_micro_s < math.inf
+        self.send(
+            Progress(
+                stage=self.stage,
+                train_s=self.train_s,
+                num_micro_steps=self.num_micro_steps,
+                peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
+                samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
+            )
+        )
