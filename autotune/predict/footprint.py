@@ -38,8 +38,8 @@ class TracedPeak:
 
     Attributes:
         peak_bytes: on a CPU the largest sum of living tensors; on CUDA what the caching allocator has reserved for them.
-        uncertainty: relative standard deviation of `peak_bytes` as far as the law in the batch size goes: near 0 at a
-            batch size that was traced, larger between and beyond where the law was seen not to be affine.
+        uncertainty: relative standard deviation of `peak_bytes` as far as the fit in the batch size goes: near 0 at a
+            batch size that was traced, larger between and beyond where storages were seen not to be affine.
         breakdown: of the living tensors at the peak.
         volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
             not made for tensors keeps a part of it. 0 where the allocator itself was simulated.

@@ -12,7 +12,7 @@ from autotune.predict.traces import Group, Traces, group_of, model_label, update
 from autotune.records.config import Config
 from autotune.techniques import Phase
 
-LARGEST_TRACED = 32  # samples: the law is exact beyond it, too, unless the check says otherwise
+LARGEST_TRACED = 32  # samples: the fit is exact beyond it, too, unless the check shows otherwise
 MAX_BATCH_BYTES = 64 * 2**20  # of an input batch, which is really made
 MAX_ALLOCATOR_SIZES = 8  # batch sizes at which the caching allocator is simulated
 

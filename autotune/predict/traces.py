@@ -65,7 +65,7 @@ class PeakFit:
     Attributes:
         lines: at least one.
         batch_sizes: that were traced, in increasing order.
-        deviation: relative, of the law at the batch sizes that were traced to check it.
+        deviation: relative, of the fit at the batch sizes that were traced to check it.
     """
 
     pieces: tuple[Piece, ...]
