@@ -99,9 +99,11 @@ def _run_one(
     logs: Path,
 ) -> Outcome:
     source = _source(task, options.global_batch)
-    with LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs") as runner:
+    local = LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs")
+    free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
+    with local as runner:
         settings = ProbeSettings(
-            memory_limit_bytes=options.memory_limit_bytes or runner.device().free_bytes,
+            memory_limit_bytes=options.memory_limit_bytes or free_bytes,
             num_steps=num_steps,
             timeout_s=options.timeout_s,
         )
