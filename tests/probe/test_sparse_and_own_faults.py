@@ -27,6 +27,12 @@ def probe(task, **choices):
     return worker._probe(task, arguments, lambda progress: None)["outcome"]
 
 
+@pytest.fixture(autouse=True)
+def gpus_stay_visible(monkeypatch):
+    """A job on the CPU hides them from its process, which here is the tests' own."""
+    monkeypatch.setattr(worker, "hide_gpus", lambda: None)
+
+
 @pytest.fixture
 def sparse(tmp_path):
     return load_task(shutil.copy(MODELS / "sparse.py", tmp_path))
