@@ -23,7 +23,7 @@ ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueErro
 class CostModel:
     """Predicts any config from the history, and proposes by what it predicts.
 
-    The same history, space and seed give the same proposal: a search that is resumed goes on as if it had never stopped.
+    The same history, space, predicted peaks and seed give the same proposal.
 
     Args:
         peaks: gives the predicted peaks that are known by now, or None where the model cannot be traced.

@@ -24,6 +24,8 @@ class KnownOom:
 
     def rules_out(self, config: Config) -> bool:
         """Whether `config` is too large, or a larger batch of something that was."""
+        if not self._smallest:
+            return False
         smallest = self._smallest.get(_without_batch(config))
         return smallest is not None and config.batch_size >= smallest
 

@@ -1,4 +1,4 @@
-"""Confirms the best few and the baseline in fresh processes, and finds out who may take part."""
+"""Measures the best few configs and the baseline again in fresh processes: the play-off, and which configs are in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search itself: the baseline first, then what a proposer proposes, until it has nothing more or the time has come."""
+"""Measures the baseline, then probes what a proposer proposes, until it has nothing more to propose or the time is up."""
 
 from __future__ import annotations
 
@@ -40,25 +40,28 @@ def _probe_baseline(search: Search, reason: str) -> None:
 def explore(search: Search, proposer: Proposer) -> None:
     """Probe what the proposer proposes, as many at a time as the runner has slots."""
     probing, history = search.probing, search.history
-    while True:
-        while _may_go_on(search) and probing.has_free_slot:
+    with probing.nothing_left_running():
+        while True:
             _trace_meanwhile(search)
-            if (proposal := proposer.propose(history)) is None:
-                break
-            probing.start(proposal)
-        if not probing.is_running:
-            return
-        _end_if_everything_fails_alike(history, probing.finish_next())
+            while _may_start_another(search) and (proposal := proposer.propose(history)) is not None:
+                probing.start(proposal)
+            if not probing.is_running:
+                return
+            _end_if_everything_fails_alike(history, probing.finish_next())
 
 
-def _may_go_on(search: Search) -> bool:
-    return not search.interrupted() and search.budget.allows_a_probe(search.history)
+def _may_start_another(search: Search) -> bool:
+    """Until memory is predicted one probe runs at a time: tracing beside a probe would disturb its timing."""
+    probing = search.probing
+    waits_for_tracing = probing.is_running and not search.tracing.is_done
+    may_go_on = not search.interrupted() and search.budget.allows_a_probe(search.history)
+    return may_go_on and probing.has_free_slot and not waits_for_tracing
 
 
 def _trace_meanwhile(search: Search) -> None:
-    """Predict more memory before the next proposal, while no probe runs whose timing that would disturb."""
+    """Predict more memory while no probe runs, if another probe is to come."""
     tracing = search.tracing
-    if tracing.is_done or search.probing.is_running:
+    if tracing.is_done or search.probing.is_running or not _may_start_another(search):
         return
     with search.budget.split("tracing"):
         tracing.advance(TRACE_SLICE_S)
@@ -66,12 +69,23 @@ def _trace_meanwhile(search: Search) -> None:
     search.store.set_attribute(
         "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": tracing.wall_s}
     )
-    if tracing.is_done:
-        search.tell(f"memory of {len(traces.models)} combinations of techniques predicted in {tracing.wall_s:.1f} s")
-        if traces.failures:
-            label, why = next(iter(traces.failures.items()))
-            others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
-            search.tell(f"memory is learned from probes where it cannot be traced: {label}{others}: {why}")
+    if not tracing.is_done:
+        return
+    if traces.models:
+        search.tell(f"memory of {_combinations(len(traces.models))} predicted in {tracing.wall_s:.1f} s")
+    if missing := tracing.num_missing:
+        search.tell(
+            f"the {tracing.max_s:.0f} s for predicting memory were up before {_combinations(missing)} could be traced; "
+            "probes show what these need"
+        )
+    if traces.failures:
+        label, reason = next(iter(traces.failures.items()))
+        others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
+        search.tell(f"memory cannot be traced for {label}{others}: {reason}; probes show what these need")
+
+
+def _combinations(number: int) -> str:
+    return "1 combination of techniques" if number == 1 else f"{number} combinations of techniques"
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
