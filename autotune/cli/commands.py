@@ -22,7 +22,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.records.result import Result
     from autotune.report.answer import answer_sections
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.live import live_listener
     from autotune.tuning.recommend import Interrupted
 
@@ -78,7 +78,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.outcome import outcome_sections
 
     if options.json:
@@ -92,16 +92,13 @@ def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Na
 
 def show(options: argparse.Namespace) -> int:
     """`autotune show`: the probes, the front and the answer of a study."""
-    from autotune.report.csv import study_csv
-    from autotune.report.json import study_json
+    from autotune.report import formats
     from autotune.report.study import study_sections
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
-    if options.json:
-        print(study_json(study))
-    elif options.csv:
-        sys.stdout.write(study_csv(study))
+    if options.form is not None:
+        sys.stdout.write(formats.render(study, options.form))
     else:
         _print(study_sections(study, model=study.attributes.get("model", "model.py")))
     return ANSWERED
@@ -156,7 +153,7 @@ def sweep(options: argparse.Namespace) -> int:
 def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.prediction import prediction_sections
     from autotune.units import format_seconds
 

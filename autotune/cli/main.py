@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return _fail(error, as_json=getattr(options, "json", False), debug=options.debug)
+        return _fail(error, as_json="--json" in given, debug=options.debug)
 
 
 def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
@@ -71,9 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_json(verify)
     show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
-    form = show.add_mutually_exclusive_group()
-    _add_json(form)
-    form.add_argument("--csv", action="store_true", help="one line per probe")
+    forms = show.add_mutually_exclusive_group()
+    for name in _names_of_forms():
+        forms.add_argument(
+            f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
+        )
     export = command("export", "the answer in the words of a framework")
     _add_study(export)
     export.add_argument(
@@ -137,3 +141,9 @@ def _add_json(parser: Any) -> None:
 def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
     parser.add_argument("--study", metavar="NAME", help="where the file holds several")
+
+
+def _names_of_forms() -> list[str]:
+    """The modules of `autotune.report.formats`, none of which is imported: they take seconds."""
+    folder = Path(__file__).parent.parent / "report" / "formats"
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
