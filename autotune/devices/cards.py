@@ -121,7 +121,7 @@ def card_of(text: str) -> Card:
     except ValueError:
         raise ConfigError(_unknown(text, key)) from None
     if total_bytes < GIB:
-        raise ConfigError(f"{text!r} is less than 1 GiB; write a card's memory with its unit, such as 24GiB")
+        raise ConfigError(f"{text!r} is less than 1 GiB; write the GPU's memory with its unit, such as 24GiB")
     return Card(name=format_bytes(total_bytes), total_bytes=total_bytes, capability=_UNKNOWN_CAPABILITY)
 
 
@@ -129,7 +129,7 @@ def _unknown(text: str, key: str) -> str:
     names = {_key(_without_size(card.name)): _without_size(card.name) for card in CARDS}
     near = [names[near] for near in difflib.get_close_matches(key, names, n=_NUM_NEAREST, cutoff=0.5)]
     hint = f"the nearest names are {', '.join(near)}" if near else "names look like RTX 4090 or A100 80GB"
-    return f"{text!r} is no card that is known here; {hint}; or give its memory, such as 24GiB"
+    return f"{text!r} is not a known GPU; {hint}. Or give its memory, such as 24GiB"
 
 
 def _without_size(name: str) -> str:

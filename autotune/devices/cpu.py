@@ -68,7 +68,7 @@ class CpuDevice:
         notes = self._notes
         quota = cgroup.num_processors()
         if quota is not None and threads > quota + 0.5:
-            note = f"the control group allows {quota:g} processors' time but torch uses {threads} threads; "
+            note = f"the control group allows {quota:g} processors, but torch uses {threads} threads; "
             notes += (note + f"set OMP_NUM_THREADS={max(1, round(quota))}",)
         return DeviceInfo(
             name=self.name,

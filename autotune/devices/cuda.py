@@ -12,7 +12,7 @@ from autotune.devices import nvml, oom, procfs
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes
+from autotune.units import MIB, format_bytes, plural
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class CudaDevice:
         connection, gpu = self._gpu()
         memory = connection.memory(gpu)
         if memory is None:
-            raise DeviceError(f"the driver does not tell the memory of {self.name} ({gpu.name}); check nvidia-smi")
+            raise DeviceError(f"the driver does not report the memory of {self.name} ({gpu.name}); check nvidia-smi")
         used_bytes, total_bytes = memory
         return DeviceInfo(
             name=self.name,
@@ -265,7 +265,7 @@ class CudaDevice:
                 return connection, gpus_by_uuid[-1]
         if self._index >= len(gpus):
             raise DeviceError(
-                f"{self.name} is not there: the driver shows {len(gpus)} GPUs; check CUDA_VISIBLE_DEVICES"
+                f"{self.name} is not there: the driver shows {plural(len(gpus), 'GPU')}; check CUDA_VISIBLE_DEVICES"
             )
         return connection, gpus[self._index]
 

@@ -36,8 +36,8 @@ def storage_errors(place: Place) -> Iterator[None]:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
         raise StudyError(
-            f"the study {place.study} in {place.storage} cannot be read or written any more: {_cause(error)}; see "
-            "that its disk has room and nothing else holds it, and run the same command again: it goes on where it stopped"
+            f"the study {place.study} in {place.storage} can no longer be read or written: {_cause(error)}; "
+            "check that its disk has room and that nothing else locks it, then run the same command again: it continues where it stopped"
         ) from error
 
 
@@ -64,7 +64,7 @@ class Store:
         except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
             raise StudyError(
                 f"the storage {place.storage} cannot be opened: {_cause(error)}; "
-                "expected a database file that nothing else holds, or a URL such as sqlite:///studies/gpt.db"
+                "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
             ) from None
         known = self._study.user_attrs.get("fingerprint")
         if known is None and self._study.trials:
@@ -188,7 +188,7 @@ def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) 
     ]
     if differences:
         raise StudyError(
-            f"the study {place.study} in {place.storage} cannot be resumed, since its measurements would not compare: "
+            f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
             f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
         )
 

@@ -158,7 +158,7 @@ def _from_lightning(module: ModuleType) -> Task:
     if len(leaves) > 1:
         names = " and ".join(cls.__name__ for cls in leaves)
         raise TaskError(
-            f"there are {len(leaves)} LightningModules ({names}) and no build_model(); expected one: name it as "
+            f"there are {len(leaves)} LightningModules ({names}) and no build_model(); expected one: pass it as "
             f"{Path(str(module.__file__)).name}:{leaves[0].__name__}, or write a build_model() that returns it"
         )
     if not leaves:
@@ -184,10 +184,10 @@ def _named(module: ModuleType, attribute: str) -> Task:
     if adapters.is_lightning_class(value):
         return _from_lightning_class(module, value)
     tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
-    offered = f"; the Task objects in it are {', '.join(tasks)}" if tasks else "; there is no Task object in it"
+    offered = f"; its Task objects are {', '.join(tasks)}" if tasks else ""
     if not hasattr(module, attribute):
         raise TaskError(
-            f"there is no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
+            f"the model file has no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
             f"define `{attribute} = autotune.Task(...)`"
         )
     raise TaskError(
@@ -201,7 +201,7 @@ def _nothing_found(module: ModuleType) -> TaskError:
     tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
     if tasks:
         return TaskError(
-            f"there is no build_model(), but a Task named {tasks[0]}: name it as "
+            f"there is no build_model(), but there is a Task named {tasks[0]}: pass it as "
             f"{Path(str(module.__file__)).name}:{tasks[0]}"
         )
     near = _did_you_mean("build_model", own)

@@ -11,6 +11,7 @@ from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.tuning import finalists
 from autotune.tuning.playoff import Standing, play_off
 from autotune.tuning.state import Search
+from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
 PLAY_OFF_MIN_TIMED_S = 0.5
@@ -41,7 +42,7 @@ def confirm(search: Search, admit: Callable[[Config], bool] = lambda config: Tru
     )
     playing = finalists_of(search)
     if playing:
-        search.tell(f"play-off: {len(playing)} configs and the baseline, in fresh processes")
+        search.tell(f"play-off: {plural(len(playing), 'config')} and the baseline, in fresh processes")
 
     def run(config: Config, number: int) -> Outcome | None:
         trial = None

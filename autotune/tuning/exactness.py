@@ -20,7 +20,7 @@ BATCHNORM_BATCH_SIZE = 64
 MIN_CHECK_S = 10.0
 MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 ATTRIBUTE = "exactness"  # of the study: why a choice is not exact, empty where it is
-MORE_TIME = "give a larger --budget, and the same command goes on with this study and compares it"
+MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = f"give a larger --memory-limit, {OWN_STUDY}"
 
 
@@ -129,7 +129,7 @@ class Exactness:
         ended = f"{check.kind}: {check.cause}"
         if check.kind in (Kind.OOM, Kind.TIMEOUT):
             remedy = MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
-            return Finding(exact=None, reason=f"the comparison did not end ({ended})", remedy=remedy)
+            return Finding(exact=None, reason=f"the comparison did not finish ({ended})", remedy=remedy)
         return Finding(exact=False, reason=f"it did not run ({ended})")
 
 

@@ -8,6 +8,7 @@ from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
 from autotune.tuning import why
 from autotune.tuning.state import Search
+from autotune.units import plural
 
 SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 TRACE_SLICE_S = 5.0  # between two probes
@@ -67,11 +68,13 @@ def _trace_meanwhile(search: Search) -> None:
         "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": tracing.wall_s}
     )
     if tracing.is_done:
-        search.tell(f"memory of {len(traces.models)} combinations of techniques predicted in {tracing.wall_s:.1f} s")
+        search.tell(
+            f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques in {tracing.wall_s:.1f} s"
+        )
         if traces.failures:
             label, why = next(iter(traces.failures.items()))
             others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
-            search.tell(f"memory is learned from probes where it cannot be traced: {label}{others}: {why}")
+            search.tell(f"where tracing failed, memory is learned from probes: {label}{others}: {why}")
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
@@ -93,4 +96,4 @@ def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> Non
         if outcome.kind is Kind.ERROR and why.without_digits(outcome.cause) == cause
     }
     if len(unlike) >= SAME_ERRORS:
-        raise why.as_error(ended.outcome, f"{len(unlike)} unlike configs ended with this error and none ran")
+        raise why.as_error(ended.outcome, f"{len(unlike)} different configs failed with this error, and none ran")

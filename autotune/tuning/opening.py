@@ -119,7 +119,7 @@ def opened(
 
 def _required(source: TaskSource | None) -> TaskSource:
     if source is None:
-        raise ConfigError("there is no task to search; expected a task, or a runner that has one")
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
     return source
 
 
@@ -191,7 +191,7 @@ def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any
         return free_bytes
     if earlier > 1.1 * free_bytes:
         raise StudyError(
-            f"the study {place.study} was made within {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
+            f"the study {place.study} has a memory limit of {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
             "free memory, or start another study with --study NAME"
         )
     return earlier
@@ -244,8 +244,8 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"one training step of two samples did not work: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
-        "holds what it printed",
+        f"one training step of two samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        "holds its output",
         frames=outcome.detail,
     )
 

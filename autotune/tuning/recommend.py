@@ -16,7 +16,7 @@ from autotune.tuning import why
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.playoff import Standing, failure
 from autotune.tuning.state import Search
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
 BATCH_RULES = (
@@ -37,7 +37,7 @@ class Interrupted(AutotuneError):
     """The user interrupted the search; `result` is the best so far, or None. Exit code 130."""
 
     def __init__(self, result: Result | None) -> None:
-        super().__init__("interrupted; the study is kept and the same command goes on with it")
+        super().__init__("interrupted; the study is kept, and the same command continues it")
         self.result = result
 
 
@@ -182,7 +182,7 @@ def _warn(
     """Tell what the user has to know of the answer."""
     history, inspection = search.history, search.inspection
     if baseline is None:
-        search.warn(f"there is no speed-up to state, since the baseline did not run: {_baseline_failure(search)}")
+        search.warn(f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(search)}")
     if (standing is None or standing.answer is None) and search.store.attributes().get("result", {}).get("confirmed"):
         search.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
     for name, choice, found in exactness.not_compared(answer):
@@ -192,8 +192,8 @@ def _warn(
         )
     if not inspection.baseline_given:
         search.warn(
-            f"the model file states no BASELINE, so plain fp32 with batch {history.space.baseline.batch_size} was taken "
-            "for what you run today; state yours for a gain that means something"
+            f"the model file sets no BASELINE, so the gain is over plain fp32 with batch {history.space.baseline.batch_size}; "
+            "set BASELINE to what you run today for a meaningful gain"
         )
     old, new = history.space.baseline.samples_per_step, answer.samples_per_step
     if inspection.global_batch is None and new != old:
@@ -211,10 +211,9 @@ def _warn(
     if any(o.measurement and o.measurement.disturbances for o in outcomes):
         search.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
     if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
-        rounds = "round" if standing.num_rounds == 1 else "rounds"
         search.warn(
-            f"only {standing.num_rounds} {rounds} of the play-off fitted into the budget; "
-            "a larger --budget gives a surer answer"
+            f"the budget left time for only {plural(standing.num_rounds, 'round')} of the play-off; "
+            "a larger --budget gives a more certain answer"
         )
 
 

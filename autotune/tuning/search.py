@@ -86,7 +86,7 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
         if standing is None:
             if not search.interrupted():
                 search.warn(
-                    "no round of the play-off fitted into the time, so the answer is not confirmed; give a larger --budget"
+                    "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"
                 )
             break
     return None

@@ -173,7 +173,7 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
         return table.read(path)
     if differences := begun.header.differences(header):
         raise TableError(
-            f"the table {path} cannot be carried on with, since its measurements would not compare: "
+            f"the table {path} cannot be continued, because new measurements would not be comparable with it: "
             f"{'; '.join(differences)}. Choose another file, or move this one away"
         )
     table.mend(path)
