@@ -19,8 +19,8 @@ class Card:
 
     Attributes:
         name: as NVIDIA writes it, or the size that the user gave.
-        total_bytes: what `torch.cuda.mem_get_info` gives as the total, a little less than the printed size; where error
-            correction can be switched off, with it on.
+        total_bytes: the total of `torch.cuda.mem_get_info`, a little less than the printed size. Error correction is on if
+            the card has a switch for it.
         capability: CUDA compute capability.
     """
 
@@ -104,11 +104,11 @@ def card_of(text: str) -> Card:
     """The card that the user means by a name or a memory size.
 
     Args:
-        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and what NVIDIA writes around
-            the name do not matter; the size may be left out where there is one size only.
+        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and NVIDIA's additions to the
+            name do not matter. The size is optional if the card comes in one size.
 
     Raises:
-        ConfigError: no card has this name, or several have it, and it is not a size.
+        ConfigError: the text is not a size, and no card or several cards have this name.
     """
     key = _key(text)
     matches = [card for card in CARDS if key in (_key(card.name), _key(_without_size(card.name)))]

@@ -32,9 +32,9 @@ _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of o
 def load_task(spec: str | Path) -> Task:
     """Load a task from `model.py`, or the object `name` from `model.py:name`.
 
-    The file is run, with its folder first on `sys.path`, as a module that stays in `sys.modules`. What it holds is
-    looked for in this order: `build_model` with the other functions and constants of a model file; a `Task` named
-    `task`; one LightningModule class that needs no arguments.
+    The file runs as a module that stays in `sys.modules`, with its folder first on `sys.path`. The task is the first of
+    these that the file has: `build_model` with the other functions and constants of a model file; a `Task` named `task`;
+    one LightningModule class that needs no arguments.
 
     Raises:
         TaskError: no such file, an exception while it is imported (with the user's frames), or no task in it.
@@ -43,7 +43,7 @@ def load_task(spec: str | Path) -> Task:
 
 
 def find_model_file(spec: str | Path) -> tuple[Path, str]:
-    """The absolute path and the attribute that `spec` names. A file whose own name holds a colon is found, too.
+    """The absolute path and the attribute that `spec` names. A file name may contain a colon.
 
     Raises:
         TaskError: no such file, or it is not a Python file; the nearest names are offered.
@@ -93,7 +93,7 @@ def loaded_modules() -> list[ModuleType]:
 
 
 class _ModelLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a model file each time, without the byte-code cache: it is what its user is editing."""
+    """Compiles a model file each time, without the byte-code cache: the user is editing it."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the file as it is now."""
@@ -212,7 +212,7 @@ def _nothing_found(module: ModuleType) -> TaskError:
 
 
 def _misspelt(module: ModuleType) -> tuple[str, ...]:
-    """Warnings for names close to one of ours that the file lacks: they would be ignored in silence."""
+    """Warnings for names that look like misspelt names of ours, which would be ignored in silence."""
     own = [
         name
         for name, item in vars(module).items()

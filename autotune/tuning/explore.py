@@ -1,4 +1,4 @@
-"""The search itself: the baseline first, then what a proposer proposes, until it has nothing more or the time has come."""
+"""Exploring: probe the baseline, then the proposer's configs, until it has no more or time is up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACE_SLICE_S = 5.0  # between two probes
 
 
 def measure_baseline(search: Search) -> None:
-    """Probe the baseline; one that the user did not state is halved until it fits."""
+    """Probe the baseline. If the user did not give one, halve its batch until it fits."""
     given, history = search.inspection.baseline_given, search.history
     while True:
         _probe_baseline(search, "what you run today" if given else "plain fp32")
@@ -29,7 +29,7 @@ def measure_baseline(search: Search) -> None:
 
 
 def _probe_baseline(search: Search, reason: str) -> None:
-    """Probe it, once more after each fault of the machinery: without it nothing bounds the time of the others."""
+    """Probe the baseline, again after each fault of the machinery: its time bounds that of the other probes."""
     history, faults = search.history, -1
     while search.probing.num_faults != faults:
         faults = search.probing.num_faults
@@ -39,7 +39,7 @@ def _probe_baseline(search: Search, reason: str) -> None:
 
 
 def explore(search: Search, proposer: Proposer) -> None:
-    """Probe what the proposer proposes, as many at a time as the runner has slots."""
+    """Probe the proposer's configs, as many at a time as the runner has slots."""
     probing, history = search.probing, search.history
     while True:
         while _may_go_on(search) and probing.has_free_slot:
@@ -57,7 +57,7 @@ def _may_go_on(search: Search) -> bool:
 
 
 def _trace_meanwhile(search: Search) -> None:
-    """Predict more memory before the next proposal, while no probe runs whose timing that would disturb."""
+    """Trace more configs before the next proposal, but only while no probe runs: tracing would disturb its timing."""
     tracing = search.tracing
     if tracing.is_done or search.probing.is_running:
         return
@@ -78,7 +78,7 @@ def _trace_meanwhile(search: Search) -> None:
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
-    """End the search when nothing has run, and configs that differ in more than the batch all failed with this error.
+    """End the search if nothing has run, and several configs that differ in more than the batch failed with this error.
 
     Raises:
         TaskError: the error, where it arose in the user's code.

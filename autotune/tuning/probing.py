@@ -1,4 +1,4 @@
-"""Runs proposals: a trial is begun, the config is probed, and what was found goes to the study, the history and the listener."""
+"""Runs proposals: begins a trial, probes the config, and passes the outcome to the study, the history and the listener."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class InFlight:
     """A probe that runs.
 
     Attributes:
-        number: of its trial.
-        disturbed: its first run, when that was disturbed and this is the second.
+        number: the number of its trial.
+        disturbed: the outcome of its first run, if that was disturbed and this is the second.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Probing:
     """Probes configs, as many at a time as the runner has slots.
 
     Args:
-        settings: of every probe; the budget sets time-outs and the slowest speed worth timing.
+        settings: for every probe; the budget adds time-outs and the slowest speed worth timing.
         interrupted: whether the user wants the search to end.
     """
 
@@ -76,7 +76,7 @@ class Probing:
         return bool(self._in_flight)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
-        """Run one proposal to its end. None when the machinery failed, or time was up before it could tell anything."""
+        """Run one proposal to its end. None if the machinery failed, or time was up before there was a finding."""
         self.start(proposal, settings)
         found = None
         while self.is_running:
@@ -87,7 +87,7 @@ class Probing:
         """Begin a trial for a proposal and submit it.
 
         Args:
-            settings: the play-off's own; by default the search's, paced by the budget.
+            settings: the play-off's; by default the search's, paced by the budget.
         """
         settings = settings or self.budget.paced(self.settings, self.history)
         in_play_off = proposal.stage == PLAY_OFF
@@ -122,7 +122,7 @@ class Probing:
         self._in_flight[ticket] = flight
 
     def finish_next(self) -> Trial | None:
-        """Wait for the next probe that ends. None when the machinery failed, or it is run again since it was disturbed."""
+        """Wait for the next probe to end. None if the machinery failed, or the probe was disturbed and runs again."""
         try:
             finished = self.runner.collect()
         except ProbeFault as fault:

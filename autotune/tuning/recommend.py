@@ -1,4 +1,4 @@
-"""The recommendation: the answer, the evidence for it, and what the user has to know of it."""
+"""The recommendation: the answer, the evidence for it, and its warnings."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Interrupted(AutotuneError):
 
 
 def recommend(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
-    """The answer of the play-off, or the best so far where there was none; None where nothing is feasible.
+    """The play-off's answer, or the best so far if there was no play-off; None if nothing is feasible.
 
-    It is kept in the study, unless the study holds an answer that a play-off confirmed and this one was not.
+    The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
     result = _result(search, exactness, standing)
     kept_before = bool(search.store.attributes().get("result", {}).get("confirmed"))
@@ -112,7 +112,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
 
 
 def _split(search: Search) -> dict[str, float]:
-    """Where the wall time of this search went, in seconds: the parts add up to it."""
+    """The wall time of this search by purpose, in seconds; the parts add up to it."""
     trials = search.history.trials[search.history.num_earlier :]
     training_s = sum(trial.outcome.spent_training_s for trial in trials)
     parts = dict(search.budget.spent_s)
@@ -129,7 +129,7 @@ def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:
 
 
 def _ran_through(standing: Standing | None) -> Iterable[Measured]:
-    """The figures of who ran through in the play-off."""
+    """The figures of the entrants that finished the play-off."""
     if standing is None:
         return
     for entrant in standing.entrants:
@@ -140,7 +140,7 @@ def _ran_through(standing: Standing | None) -> Iterable[Measured]:
 
 
 def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tuple[Measured | None, Ratio | None]:
-    """The baseline's figures and the answer's throughput over them: from the play-off, else from the search's own probes."""
+    """The baseline's figures and the speed-up over them: from the play-off, else from the search's own probes."""
     history = search.history
     if standing is not None:
         return (standing.baseline.measured(), standing.speedup) if standing.baseline is not None else (None, None)
@@ -179,7 +179,7 @@ def _warn(
     outcomes: list[Outcome],
     baseline: Measured | None,
 ) -> None:
-    """Tell what the user has to know of the answer."""
+    """Warn the user about the answer where needed."""
     history, inspection = search.history, search.inspection
     if baseline is None:
         search.warn(f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(search)}")
@@ -218,7 +218,7 @@ def _warn(
 
 
 def _baseline_failure(search: Search) -> str:
-    """Why there are no figures of the baseline."""
+    """Why the baseline has no figures."""
     again = search.history.failed_again.get(search.history.space.baseline)
     if again is not None:
         return f"in the play-off, {failure(again)}"

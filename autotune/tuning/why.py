@@ -1,4 +1,4 @@
-"""Why this answer: what each technique did, what limits the speed now, and what the user has to know. Pure functions of the study."""
+"""The reasons for an answer: the effect of each technique, the limit of the speed, and why nothing fitted. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
     """The error to raise for an outcome of the kind `error`.
 
     Args:
-        consequence: what follows from it, appended to the cause.
+        consequence: text appended to the cause.
     """
     text = outcome.cause + (f"; {consequence}" if consequence else "")
     if outcome.own_fault:
@@ -38,16 +38,16 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
 
 
 def without_digits(cause: str) -> str:
-    """A cause without its figures, such as shapes, by which the same error differs from config to config."""
+    """A cause without digits: the same error may name other shapes in another config."""
     return re.sub(r"\d+", "", cause)
 
 
 def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
-    """What is known of every config that was feasible each time: the play-off's figures where it took part, else its one probe's.
+    """The figures of every config that was feasible each time: from the play-off if it took part, else from its one probe.
 
     Args:
-        probed: every probe of the study, those of play-offs included.
-        confirmed: who ran through in the play-off.
+        probed: every probe of the study, play-offs included.
+        confirmed: the configs that finished the play-off.
     """
     found = {
         config: measured(config, [counted[0].outcome])
@@ -58,7 +58,7 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
 
 
 def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
-    """What each choice of the answer that differs from the baseline did, from configs that differ in it alone."""
+    """The effect of each choice that differs from the baseline's, from pairs of configs that differ in it alone."""
     pairs_of = list(known.items())
     found = []
     for name, choice in answer.differences(baseline).items():
@@ -92,7 +92,7 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
-    """The memory/throughput front of what is feasible, by increasing memory."""
+    """The memory/throughput front of the feasible configs, by increasing memory."""
     points = list(known.values())
     return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
 
@@ -163,7 +163,7 @@ def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Ob
     """Why the play-off left no answer, and what to try.
 
     Args:
-        failed: what ran in the search and did not in the play-off.
+        failed: the configs that ran in the search but failed in the play-off.
     """
     causes = "; ".join(f"{_named(config, baseline)}: {failure(outcome)}" for config, outcome in failed.items())
     kinds = {Kind.OOM if objective.beyond_memory(outcome) else outcome.kind for outcome in failed.values()}
@@ -183,7 +183,7 @@ def _named(config: Config, baseline: Config) -> str:
 
 
 def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
-    """By how much the least demanding of the failed configs was beyond the limit, as far as it can be told."""
+    """By how much the smallest failed config exceeded the limit, as far as that is known."""
     needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
     smallest = min(needs, default=0)
     if smallest <= limit_bytes:
