@@ -63,7 +63,7 @@ class Runs:
     def run(
         self, config: Config, *, seed: int = SEED, prepare_model: Callable[[torch.nn.Module], None] | None = None
     ) -> Run:
-        """Take `num_steps` optimizer steps, and keep the results of the first. Nothing stays on the device."""
+        """Take `num_steps` optimizer steps and return the results on the host. Nothing stays on the device."""
         try:
             with techniques.restored_settings():
                 return self._run(config, seed, prepare_model)

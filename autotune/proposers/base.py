@@ -28,7 +28,8 @@ class InTurn:
         while self._current is not None or self._waiting:
             if self._current is None:
                 self._current = self._waiting.pop(0)()
-            if (proposal := self._current.propose(history)) is not None:
+            proposal = self._current.propose(history)
+            if proposal is not None or history.running:  # what runs may give it something to propose
                 return proposal
             self._current = None
         return None

@@ -23,7 +23,7 @@ ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueErro
 class CostModel:
     """Predicts any config from the history, and proposes configs by these predictions.
 
-    The same history, space and seed give the same proposal, so a resumed search continues as if it had never stopped.
+    The same history, space, predicted peaks and seed give the same proposal.
 
     Args:
         peaks: returns the traced peaks so far, or None if the model cannot be traced.

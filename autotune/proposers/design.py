@@ -71,7 +71,7 @@ class StartingDesign:
         if self._waiting is None:
             fits = history.baseline is not None and history.objective.feasible(history.baseline)
             self._waiting = starting_configs(history.space, baseline_fits=fits, objective=history.objective.name)
-        admissible = history.admissible(outside_space=True)
+        admissible = history.admissible()
         while self._waiting:
             config, reason = self._waiting.pop(0)
             if admissible(config):

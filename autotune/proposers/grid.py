@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from autotune.proposers.base import InTurn
+from autotune.proposers.design import StartingDesign
 from autotune.proposers.undo import UndoChanges
 from autotune.records.config import Config
 from autotune.records.trial import Proposal
@@ -37,4 +38,4 @@ class Grid:
         return None
 
 
-SAMPLERS = {"grid": lambda cost_model, seed: InTurn([lambda: Grid(seed), UndoChanges])}
+SAMPLERS = {"grid": lambda cost_model, seed: InTurn([StartingDesign, UndoChanges, lambda: Grid(seed), UndoChanges])}

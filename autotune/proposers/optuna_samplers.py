@@ -76,11 +76,12 @@ class OptunaProposer:
 
     def _is_stale(self, history: History) -> bool:
         score, before = history.best_score, self._best_score
-        if before is None or (score is not None and score > before + abs(before) * (BETTER - 1)):
+        if before is None or score is None or score > before + abs(before) * (BETTER - 1):
             self._best_score, self._num_since_better = score, 0
         else:
+            self._best_score = min(before, score)  # the best may have been left out of the space
             self._num_since_better += 1
-        return self._num_since_better > PATIENCE
+        return self._num_since_better >= PATIENCE
 
     def _told(self, history: History) -> optuna.Study:
         """The study in memory, with every trial of the search."""

@@ -112,10 +112,11 @@ class LocalRunner(Runner):
             "log": str(log),
             "timeout_s": job.timeout_s,
         }
+        connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         running = InFlight(self._num_jobs, job, log, os.open(self._channel, os.O_RDWR | os.O_NONBLOCK))
         try:
-            self._connect().send(request)
+            connection.send(request)
         except BaseException:
             running.close()
             self._disconnect()

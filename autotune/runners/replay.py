@@ -32,6 +32,8 @@ class ReplayRunner(InstantRunner):
         TableError: the file is not a table.
     """
 
+    keeps_traces = False
+
     def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
         super().__init__()
         self._table = table if isinstance(table, Table) else table_file.read(table)

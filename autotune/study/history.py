@@ -16,9 +16,9 @@ from autotune.study.retry import retryable, what_stands
 class History:
     """What is known about the configs of a search.
 
-    Everything but the trials themselves is a view of them: `known`, `best`, `baseline`, `failed_again`, `known_oom`.
-    The space and the objective may change while a search runs (a smaller baseline, a choice that is left out); the
-    views follow.
+    `known`, `best`, `baseline`, `failed_again` and `known_oom` are views of the trials; `running` holds the configs whose
+    probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that
+    is left out), and the views follow.
 
     Args:
         trials: finished trials of earlier searches.
@@ -34,11 +34,11 @@ class History:
         timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
     ) -> None:
         self.space = space
-        self.num_earlier = len(trials)
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
         self._objective = objective
         self._trials = list(trials)
+        self._known: tuple[int, dict[Config, Outcome]] = (-1, {})  # of so many trials
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
         self._retryable = retryable(trials, baselines, timeout_s, objective)
 
@@ -65,11 +65,14 @@ class History:
     @property
     def known(self) -> dict[Config, Outcome]:
         """Every config that need not be probed again, with its valid outcome."""
-        by_config: dict[Config, list[Outcome]] = {}
-        for trial in self.searched:
-            if trial.number not in self._retryable:
-                by_config.setdefault(trial.config, []).append(trial.outcome)
-        return {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+        if self._known[0] != len(self._trials):
+            by_config: dict[Config, list[Outcome]] = {}
+            for trial in self.searched:
+                if trial.number not in self._retryable:
+                    by_config.setdefault(trial.config, []).append(trial.outcome)
+            known = {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+            self._known = len(self._trials), known
+        return self._known[1]
 
     @property
     def evidence(self) -> list[tuple[Config, Outcome]]:
@@ -116,7 +119,8 @@ class History:
     @property
     def best_score(self) -> float | None:
         """The score of the best."""
-        return self.objective.score(self.best[1]) if self.best else None
+        best = self.best
+        return self.objective.score(best[1]) if best else None
 
     @property
     def worst_score(self) -> float:
@@ -136,12 +140,8 @@ class History:
         outcomes = [*self.known.items(), *self.failed_again.items()]
         return KnownOom(config for config, outcome in outcomes if self._objective.does_not_fit(outcome))
 
-    def admissible(self, *, outside_space: bool = False) -> Callable[[Config], bool]:
-        """A test whether a config may be probed: it is not known, not running, not known OOM, and inside the space.
-
-        Args:
-            outside_space: admit configs outside the space, too; the starting design may propose them.
-        """
+    def admissible(self) -> Callable[[Config], bool]:
+        """A test whether a config may be probed: it is not known, not running, not known OOM, and inside the space."""
         known, oom = self.known, self.known_oom
 
         def may_be_probed(config: Config) -> bool:
@@ -149,7 +149,7 @@ class History:
                 config not in known
                 and config not in self.running
                 and not oom.rules_out(config)
-                and (outside_space or self.space.contains(config))
+                and self.space.contains(config)
             )
 
         return may_be_probed

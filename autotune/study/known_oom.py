@@ -24,6 +24,8 @@ class KnownOom:
 
     def rules_out(self, config: Config) -> bool:
         """Whether `config`, or the same config with a smaller batch, was too large."""
+        if not self._smallest:
+            return False
         smallest = self._smallest.get(_without_batch(config))
         return smallest is not None and config.batch_size >= smallest
 

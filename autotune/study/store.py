@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
+from autotune.records.formats import require_readable
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
@@ -72,6 +73,8 @@ class Store:
                 f"the study {place.study} in {place.storage} was not made by autotune; use another with --study"
             )
         if known is not None:
+            found = self._study.user_attrs.get("format", 1)
+            require_readable(f"the study {place.study} in {place.storage}", found, FORMAT)
             _require_equal(place, known, dict(fingerprint))
         for key, value in {"format": FORMAT, "fingerprint": dict(fingerprint), **attributes}.items():
             self._study.set_user_attr(key, value)
@@ -106,8 +109,6 @@ class Store:
         Returns:
             The trial's number, which `finish` and `fail` take.
         """
-        self._study.enqueue_trial(space.params(proposal.config))
-        trial = self._study.ask(distributions_of(space))
         described: dict[str, Any] = {
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,
@@ -116,8 +117,10 @@ class Store:
         }
         if proposal.round is not None:
             described["round"] = proposal.round
-        for key, value in described.items():
-            trial.set_user_attr(key, value)
+        self._study.enqueue_trial(
+            space.params(proposal.config), user_attrs=described
+        )  # one commit: a disk takes 20 ms for each
+        trial = self._study.ask(distributions_of(space))
         self._running[trial.number] = trial
         return trial.number
 

@@ -77,7 +77,8 @@ class Budget:
 
     def allows_a_probe(self, history: History) -> bool:
         """Whether there is time for another probe before the play-off. No time is reserved while no config is feasible."""
-        if self.num_trials is not None and len(history.searched) - history.num_resumed >= self.num_trials:
+        num_begun = len(history.searched) - history.num_resumed + len(history.running)
+        if self.num_trials is not None and num_begun >= self.num_trials:
             return False
         expected_s = self.expected_probe_s(history)
         leave_s = finalists.time_to_leave(expected_s, self.budget_s) if history.best else expected_s
@@ -87,6 +88,12 @@ class Budget:
         """Seconds that the next probe will take, judged by the latest ones."""
         latest = history.probe_wall_s[-RECENT:]
         return median(latest) if latest else 0.0
+
+    def add_run(self, outcome: Outcome, num_slots: int) -> None:
+        """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""
+        training_s = outcome.spent_training_s
+        for name, seconds in (("training", training_s), ("probes", outcome.wall_s - training_s)):
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + seconds / num_slots
 
     @contextlib.contextmanager
     def split(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Confirms the best few configs and the baseline in fresh processes, and decides which configs take part."""
+"""Runs the play-off: measures the best few configs and the baseline again in fresh processes."""
 
 from __future__ import annotations
 

@@ -32,11 +32,13 @@ class Finding:
         exact: whether it is exact; None where it could not be compared.
         reason: why it is not exact or was not compared; empty where it is exact.
         remedy: how to get it compared; empty where there is no way.
+        comparable: whether the runner can compare configs at all.
     """
 
     exact: bool | None
     reason: str = ""
     remedy: str = ""
+    comparable: bool = True
 
 
 class Exactness:
@@ -72,7 +74,7 @@ class Exactness:
         for name, choice in to_compare(config, self._search.history.space.baseline):
             found = self.of(name, choice)
             self._leave_out_if_inexact(name, choice, found)
-            if not found.exact or self._search.interrupted():
+            if (not found.exact and found.comparable) or self._search.interrupted():
                 return False
         return True
 
@@ -123,7 +125,7 @@ class Exactness:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
         check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * budget.budget_s))
         if isinstance(check, NotCompared):
-            return Finding(exact=None, reason=check.reason)
+            return Finding(exact=None, reason=check.reason, comparable=False)
         if isinstance(check, Check):
             return Finding(exact=check.passed, reason="" if check.passed else check.reason)
         ended = f"{check.kind}: {check.cause}"

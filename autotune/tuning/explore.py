@@ -1,4 +1,4 @@
-"""Exploring: probe the baseline, then the proposer's configs, until it has no more or time is up."""
+"""Exploring: probes the baseline, then a proposer's configs, until it has no more or time is up."""
 
 from __future__ import annotations
 
@@ -41,25 +41,28 @@ def _probe_baseline(search: Search, reason: str) -> None:
 def explore(search: Search, proposer: Proposer) -> None:
     """Probe the proposer's configs, as many at a time as the runner has slots."""
     probing, history = search.probing, search.history
-    while True:
-        while _may_go_on(search) and probing.has_free_slot:
+    with probing.nothing_left_running():
+        while True:
             _trace_meanwhile(search)
-            if (proposal := proposer.propose(history)) is None:
-                break
-            probing.start(proposal)
-        if not probing.is_running:
-            return
-        _end_if_everything_fails_alike(history, probing.finish_next())
+            while _may_start_another(search) and (proposal := proposer.propose(history)) is not None:
+                probing.start(proposal)
+            if not probing.is_running:
+                return
+            _end_if_everything_fails_alike(history, probing.finish_next())
 
 
-def _may_go_on(search: Search) -> bool:
-    return not search.interrupted() and search.budget.allows_a_probe(search.history)
+def _may_start_another(search: Search) -> bool:
+    """Whether to start another probe. Until memory is predicted one runs at a time: tracing would disturb its timing."""
+    probing = search.probing
+    waits_for_tracing = probing.is_running and not search.tracing.is_done
+    may_go_on = not search.interrupted() and search.budget.allows_a_probe(search.history)
+    return may_go_on and probing.has_free_slot and not waits_for_tracing
 
 
 def _trace_meanwhile(search: Search) -> None:
-    """Trace more configs before the next proposal, but only while no probe runs: tracing would disturb its timing."""
+    """Trace more configs, if no probe runs and another one is to come."""
     tracing = search.tracing
-    if tracing.is_done or search.probing.is_running:
+    if tracing.is_done or search.probing.is_running or not _may_start_another(search):
         return
     with search.budget.split("tracing"):
         tracing.advance(TRACE_SLICE_S)
@@ -67,14 +70,23 @@ def _trace_meanwhile(search: Search) -> None:
     search.store.set_attribute(
         "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": tracing.wall_s}
     )
-    if tracing.is_done:
+    if not tracing.is_done:
+        return
+    if traces.models:
+        search.tell(f"predicted the memory of {_combinations(len(traces.models))} in {tracing.wall_s:.1f} s")
+    if missing := tracing.num_missing:
         search.tell(
-            f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques in {tracing.wall_s:.1f} s"
+            f"there was no time to trace {_combinations(missing)} within {tracing.max_s:.0f} s; "
+            "their memory is learned from probes"
         )
-        if traces.failures:
-            label, why = next(iter(traces.failures.items()))
-            others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
-            search.tell(f"where tracing failed, memory is learned from probes: {label}{others}: {why}")
+    if traces.failures:
+        label, reason = next(iter(traces.failures.items()))
+        others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
+        search.tell(f"memory cannot be traced for {label}{others}: {reason}; it is learned from probes")
+
+
+def _combinations(number: int) -> str:
+    return f"{plural(number, 'combination')} of techniques"
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:

@@ -15,6 +15,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import TraceCache
 from autotune.proposers.cost_model import CostModel
+from autotune.proposers.registry import sampler_names
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
@@ -52,6 +53,10 @@ def opened(
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
+    if options.sampler not in sampler_names():
+        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    if runner is not None and options.device != "auto":
+        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     task_name = runner.task_name if runner is not None else _required(source).name
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
@@ -81,6 +86,11 @@ def opened(
             inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
+        if options.global_batch not in (None, inspection.global_batch):
+            raise ConfigError(
+                f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
+                f"{inspection.global_batch or 'none'}; leave the option out"
+            )
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
         asked = _asked(options, source, stored)
         store = _store(place, inspection, space, options, asked, limit_bytes, model=runner.stated.model)
@@ -91,7 +101,7 @@ def opened(
             listener.on(Note(text=note))
         sizes = [int(size) for size in space.choices["batch_size"]]
         target = target_of(device)
-        cache = TraceCache(place.traces, inspection.facts, target, sizes)
+        cache = TraceCache(place.traces, inspection.facts, target, sizes) if runner.keeps_traces else None
         max_trace_s = max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s)
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s)
         interrupted = stack.enter_context(_interruptible())

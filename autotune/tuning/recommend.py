@@ -113,11 +113,8 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
 
 def _split(search: Search) -> dict[str, float]:
     """The wall time of this search by purpose, in seconds; the parts add up to it."""
-    trials = search.history.trials[search.history.num_earlier :]
-    training_s = sum(trial.outcome.spent_training_s for trial in trials)
-    parts = dict(search.budget.spent_s)
-    parts |= {"training": training_s, "probes": sum(trial.wall_s for trial in trials) - training_s}
-    return {**parts, "other": search.budget.elapsed_s - sum(parts.values())}
+    spent_s = search.budget.spent_s
+    return {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())}
 
 
 def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:

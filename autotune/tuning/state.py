@@ -1,4 +1,4 @@
-"""What the parts of a search share."""
+"""The state that the steps of a search share."""
 
 from __future__ import annotations
 

@@ -43,14 +43,19 @@ class Tracing:
     @property
     def is_done(self) -> bool:
         """Whether every config was traced or could not be, or time is up."""
-        return self._begun and (self.wall_s >= self.max_s or not self._missing())
+        return self._begun and (self.wall_s >= self.max_s or not self.num_missing)
+
+    @property
+    def num_missing(self) -> int:
+        """How many combinations of techniques still have to be traced."""
+        return len(plan_traces(self._configs()).without(self.traces).labels())
 
     def advance(self, slice_s: float) -> None:
         """Trace for about `slice_s` seconds, up to the end of the current group."""
         started_s = self._runner.now_s()
         if not self._begun:
             self._begin()
-        if self._missing():
+        if self.num_missing:
             configs = list(self._configs())
             left_s = self.max_s - self.wall_s - (self._runner.now_s() - started_s)
             self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
@@ -76,6 +81,3 @@ class Tracing:
     def _trace(self, configs: list[Config], known: Traces, slice_s: float) -> None:
         left_s = max(0.0, self.max_s - self.wall_s)
         self.traces = self._runner.trace(configs, self._target, left_s, known=known, slice_s=slice_s)
-
-    def _missing(self) -> bool:
-        return bool(plan_traces(self._configs()).without(self.traces).labels())
