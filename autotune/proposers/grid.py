@@ -17,7 +17,7 @@ class Grid:
     """Proposes the whole space.
 
     Args:
-        seed: of the order.
+        seed: for the order.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The samplers that a user can name. A module of this package offers its own as `SAMPLERS`: name -> how to make one."""
+"""The samplers by name. A module of this package lists its own in `SAMPLERS`: name -> how to make one."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class LocalRunner(Runner):
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StudyError(f"the folder for logs {self._logs} cannot be made: {error.strerror}") from None
+            raise StudyError(f"the folder for logs {self._logs} cannot be created: {error.strerror}") from None
         taken = [int(log.name[:4]) for log in self._logs.glob("[0-9][0-9][0-9][0-9]-*.log")]
         self._num_logs = max(taken, default=-1) + 1  # an earlier search's logs are still named in its outcomes
 

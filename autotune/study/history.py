@@ -1,4 +1,4 @@
-"""The history of a search: an append-only list of trials, and the views that the search is steered by."""
+"""The history of a search: an append-only list of trials, and the views of it that guide the search."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autotune.study.retry import retryable, what_stands
 
 
 class History:
-    """What is known of the configs of a search.
+    """What is known about the configs of a search.
 
     `known`, `best`, `baseline`, `failed_again` and `known_oom` are views of the trials; `running` holds the configs whose
-    probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that is left out); the
-    views follow.
+    probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that
+    is left out), and the views follow.
 
     Args:
         trials: finished trials of earlier searches.
-        timeout_s: given the baseline's outcome (None where it is not known), the time-out of a probe now. Trials of
-            earlier searches that failed in a way that may pass are not known, and may be probed again.
+        timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
+            failures of earlier searches do not count as known, so these configs may be probed again.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class History:
 
     @property
     def known(self) -> dict[Config, Outcome]:
-        """Every config that need not be probed again, with the outcome that stands."""
+        """Every config that need not be probed again, with its valid outcome."""
         if self._known[0] != len(self._trials):
             by_config: dict[Config, list[Outcome]] = {}
             for trial in self.searched:
@@ -76,10 +76,9 @@ class History:
 
     @property
     def evidence(self) -> list[tuple[Config, Outcome]]:
-        """What the models learn from.
+        """The trials that the models learn from: those of the search, and failures of the play-off.
 
-        These are the trials of the search, and failures of the play-off. The play-off's speeds are left out, for the
-        machine may have become slower since the search.
+        The play-off's speeds are left out, because the machine may have become slower since the search.
         """
         return [
             (trial.config, trial.outcome)
@@ -89,7 +88,7 @@ class History:
 
     @property
     def failed_again(self) -> dict[Config, Outcome]:
-        """The configs that ran in the search and did not in the play-off, with the outcome there."""
+        """The configs that ran in the search but failed in the play-off, with their outcomes there."""
         return {
             trial.config: trial.outcome
             for trial in self._trials
@@ -125,7 +124,7 @@ class History:
 
     @property
     def worst_score(self) -> float:
-        """The worst feasible score, which an infeasible trial is told as: an arbitrary figure would bend a sampler's model."""
+        """The worst feasible score. Samplers are told it for an infeasible trial; an arbitrary figure would distort their models."""
         objective = self.objective
         scores = [objective.score(outcome) for outcome in self.known.values() if objective.feasible(outcome)]
         return min(scores, default=objective.worst())
@@ -137,12 +136,12 @@ class History:
 
     @property
     def known_oom(self) -> KnownOom:
-        """What is too large, for the same with a smaller batch was."""
+        """The configs known to be too large, because the same config with a smaller batch was."""
         outcomes = [*self.known.items(), *self.failed_again.items()]
         return KnownOom(config for config, outcome in outcomes if self._objective.does_not_fit(outcome))
 
     def admissible(self) -> Callable[[Config], bool]:
-        """Whether a config may be probed: neither known, nor running, nor known to be too large, nor outside the space."""
+        """A test whether a config may be probed: it is not known, not running, not known OOM, and inside the space."""
         known, oom = self.known, self.known_oom
 
         def may_be_probed(config: Config) -> bool:
@@ -157,10 +156,10 @@ class History:
 
 
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
-    """Per config that was feasible whenever it counts, those of its trials that do, in order.
+    """For each config that was feasible in every trial that counts, these trials in order.
 
-    They are its last outside the play-off and what the play-off found since: those before failed, else it would not have
-    been probed again.
+    The trials that count are the last one outside the play-off and the play-off's after it. Earlier ones failed, else the
+    config would not have been probed again.
     """
     by_config: dict[Config, list[Trial]] = {}
     for trial in trials:

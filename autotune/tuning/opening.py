@@ -1,4 +1,4 @@
-"""Opens a search: its runner, its study, what the task is and which configs may be probed."""
+"""Opens a search: its runner, its study, the inspection of the task, and the space of configs."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ MAX_TRACE_SHARE = 0.1  # of the budget
 def opened(
     source: TaskSource | None, options: SearchOptions, runner: Runner | None, listener: Listener
 ) -> Iterator[Search]:
-    """A search that is ready to probe. At the end the study is unlocked and no process is left.
+    """A search that is ready to probe. On exit the study is unlocked and no process is left.
 
     Raises:
-        TaskError, ConfigError, DeviceError, StudyError: the user can put it right; see the message.
+        TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
@@ -129,7 +129,7 @@ def opened(
 
 def _required(source: TaskSource | None) -> TaskSource:
     if source is None:
-        raise ConfigError("there is no task to search; expected a task, or a runner that has one")
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
     return source
 
 
@@ -193,7 +193,7 @@ def _started(
 
 
 def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
-    """The user's limit, else the study's when it is resumed, else what the device has free."""
+    """The user's limit, else the limit of the study that is resumed, else the free memory of the device."""
     if options.memory_limit_bytes is not None:
         return options.memory_limit_bytes
     earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
@@ -201,14 +201,14 @@ def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any
         return free_bytes
     if earlier > 1.1 * free_bytes:
         raise StudyError(
-            f"the study {place.study} was made within {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
+            f"the study {place.study} has a memory limit of {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
             "free memory, or start another study with --study NAME"
         )
     return earlier
 
 
 def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
-    """What whoever runs the answer has to ask for as well: nothing of what is a default."""
+    """The options that must be given again to run the answer, without defaults."""
     asked = options.asked()
     if source is not None and source.overrides.get("global_batch") is not None:
         asked["global_batch"] = source.overrides["global_batch"]
@@ -217,7 +217,7 @@ def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[st
 
 
 def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: int) -> dict[str, Any]:
-    """What must be equal for measurements to be comparable."""
+    """The facts that must be equal for measurements to be comparable."""
     device, facts = inspection.device, inspection.facts
     choices = {
         name: sorted(map(str, {*support.choices, *support.optional}))
@@ -254,8 +254,8 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"one training step of two samples did not work: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
-        "holds what it printed",
+        f"one training step of two samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        "holds its output",
         frames=outcome.detail,
     )
 

@@ -1,4 +1,4 @@
-"""Runs proposals: a trial is begun, the config is probed, and what was found goes to the study, the history and the listener."""
+"""Runs proposals: begins a trial, probes the config, and passes the outcome to the study, the history and the listener."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Flight:
     """A probe that runs.
 
     Attributes:
-        number: of its trial.
-        disturbed: its first run, when that was disturbed and this is the second.
+        number: the number of its trial.
+        disturbed: the outcome of its first run, if that was disturbed and this is the second.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Probing:
     """Probes configs, as many at a time as the runner has slots.
 
     Args:
-        settings: of every probe; the budget sets time-outs and the slowest speed worth timing.
+        settings: for every probe; the budget adds time-outs and the slowest speed worth timing.
         interrupted: whether the user wants the search to end.
     """
 
@@ -77,7 +77,7 @@ class Probing:
         return bool(self._in_flight)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
-        """Run one proposal to its end. None when the machinery failed, or time was up before it could tell anything."""
+        """Run one proposal to its end. None if the machinery failed, or time was up before there was a finding."""
         found = None
         with self.nothing_left_running():
             self.start(proposal, settings)
@@ -87,7 +87,7 @@ class Probing:
 
     @contextlib.contextmanager
     def nothing_left_running(self) -> Iterator[None]:
-        """Cancel what is in flight, and close its trials, when something is raised inside."""
+        """Cancel the probes in flight, and close their trials, if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -101,7 +101,7 @@ class Probing:
         """Begin a trial for a proposal and submit it.
 
         Args:
-            settings: the play-off's own; by default the search's, paced by the budget.
+            settings: the play-off's; by default the search's, paced by the budget.
         """
         settings = settings or self.budget.paced(self.settings, self.history)
         in_play_off = proposal.stage == PLAY_OFF
@@ -136,11 +136,11 @@ class Probing:
             self._in_flight[ticket] = flight
 
     def finish_next(self) -> Trial | None:
-        """Wait for the next probe that ends.
+        """Wait for the next probe to end.
 
         Returns:
-            Its trial; None when the machinery failed, when the probe is run again since it was disturbed, and when the end
-            of the search cut it short.
+            Its trial; None if the machinery failed, if the probe was disturbed and runs again, or if the end of the search
+            cut it short.
         """
         try:
             finished = self.runner.collect()

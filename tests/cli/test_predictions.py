@@ -34,7 +34,7 @@ def search(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path) -> None:
     done = search(tmp_path, GOOD)
     probes = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert "combinations of techniques predicted in" in done.stderr
+    assert "note: predicted the memory of " in done.stderr
     assert all(" [expected " in line for line in probes if " search " in line)
     assert any("samples/s, " in line and "to win]" in line for line in probes)
     study = json.loads(run(tmp_path, "show", "tiny.db", "--json").stdout)
