@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autotune.task.batches import tensors
-
 if TYPE_CHECKING:
     from autotune.task import Task
 
@@ -47,6 +45,8 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
         Exception: what the user's dataset or collate function raises.
     """
     from torch.utils.data import IterableDataset, default_collate
+
+    from autotune.task.batches import tensors
 
     dataset = task.dataset()
     if dataset is None or isinstance(dataset, IterableDataset):
