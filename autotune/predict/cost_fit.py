@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from autotune.predict.cost_terms import Design, Layout, Residual
 from autotune.records.config import Config
 
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
+TERM_NOISE = 0.35  # standard deviation of what is measured of a term alone
 MAX_STEPS = 12  # of Gauss-Newton
 LARGEST_STEP = 2.0  # of a parameter, in logarithms
 SETTLED = 1e-4  # a step this small changes nothing
@@ -39,8 +40,8 @@ class Observation:
 
     config: Config
     value: float
-    noise: float
-    terms: Mapping[str, float]
+    noise: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,11 @@ class Scales:
     Attributes:
         noise: (standard deviation between processes, prior weight) pairs.
         residual: (factor on the residual, prior weight) pairs.
-        term_noise: standard deviation of what is measured of a term alone.
         outliers: whether an observation far off the others counts less.
     """
 
     noise: tuple[tuple[float, float], ...]
     residual: tuple[tuple[float, float], ...] = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))
-    term_noise: float = 0.35
     outliers: bool = True
 
 
@@ -92,7 +91,8 @@ class CostModel:
         self._scales = scales
         self._take(observations)
         self.residual = residual
-        self.noise = _expected(scales.noise)
+        stds, weights = np.array(scales.noise).T
+        self.noise = math.exp(weights @ np.log(stds) / weights.sum())
         self._fit()
 
     def posterior(self, configs: Sequence[Config]) -> Posterior:
@@ -158,9 +158,9 @@ class CostModel:
             information = self._layout.precision + self._whitened_slopes.T @ self._whitened_slopes
             moment = self._layout.precision @ self._layout.mean + self._whitened_slopes.T @ aim
             if len(self._alone_values):
-                alone_weight = 1 / self._scales.term_noise**2
-                information += alone_weight * self._alone_features.T @ self._alone_features
-                moment += alone_weight * self._alone_features.T @ self._alone_values
+                weighted = self._alone_features.T / TERM_NOISE**2
+                information += weighted @ self._alone_features
+                moment += weighted @ self._alone_values
             step = np.linalg.solve(information, moment) - self._parameters
             length = float(np.abs(step).max())
             self._parameters = self._parameters + step * min(1.0, LARGEST_STEP / max(length, SETTLED))
@@ -179,13 +179,8 @@ class CostModel:
         deviations = self._values - value + slopes @ (self._parameters - self._layout.mean)
         shared = slopes @ self._layout.covariance @ slopes.T
         sizes, groups = self._layout.kernels(self._prior_residual, self._design, self._design)
-        grid = [
-            (a, b, c, a_weight * b_weight * c_weight)
-            for (a, a_weight), (b, b_weight), (c, c_weight) in itertools.product(
-                self._scales.residual, self._scales.residual, self._scales.noise
-            )
-        ]
-        factors, weights = np.array(grid)[:, :3], np.array(grid)[:, 3]
+        grid = np.array(list(itertools.product(self._scales.residual, self._scales.residual, self._scales.noise)))
+        factors, weights = grid[:, :, 0], grid[:, :, 1].prod(axis=1)
         squares = factors[:, :, None, None] ** 2
         within = shared + np.diag(self._within)
         covariances = within + squares[:, 0] * sizes + squares[:, 1] * groups + squares[:, 2] * np.eye(len(within))
@@ -205,8 +200,3 @@ def student_weights(misfit: Array, variance: Array) -> Array:
     Source: Lange, Little and Taylor, Robust Statistical Modeling Using the t Distribution (JASA, 1989).
     """
     return np.asarray(np.minimum(1.0, (STUDENT_FREEDOM + 1) / (STUDENT_FREEDOM + misfit**2 / variance)))
-
-
-def _expected(weighted: Sequence[tuple[float, float]]) -> float:
-    """Geometric mean of values with weights."""
-    return math.exp(sum(w * math.log(v) for v, w in weighted) / sum(w for _, w in weighted))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.predict.array import Array
 from autotune.predict.cost_fit import CostModel, Observation, Posterior, Scales
-from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual, SpaceLike
+from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
 from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement, Outcome
+from autotune.space import Space
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
@@ -68,27 +68,6 @@ class SpeedEstimate:
         return self.samples_per_s * _exp(Z95 * self.log_std)
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The posterior of several configs' throughputs together. Logarithms; arrays of one figure a config."""
-
-    posterior: Posterior
-
-    @property
-    def log_mean(self) -> Array:
-        """Means of the log throughputs."""
-        return -self.posterior.mean
-
-    @property
-    def log_variance(self) -> Array:
-        """Variances of the log throughputs."""
-        return self.posterior.variance
-
-    def log_covariance_with(self, index: int) -> Array:
-        """Covariances with the config at `index`: what two configs have in common does not tell them apart."""
-        return self.posterior.covariance_with(index)
-
-
 class TimeModel:
     """Throughput of any config of a space, from priors and the probes so far.
 
@@ -98,9 +77,8 @@ class TimeModel:
 
     def __init__(
         self,
-        space: SpaceLike,
+        space: Space,
         probes: Sequence[tuple[Config, Outcome]] = (),
-        *,
         lengths: LengthDistribution | None = None,
     ) -> None:
         self._baseline = space.baseline
@@ -125,16 +103,17 @@ class TimeModel:
         """Standard deviation of the log throughput between one process and another, as far as it is known."""
         return self._model.noise
 
-    def speeds(self, configs: Sequence[Config]) -> Speeds:
-        """All that is known of several configs together."""
-        return Speeds(self._model.posterior(configs))
+    def speeds(self, configs: Sequence[Config]) -> Posterior:
+        """The log throughputs of several configs together: what two have in common does not tell them apart."""
+        found = self._model.posterior(configs)  # of the log seconds per sample
+        return replace(found, mean=-found.mean)
 
     def estimate(self, configs: Sequence[Config]) -> list[SpeedEstimate]:
         """Each config by itself. Before any probe only ratios between configs mean something."""
         speeds = self.speeds(configs)
         return [
             SpeedEstimate(samples_per_s=_exp(mean), log_std=math.sqrt(max(0.0, variance)))
-            for mean, variance in zip(speeds.log_mean, speeds.log_variance, strict=True)
+            for mean, variance in zip(speeds.mean, speeds.variance, strict=True)
         ]
 
     def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:

@@ -64,7 +64,11 @@ class Known:
 def question(known: Known, usable_bytes: int = 10 * GIB, **options: Any) -> Question:
     space = SmallSpace(options.pop("global_batch", 48))
     return Question(
-        space, known, outside_bytes=OUTSIDE, usable_bytes=usable_bytes, dataset_size=options.pop("dataset_size", None)
+        space,
+        known.estimate,
+        outside_bytes=OUTSIDE,
+        usable_bytes=usable_bytes,
+        dataset_size=options.pop("dataset_size", None),
     )
 
 
