@@ -11,9 +11,8 @@ from typing import Any
 from autotune import techniques
 from autotune.devices.targets import CPU
 from autotune.errors import TaskError
-from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.traces import Traces
+from autotune.predict.traces import Breakdown, Traces
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.space import Space

@@ -9,15 +9,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from autotune.predict.array import Array
 from autotune.predict.cost_fit import CostModel, Observation, Scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
-from autotune.predict.footprint import Breakdown, TracedPeak
-from autotune.predict.lengths import LengthDistribution
+from autotune.predict.traces import Breakdown, TracedPeak, Traces
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space
@@ -63,17 +61,6 @@ FARTHEST = 1e3  # standard deviations from what is expected to a bound
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
 
 
-class PeakSource(Protocol):
-    """Where traced peaks come from, and what else is known of a task without running it."""
-
-    @property
-    def lengths(self) -> LengthDistribution | None:
-        """Of the training set's samples, where they are known."""
-
-    def peak(self, config: Config) -> TracedPeak | None:
-        """The allocator's peak of a config; None when it could not be traced."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Peak memory of a config, comparable with the memory limit.
@@ -117,7 +104,7 @@ class MemoryModel:
         outside_bytes: what a process holds before the model is built, on the scale of the limit.
     """
 
-    def __init__(self, peaks: PeakSource | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
+    def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._space = space
@@ -166,9 +153,7 @@ class _Rows:
 class _Traced:
     """A line from traced peaks to the process's, and departures from it that similar configs share in part."""
 
-    def __init__(
-        self, peaks: PeakSource, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes
-    ) -> None:
+    def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._layout = Layout(TERMS, space)
@@ -248,7 +233,7 @@ class _Traced:
         return np.asarray(a.features @ b.features.T + of_group + of_choices)
 
 
-def _are_refuted(peaks: PeakSource, measured: PeakBytes) -> bool:
+def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
     """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
     return any(
         (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < FIXED_BYTES + _held(peak)

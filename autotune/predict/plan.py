@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.traces import Group, Traces, group_of, model_label, update_label
+from autotune.predict.traces import Group, Traces, decode, group_of, model_label, update_label
 from autotune.records.config import Config
 from autotune.techniques import Phase
 
@@ -35,12 +35,11 @@ class Plan:
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
-        return Plan(
-            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in traces.failures),
-            updates=tuple(
-                g for g in self.updates if g not in traces.updates and update_label(g) not in traces.failures
-            ),
-            batch_sizes=self.batch_sizes,
+        failed = traces.failures
+        return replace(
+            self,
+            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in failed),
+            updates=tuple(g for g in self.updates if g not in traces.updates and update_label(g) not in failed),
             lengths=self.lengths and traces.lengths is None,
         )
 
@@ -50,22 +49,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
-        return {
-            "models": [list(group) for group in self.models],
-            "updates": [list(group) for group in self.updates],
-            "batch_sizes": list(self.batch_sizes),
-            "lengths": self.lengths,
-        }
+        return asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
         """What `to_dict` gave, after JSON."""
-        return Plan(
-            models=tuple(tuple((n, c) for n, c in group) for group in data["models"]),
-            updates=tuple(tuple((n, c) for n, c in group) for group in data["updates"]),
-            batch_sizes=tuple(data["batch_sizes"]),
-            lengths=data["lengths"],
-        )
+        found: Plan = decode(Plan, data)
+        return found
 
 
 def plan_traces(configs: Iterable[Config]) -> Plan:

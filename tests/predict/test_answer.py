@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune import techniques
 from autotune.predict.answer import GroupPrediction, Question
-from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate
+from autotune.predict.traces import Breakdown
 from autotune.records.batch_plan import divisors
 from autotune.records.config import Choice, Config
 from autotune.units import GIB, MIB
