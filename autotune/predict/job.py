@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
 from typing import Any
 
 from autotune import techniques
 from autotune.devices.targets import CPU, Target
-from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume
+from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, line
 from autotune.predict.lengths import LengthDistribution, sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
@@ -49,18 +49,21 @@ class _Job:
         self.task = task
         self.plan = plan
         self.target = target
-        self.micro_steps_of: dict[Group, MicroSteps] = {}
-        self.traces_of: dict[Group, ModelTrace] = {}
+        # groups need each other's
+        self.updates = cache(self._updates)
+        self.micro_steps = cache(self._micro_steps)
+        self.model_trace = cache(self._model_trace)
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
-        updates = self.plain_updates if not group else self.tracer.updates(config_of(group), self.low)
-        trace = UpdateTrace(
-            state_bytes=_state_bytes(updates),
-            first=excess_at_peak(updates.first),
-            later=excess_at_peak(updates.second),
-        )
+        first, second = self.updates(group)
+        state_bytes = float(sum(second.held[key] for key in second.held if second.purposes[key] is Purpose.OPTIMIZER))
+        trace = UpdateTrace(state_bytes=state_bytes, first=excess_at_peak(first), later=excess_at_peak(second))
         return Traces(target=self.target, updates={group: trace})
+
+    def _updates(self, group: Group) -> Updates:
+        """The updates of one group."""
+        return self.tracer.updates(config_of(group), self.sizes[0])
 
     def model(self, group: Group) -> Traces:
         """Trace the micro batches of one group, or of one that takes the same memory.
@@ -70,37 +73,31 @@ class _Job:
         """
         if reason := techniques.untraceable(config_of(group), "cpu" if self.target == CPU else "cuda"):
             raise TraceError(reason)
-        alike = _traced_as(group)
-        if alike not in self.traces_of:
-            self.traces_of[alike] = self.model_trace(alike)
-        return Traces(target=self.target, models={group: self.traces_of[alike]})
+        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
 
-    def model_trace(self, group: Group) -> ModelTrace:
+    def _model_trace(self, group: Group) -> ModelTrace:
         """What the micro batches of one group hold."""
         micro = self.micro_steps(group)
         factors: tuple[tuple[int, float, float], ...] = ()
         if self.target != CPU:
-            factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))
-        alone = fit_peak(micro.alone, deviation=self.deviation if group else 0.0)
+            factors = reserved_factors(micro, self.updates(()), allocator_sizes(self.plan.batch_sizes))
+        # how far a batch size between the two traced ones was off, with nothing switched on
+        deviation = self.model_trace(()).alone.deviation if group else 0.0
+        alone = fit_peak(micro.alone, deviation=deviation)
         return ModelTrace(
             alone=alone,
             beside=fit_peak(micro.beside, deviation=alone.deviation),
             before_update=fit_start(micro.beside),
-            input_bytes=self.line_through(micro.input_bytes),
+            input_bytes=line(micro.alone, micro.input_bytes[0], micro.input_bytes[-1]),
             volume=fit_volume(micro.alone),
             reserved=factors,
         )
 
-    def micro_steps(self, group: Group) -> MicroSteps:
+    def _micro_steps(self, group: Group) -> MicroSteps:
         """The micro batches of one group: traced, or put together from those of others."""
-        if group not in self.micro_steps_of:
-            found = self.recomputed(group)
-            if found is None:
-                found = self.tracer.micro_steps(config_of(group), self.low, self.high, check=not group)
-            self.micro_steps_of[group] = found
-        return self.micro_steps_of[group]
+        return self._recomputed(group) or self.tracer.micro_steps(config_of(group), *self.sizes, check=not group)
 
-    def recomputed(self, group: Group) -> MicroSteps | None:
+    def _recomputed(self, group: Group) -> MicroSteps | None:
         """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
         for name, choice in group:
             found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
@@ -113,16 +110,6 @@ class _Job:
         return None
 
     @cached_property
-    def deviation(self) -> float:
-        """How far a batch size between the two traced ones was off, with nothing switched on."""
-        return fit_peak(self.micro_steps(()).alone).deviation
-
-    def line_through(self, values: Sequence[int]) -> tuple[float, float]:
-        """Constant and slope of figures at the traced batch sizes, by the first and the last."""
-        slope = (values[-1] - values[0]) / (self.high - self.low)
-        return values[0] - slope * self.low, slope
-
-    @cached_property
     def tracer(self) -> Tracer:
         return Tracer(self.task, self.target)
 
@@ -132,18 +119,6 @@ class _Job:
         most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
-
-    @property
-    def low(self) -> int:
-        return self.sizes[0]
-
-    @property
-    def high(self) -> int:
-        return self.sizes[1]
-
-    @cached_property
-    def plain_updates(self) -> Updates:
-        return self.tracer.updates(config_of(()), self.low)
 
 
 def _lengths(task: Task) -> LengthDistribution | None:
@@ -158,8 +133,3 @@ def _traced_as(group: Group) -> Group:
     found = ((techniques.REGISTRY[name], choice) for name, choice in group)
     alike = ((technique, technique.traced_as(choice)) for technique, choice in found)
     return tuple((technique.name, choice) for technique, choice in alike if choice != technique.off)
-
-
-def _state_bytes(updates: Updates) -> float:
-    second = updates.second
-    return float(sum(size for key, size in second.held.items() if second.purposes[key] is Purpose.OPTIMIZER))

@@ -21,6 +21,11 @@ class Event(NamedTuple):
     size_bytes: int
     allocates: bool
 
+    @property
+    def change_bytes(self) -> int:
+        """By which the living storages grow."""
+        return self.size_bytes if self.allocates else -self.size_bytes
+
 
 class Purpose(IntEnum):
     """What a storage is for; `Breakdown` describes each."""
@@ -69,8 +74,7 @@ class MicroSteps:
     input_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
+class Updates(NamedTuple):
     """Updates of the parameters: the first one, in which the optimizer allocates its state, and the second."""
 
     first: Pass

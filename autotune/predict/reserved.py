@@ -39,15 +39,13 @@ def _two_steps(start: Pass, micro_batches: Sequence[Sequence[Event]], updates: U
     """A program as a probe's: the model, a step that allocates the optimizer's state in between, and another step."""
     parameters = (key for key in start.held if start.purposes[key] is Purpose.PARAMETERS)
     program = [Event(key, start.held[key], True) for key in parameters]
-    offset = 0
+    offsets = itertools.count(_KEYS_PER_PASS, _KEYS_PER_PASS)
     for update in (updates.first, updates.second):
         gradients: list[Event] = []
         for events in micro_batches:
-            offset += _KEYS_PER_PASS
-            gradients += _append(program, events, offset)
-        offset += _KEYS_PER_PASS
-        _append(program, update.events, offset)
-        program += [Event(key, size_bytes, False) for key, size_bytes, _ in gradients]
+            gradients += _append(program, events, next(offsets))
+        _append(program, update.events, next(offsets))
+        program += [gradient._replace(allocates=False) for gradient in gradients]
     return program
 
 
@@ -55,15 +53,13 @@ def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[
     """Append a pass with keys of its own, less what it frees of others'. Returns the allocations that it does not free."""
     living: dict[int, Event] = {}
     for event in events:
-        key, size_bytes, allocates = event
-        if allocates or living.pop(key, None) is not None:
-            own = Event(offset + key, size_bytes, allocates)
+        if event.allocates or living.pop(event.key, None) is not None:
+            own = event._replace(key=offset + event.key)
             program.append(own)
-            if allocates:
-                living[key] = own
+            if own.allocates:
+                living[event.key] = own
     return list(living.values())
 
 
 def _factor(events: Sequence[Event]) -> float:
-    living = itertools.accumulate(size_bytes if allocates else -size_bytes for _, size_bytes, allocates in events)
-    return reserved_bytes(events) / max(living)
+    return reserved_bytes(events) / max(itertools.accumulate(event.change_bytes for event in events))
