@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from autotune.predict.passes import Event
 from autotune.units import MIB
@@ -38,27 +39,23 @@ def reserved_bytes(events: Iterable[Event]) -> int:
     allocator = _CachingAllocator()
     living: dict[int, _Block] = {}
     for key, size_bytes, allocates in events:
-        if not allocates:
-            block = living.pop(key, None)
-            if block is not None:
-                allocator.free(block)
-        elif size_bytes > 0:
+        if allocates and size_bytes > 0:
             living[key] = allocator.allocate(size_bytes)
+        elif key in living and not allocates:
+            allocator.free(living.pop(key))
     return allocator.reserved_bytes
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A piece of a segment, linked with the pieces before and after it in the same segment."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "size_bytes")
-
-    def __init__(self, address: int, size_bytes: int, pool: _Pool) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.free = False
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    address: int
+    size_bytes: int
+    pool: _Pool
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
 
 
 class _Pool:

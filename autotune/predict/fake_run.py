@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,16 +29,15 @@ class OneFakeMode(FakeTensorMode):
 def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[StorageTracker]:
     """Run on fake tensors, as on a device of the kind `target`, and track their storages. Puts torch back at the end."""
     tracker = StorageTracker(hidden_allocations(target))
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(techniques.restored_settings())
-        if target != CPU:
-            stack.enter_context(cuda_like(flash_attention=target == CUDA))
-        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
-        stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step))
-        stack.enter_context(mode)
-        stack.enter_context(tracker)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        techniques.restored_settings(),
+        nullcontext() if target == CPU else cuda_like(flash_attention=target == CUDA),
+        mock.patch.object(torch.utils, "swap_tensors", _take_data),
+        mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+        mode,
+        tracker,
+    ):
         yield tracker
 
 

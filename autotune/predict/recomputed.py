@@ -59,8 +59,7 @@ def _compose(
         if block in whole and whole[block] < block:
             for again in range(whole[block], block + 1):
                 composer.play(0, ("forward", again), kept_for=range(whole[block], block + 1))
-        alone = whole.get(block) == block
-        composer.play(alone, ("backward", block))
+        composer.play(whole.get(block) == block, ("backward", block))
     return composer.result()
 
 
@@ -74,45 +73,38 @@ class _Source:
     def can_be_cut(self, num_blocks: int) -> bool:
         """Whether every block runs once, in order, and the passes are the same in other sizes."""
         blocks = [block for _, block in self.low.marks]
-        own = {event.key for event in self.low.events if event.allocates}
         return (
             blocks == [*range(num_blocks + 1), *reversed(range(num_blocks))]
             and self.low.marks == self.high.marks
             and are_aligned(self.low, self.high)
-            and all(event.key in own for event in self.low.events)
+            and all(event.key in self.sizes for event in self.low.events)
         )
 
     @cached_property
-    def ranges(self) -> dict[Section, range]:
-        """Section -> its events."""
+    def sections(self) -> dict[Section, tuple[Event, ...]]:
+        """The events of each section."""
         positions = [position for position, _ in self.low.marks]
         num_blocks = len(positions) // 2
         names = [START, *(("forward", block) for block in range(num_blocks)), MIDDLE]
         names += [("backward", block) for block in reversed(range(num_blocks))]
         edges = [0, *positions, len(self.low.events)]
-        return {name: range(a, b) for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
-
-    @cached_property
-    def made_at(self) -> dict[int, int]:
-        """Key of a storage -> place of its allocation among the events."""
-        return {event.key: place for place, event in enumerate(self.low.events) if event.allocates}
-
-    @cached_property
-    def freed_in(self) -> dict[int, Section]:
-        """Key of a storage -> the section that frees it."""
-        events = self.low.events
-        return {events[i].key: name for name, places in self.ranges.items() for i in places if not events[i].allocates}
+        return {name: self.low.events[a:b] for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
 
     @cached_property
     def made_in(self) -> dict[int, Section]:
         """Key of a storage -> the section that allocates it."""
-        events = self.low.events
-        return {events[i].key: name for name, places in self.ranges.items() for i in places if events[i].allocates}
+        return {event.key: name for name, events in self.sections.items() for event in events if event.allocates}
 
-    def sizes(self, key: int) -> tuple[int, int]:
-        """Bytes of a storage at both batch sizes."""
-        place = self.made_at[key]
-        return self.low.events[place].size_bytes, self.high.events[place].size_bytes
+    @cached_property
+    def freed_in(self) -> dict[int, Section]:
+        """Key of a storage -> the section that frees it."""
+        return {event.key: name for name, events in self.sections.items() for event in events if not event.allocates}
+
+    @cached_property
+    def sizes(self) -> dict[int, tuple[int, int]]:
+        """Key of a storage -> its bytes at both batch sizes."""
+        pairs = zip(self.low.events, self.high.events, strict=True)
+        return {low.key: (low.size_bytes, high.size_bytes) for low, high in pairs if low.allocates}
 
 
 class _Composer:
@@ -133,8 +125,7 @@ class _Composer:
         """
         number = int(number)
         source = self.sources[number]
-        for place in source.ranges[name]:
-            key, _, allocates = source.low.events[place]
+        for key, _, allocates in source.sections[name]:
             if allocates:
                 freed_in = source.freed_in.get(key)
                 if kept_for is None or freed_in == name or _is_backward(freed_in, kept_for):
@@ -156,9 +147,9 @@ class _Composer:
     def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
         """A living storage of the other source that is like one of this source, and is freed in the same section."""
         source, other = self.sources[number], self.sources[1 - number]
-        made_in, sizes = source.made_in[key], source.sizes(key)
+        made_in, sizes = source.made_in[key], source.sizes[key]
         for at in self.living:
-            alike = at[0] != number and other.made_in[at[1]] == made_in and other.sizes(at[1]) == sizes
+            alike = at[0] != number and other.made_in[at[1]] == made_in and other.sizes[at[1]] == sizes
             if alike and other.freed_in.get(at[1]) == name:
                 return at
         return None
@@ -174,7 +165,7 @@ class _Composer:
 
     def result(self) -> tuple[Pass, Pass]:
         """The pass at both batch sizes."""
-        sizes = {new: self.sources[number].sizes(key) for new, (number, key) in self.origin.items()}
+        sizes = {new: self.sources[number].sizes[key] for new, (number, key) in self.origin.items()}
         low, high = (
             replace(
                 base,

@@ -50,9 +50,8 @@ class StorageTracker(TorchDispatchMode):
         self._paused = False
         self._living: dict[int, _Reference] = {}  # by the address of the storage
         self.last_key = 0
-        self._sum: tuple[_Reference, _Reference | None] | None = (
-            None  # of an addition just made: its result, first operand
-        )
+        # of an addition just made: its result, first operand
+        self._sum: tuple[_Reference, _Reference | None] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,7 +134,7 @@ class StorageTracker(TorchDispatchMode):
 
     def living(self) -> dict[int, int]:
         """Key -> bytes of all storages that are held now, in the order of their allocation."""
-        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=_key)}
+        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=lambda r: r.key)}
 
     def _allocate(self, size_bytes: int) -> int:
         self.last_key += 1
@@ -197,10 +196,6 @@ def _address(tensor: Any) -> int:
     """Of its storage; 0 where it is no tensor or has none of its own."""
     dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     return int(tensor.untyped_storage()._cdata) if dense else 0
-
-
-def _key(reference: _Reference) -> int:
-    return reference.key
 
 
 def _plausible_value(tensor: Any) -> bool | int | float | complex:

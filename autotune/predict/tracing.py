@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -54,11 +55,9 @@ class Tracer:
     """
 
     def __init__(self, task: Task, target: Target) -> None:
-        try:
+        with _explained():
             dataset = task.dataset()
             widest = task.widest()
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
         self._task = task
         self._session_task = replace(
             task, global_batch=None, train_dataset=None if dataset is None else lambda: dataset
@@ -102,21 +101,16 @@ class Tracer:
             with self._run(techniques.complete({})):
                 pass
         assert self._model is not None
-        try:
+        with _explained():
             return technique.recomputation(self._task, self._model, choice)
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
 
     @contextmanager
     def _run(self, config: Config) -> Iterator[_Run]:
-        try:
-            with fake_run(self._mode, self._target) as tracker:
-                run = _Run(self._session(config), tracker, self._mode, self._target)
-                self._model = run.session.model
-                with run.observed():
-                    yield run
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
+        with _explained(), fake_run(self._mode, self._target) as tracker:
+            run = _Run(self._session(config), tracker, self._mode, self._target)
+            self._model = run.session.model
+            with run.observed():
+                yield run
 
     def input_bytes(self, batch_size: int) -> int:
         """Bytes of an input batch. Raises TraceError."""
@@ -126,14 +120,13 @@ class Tracer:
     def batch(self, batch_size: int) -> Any:
         """An input batch, as a probe makes it. Raises TraceError."""
         if batch_size not in self._batches:
-            try:
+            with _explained():
                 self._batches[batch_size] = self._task.batch(batch_size)
-            except Exception as error:
-                raise TraceError(_reason(error)) from error
         return self._batches[batch_size]
 
     def _session(self, config: Config) -> Session:
-        config = without_loader(config)
+        off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
+        config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         try:
             return prepare(self._session_task, config, device=self._device)
         except (AutotuneError, techniques.UnsupportedError):
@@ -146,12 +139,6 @@ class Tracer:
         with unset_fake_temporarily():
             model = self._task.build_model()
         return to_fake(model, self._mode)
-
-
-def without_loader(config: Config) -> Config:
-    """The config with everything off that acts on the loading of data, batch size and accumulation included."""
-    off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
-    return config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
 
 
 class _Run:
@@ -247,7 +234,9 @@ class _Run:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Mark where forward passes begin and end; on a GPU copy the inputs and take the optimizer's default there."""
+        """Tell the tracker where forward passes begin and end, and which module's runs, also where the backward pass runs it
+        again. On a GPU, copy the inputs and take the optimizer's default there.
+        """
         session, loss = self.session, self.session.loss
 
         def inputs_of(micro_batch: Any) -> Any:
@@ -266,17 +255,7 @@ class _Run:
             for group in session.optimizer.param_groups:
                 if group.get("foreach", False) is None and group.get("fused") is None:
                     group["foreach"] = True
-        session.loss = marked  # type: ignore[method-assign]
-        try:
-            with self._module_scopes():
-                yield
-        finally:
-            del session.loss
-
-    @contextmanager
-    def _module_scopes(self) -> Iterator[None]:
-        """Tell the tracker which module's forward pass runs, also where the backward pass runs it again."""
-        names = {id(module): name for name, module in self.session.model.named_modules()}
+        names = {id(module): name for name, module in session.model.named_modules()}
         outer: list[str | None] = []
 
         def enter(module: torch.nn.Module, inputs: Any) -> None:
@@ -295,12 +274,12 @@ class _Run:
                 for tensor in [tensor for tensor in tensors(output) if tensor.requires_grad][:1]:
                     tensor.register_hook(lambda gradient: self._mark(block))
 
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
+        with (
+            mock.patch.object(session, "loss", marked),
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
@@ -309,6 +288,15 @@ def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
         if (found := technique.recomputation(session.task, session.model, technique.off)) is not None:
             return found.blocks
     return ()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever happens is a `TraceError`."""
+    try:
+        yield
+    except Exception as error:
+        raise TraceError(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:
