@@ -232,13 +232,22 @@ class Question:
 
     def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
         """At the largest batch size that fits, or at the smallest there is; a larger batch takes more memory."""
-        sizes = self._batch_sizes()
-        smallest = self._at(choices, sizes[0])
-        if smallest is None:
+        if self.space.global_batch is not None:
+            sizes: Sequence[int] = [int(size) for size in self.space.choices["batch_size"]]
+        else:
+            sizes = range(1, (self.dataset_size or LARGEST_BATCH) + 1)
+
+        def peak_at(batch_size: int) -> PredictedPeak | None:
+            return self.peak(self.space.complete({**choices, "batch_size": batch_size}))
+
+        def is_too_large(batch_size: int) -> bool:
+            peak = peak_at(batch_size)
+            return peak is None or peak.peak_bytes > self.usable_bytes
+
+        num_fitting = bisect_left(sizes, True, key=is_too_large)
+        peak = peak_at(sizes[max(0, num_fitting - 1)])
+        if peak is None:
             return None
-        num_fitting = bisect_left(sizes, True, key=lambda size: not self._fits(self._at(choices, size)))
-        peak = self._at(choices, sizes[num_fitting - 1]) if num_fitting else smallest
-        assert peak is not None
         switched_on = {
             name: choice
             for name, choice in peak.config.items()
@@ -251,17 +260,6 @@ class Question:
             fits=num_fitting > 0,
             bounded=0 < num_fitting == len(sizes),
         )
-
-    def _fits(self, peak: PredictedPeak | None) -> bool:
-        return peak is not None and peak.peak_bytes <= self.usable_bytes
-
-    def _batch_sizes(self) -> Sequence[int]:
-        if self.space.global_batch is not None:
-            return [int(size) for size in self.space.choices["batch_size"]]
-        return range(1, (self.dataset_size or LARGEST_BATCH) + 1)
-
-    def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
-        return self.peak(self.space.complete({**choices, "batch_size": batch_size}))
 
 
 def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:

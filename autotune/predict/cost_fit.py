@@ -93,7 +93,12 @@ class CostModel:
         self.residual = residual
         stds, weights = np.array(scales.noise).T
         self.noise = math.exp(weights @ np.log(stds) / weights.sum())
-        self._fit()
+        self._parameters = layout.mean.copy()
+        if len(self._values):
+            self._parameters[0] = float(np.median(self._values))
+            self._step_until_settled()
+            self._learn_scales()
+        self._step_until_settled()
 
     def posterior(self, configs: Sequence[Config]) -> Posterior:
         """The posterior of configs, observed or not."""
@@ -136,14 +141,6 @@ class CostModel:
         ]
         self._alone_features = np.array([self._design.features[row, term] for row, term, _ in alone])
         self._alone_values = np.array([value - self._design.scales[row, term] for row, term, value in alone])
-
-    def _fit(self) -> None:
-        self._parameters = self._layout.mean.copy()
-        if len(self._values):
-            self._parameters[0] = float(np.median(self._values))
-            self._step_until_settled()
-            self._learn_scales()
-        self._step_until_settled()
 
     def _step_until_settled(self) -> None:
         """Gauss-Newton: each step is a generalised least-squares fit of the model linearised at the last one."""

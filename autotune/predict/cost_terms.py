@@ -20,7 +20,7 @@ from autotune.predict.array import Array
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.space import Space
-from autotune.techniques import Expectation, Factor
+from autotune.techniques import Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
@@ -36,16 +36,14 @@ class CostTerm:
     """One summand of the cost, relative to the first term at the baseline.
 
     Attributes:
-        name: what probes may have measured of it alone.
+        name: the factor of a choice's `Expectation` that acts on it.
         scale: its size at a batch size, samples per step and width of the samples in a batch, relative to the baseline's:
             (batch ratio, samples ratio, width ratio) -> factor.
-        effect: which factor of a choice's expectation acts on it.
         share: its prior, relative to the first term; of the first term itself, in units of cost.
     """
 
     name: str
     scale: Callable[[Array, Array, Array], Array]
-    effect: Callable[[Expectation], Factor]
     share: Factor
 
 
@@ -131,7 +129,7 @@ class Layout:
             spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
             self._untraced |= {switch: spread for switch, spread in spreads.items() if spread}
             for number, term in enumerate(terms):
-                factors = [term.effect(expectation) for expectation in expected]
+                factors = [getattr(expectation, term.name) for expectation in expected]
                 if all(factor == Factor() for factor in factors):
                     continue
                 for offset, choice in enumerate(active):

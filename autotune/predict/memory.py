@@ -43,13 +43,8 @@ PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
 TERMS = (
-    CostTerm(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
-    CostTerm(
-        name="state",
-        scale=lambda b, s, w: np.ones_like(b),
-        effect=lambda e: e.state,
-        share=Factor(typical=0.5, spread=4.0),
-    ),
+    CostTerm(name="activations", scale=lambda b, s, w: b, share=Factor(spread=1e3)),
+    CostTerm(name="state", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.5, spread=4.0)),
 )
 RESIDUAL = Residual(trend=0.03, bend=0.03, group=0.08, own=0.01)
 # what takes far more memory than others really does

@@ -132,27 +132,28 @@ class _Composer:
                     self._allocate(number, key)
             elif (number, key) in self.living:
                 self._free(number, key)
-            elif (other := self._counterpart(number, key, name)) is not None:
-                self._free(*other)
-        for other in [at for at in self.living if at[0] != number and self.sources[at[0]].freed_in.get(at[1]) == name]:
-            if kept_for is None:
-                self._free(*other)
+            elif (like := self._counterpart(number, key, name)) is not None:
+                self._free(*like)
+        if kept_for is None:
+            other = 1 - number
+            for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
+                self._free(other, key)
 
     def drop_output(self, block: int) -> None:
         """Free what a block's forward pass hands to the next one and keeps no longer than until then."""
-        for at in [at for at in self.living if at[0] == 1 and self.sources[1].made_in[at[1]] == ("forward", block)]:
-            if self.sources[1].freed_in.get(at[1]) == ("backward", block + 1):
-                self._free(*at)
+        each, span = self.sources[1], (("forward", block), ("backward", block + 1))
+        for key in [key for n, key in self.living if n == 1 and (each.made_in[key], each.freed_in.get(key)) == span]:
+            self._free(1, key)
 
     def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
         """A living storage of the other source that is like one of this source, and is freed in the same section."""
         source, other = self.sources[number], self.sources[1 - number]
-        made_in, sizes = source.made_in[key], source.sizes[key]
-        for at in self.living:
-            alike = at[0] != number and other.made_in[at[1]] == made_in and other.sizes[at[1]] == sizes
-            if alike and other.freed_in.get(at[1]) == name:
-                return at
-        return None
+        wanted = source.made_in[key], source.sizes[key], name
+        of_other = [at for at in self.living if at[0] != number]
+        like = (
+            at for at in of_other if (other.made_in[at[1]], other.sizes[at[1]], other.freed_in.get(at[1])) == wanted
+        )
+        return next(like, None)
 
     def _allocate(self, number: int, key: int) -> None:
         self.living[number, key] = self.next_key

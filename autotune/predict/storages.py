@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -47,7 +46,6 @@ class StorageTracker(TorchDispatchMode):
         self.in_backward = False
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
-        self._paused = False
         self._living: dict[int, _Reference] = {}  # by the address of the storage
         self.last_key = 0
         # of an addition just made: its result, first operand
@@ -92,8 +90,6 @@ class StorageTracker(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> None:
         """Record the storages of a tensor, unless they are known and have the size that they had."""
-        if self._paused:
-            return
         if type(tensor) is FakeTensor and tensor.layout is torch.strided:
             self._see_dense(tensor)
         else:
@@ -117,15 +113,6 @@ class StorageTracker(TorchDispatchMode):
     def see_elsewhere(self, tensor: torch.Tensor) -> None:
         """Take note that the storage of a dense tensor lies in other memory, and so does what looks at it."""
         self._see_dense(tensor, real_bytes=0)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """See nothing."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """The keys of the tensors' storages, as far as they were seen."""

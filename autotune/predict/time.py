@@ -20,19 +20,10 @@ from autotune.techniques import Factor
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
 # compute * w + launch / b + update / s + data.
 TERMS = (
-    CostTerm(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
-    CostTerm(
-        name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)
-    ),
-    CostTerm(
-        name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)
-    ),
-    CostTerm(
-        name="data",
-        scale=lambda b, s, w: np.ones_like(b),
-        effect=lambda e: e.data,
-        share=Factor(typical=0.02, spread=4.0),
-    ),
+    CostTerm(name="compute", scale=lambda b, s, w: w, share=Factor(spread=1e3)),
+    CostTerm(name="launch", scale=lambda b, s, w: 1 / b, share=Factor(typical=0.03, spread=4.0)),
+    CostTerm(name="update", scale=lambda b, s, w: 1 / s, share=Factor(typical=0.03, spread=3.0)),
+    CostTerm(name="data", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.02, spread=4.0)),
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))

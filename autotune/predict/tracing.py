@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
@@ -189,7 +190,7 @@ class _Run:
 
     def _inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
-        with self.tracker.paused():
+        with _disable_current_modes():
             fake = map_tensors(self.mode.from_tensor, batch)
         for tensor in tensors(fake):
             (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
