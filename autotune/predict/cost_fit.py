@@ -177,18 +177,25 @@ class CostModel:
         shared = slopes @ self._layout.covariance @ slopes.T
         sizes, groups = self._layout.kernels(self._prior_residual, self._design, self._design)
         grid = np.array(list(itertools.product(self._scales.residual, self._scales.residual, self._scales.noise)))
-        factors, weights = grid[:, :, 0], grid[:, :, 1].prod(axis=1)
-        squares = factors[:, :, None, None] ** 2
         within = shared + np.diag(self._within)
-        covariances = within + squares[:, 0] * sizes + squares[:, 1] * groups + squares[:, 2] * np.eye(len(within))
-        roots = np.linalg.cholesky(covariances)
-        whitened = np.linalg.solve(roots, np.broadcast_to(deviations[:, None], (len(grid), len(within), 1)))[:, :, 0]
-        log_roots = np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
-        logs = -0.5 * (whitened**2).sum(axis=1) - log_roots + np.log(weights)
-        chances = np.exp(logs - logs.max())
-        learned = np.exp(chances @ np.log(factors) / chances.sum())
-        self.noise = float(learned[2])
-        self.residual = replace(self._prior_residual, sizes=float(learned[0]), groups=float(learned[1]))
+        of_sizes, of_groups, noise = likely_scales(grid, deviations, within, sizes, groups, np.eye(len(within)))
+        self.noise = noise
+        self.residual = replace(self._prior_residual, sizes=of_sizes, groups=of_groups)
+
+
+def likely_scales(grid: Array, deviations: Array, within: Array, *scaled: Array) -> list[float]:
+    """Geometric means of a grid of scales, by how likely they make deviations with covariance `within + sum(scale^2 * scaled)`.
+
+    Args:
+        grid: (points, scales, 2) each scale and its prior weight.
+    """
+    scales, weights = grid[:, :, 0], grid[:, :, 1].prod(axis=1)
+    roots = np.linalg.cholesky(within + np.einsum("ps,sij->pij", scales**2, np.array(scaled)))
+    whitened = np.linalg.solve(roots, np.broadcast_to(deviations[:, None], (len(grid), len(within), 1)))[:, :, 0]
+    log_roots = np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
+    logs = np.log(weights) - 0.5 * (whitened**2).sum(axis=1) - log_roots
+    chances = np.exp(logs - logs.max())
+    return [float(scale) for scale in np.exp(chances @ np.log(scales) / chances.sum())]
 
 
 def student_weights(misfit: Array, variance: Array) -> Array:

@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import numpy as np
 
@@ -141,11 +140,7 @@ class Layout:
                 blocks.append(np.outer(stds, stds) * _correlation(len(active), ordered=technique.ordered))
         self.mean = np.array(means)
         self.covariance = np.asarray(block_diag(*blocks))
-
-    @cached_property
-    def precision(self) -> Array:
-        """Inverse of the prior covariance."""
-        return np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
+        self.precision = np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
 
     def design(self, configs: Sequence[Config]) -> Design:
         """The configs as arrays."""
@@ -155,14 +150,13 @@ class Layout:
         for number in range(1, num_terms):
             features[:, number, number] = 1.0
         ranks = np.zeros((count, len(self._searched)))
-        batch, samples = np.zeros(count), np.zeros(count)
+        batch = np.array([config.batch_size for config in configs], dtype=float)
+        samples = np.array([config.samples_per_step for config in configs], dtype=float)
         untraced = np.zeros((count, len(self._untraced)))
         columns = {switch: column for column, switch in enumerate(self._untraced)}
         places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
         for row, config in enumerate(configs):
             choices = config.as_dict()
-            batch[row] = int(choices["batch_size"])
-            samples[row] = batch[row] * int(choices["accumulation_steps"])
             for column, name in enumerate(self._searched):
                 choice = choices[name]
                 ranks[row, column] = places[column].get(choice, -1.0)

@@ -9,12 +9,12 @@ from typing import Any
 
 from autotune import techniques
 from autotune.devices.targets import CPU, Target
+from autotune.predict.allocator import reserved_factors
 from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, line
 from autotune.predict.lengths import LengthDistribution, sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
 from autotune.predict.recomputed import recompute
-from autotune.predict.reserved import reserved_factors
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.task import Task
@@ -78,9 +78,9 @@ class _Job:
     def _model_trace(self, group: Group) -> ModelTrace:
         """What the micro batches of one group hold."""
         micro = self.micro_steps(group)
-        factors: tuple[tuple[int, float, float], ...] = ()
-        if self.target != CPU:
-            factors = reserved_factors(micro, self.updates(()), allocator_sizes(self.plan.batch_sizes))
+        on_gpu = self.target != CPU
+        low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
+        simulated = allocator_sizes(self.plan.batch_sizes)
         # how far a batch size between the two traced ones was off, with nothing switched on
         deviation = self.model_trace(()).alone.deviation if group else 0.0
         alone = fit_peak(micro.alone, deviation=deviation)
@@ -88,9 +88,9 @@ class _Job:
             alone=alone,
             beside=fit_peak(micro.beside, deviation=alone.deviation),
             before_update=fit_start(micro.beside),
-            input_bytes=line(micro.alone, micro.input_bytes[0], micro.input_bytes[-1]),
+            input_bytes=line(micro.alone, low_bytes, high_bytes),
             volume=fit_volume(micro.alone),
-            reserved=factors,
+            reserved=reserved_factors(micro, self.updates(()), simulated) if on_gpu else (),
         )
 
     def _micro_steps(self, group: Group) -> MicroSteps:
@@ -130,6 +130,5 @@ def _lengths(task: Task) -> LengthDistribution | None:
 
 def _traced_as(group: Group) -> Group:
     """The group that stands for this one in tracing."""
-    found = ((techniques.REGISTRY[name], choice) for name, choice in group)
-    alike = ((technique, technique.traced_as(choice)) for technique, choice in found)
-    return tuple((technique.name, choice) for technique, choice in alike if choice != technique.off)
+    alike = [(name, techniques.REGISTRY[name].traced_as(choice)) for name, choice in group]
+    return tuple((name, choice) for name, choice in alike if choice != techniques.REGISTRY[name].off)

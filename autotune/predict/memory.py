@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.array import Array
-from autotune.predict.cost_fit import CostModel, Observation, Scales
+from autotune.predict.cost_fit import CostModel, Observation, Scales, likely_scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
 from autotune.predict.traces import Breakdown, TracedPeak, Traces
 from autotune.records.config import Config
@@ -192,14 +192,9 @@ class _Traced:
             return
         typical_bytes = float(self._seen.held.mean())
         grid = np.array(list(itertools.product(GROUP_STDS, UNTRACED_STDS)))
-        logs = np.log(grid[:, :, 1]).sum(axis=1)
-        for row, (group_std, share) in enumerate(grid[:, :, 0]):
-            self._group_std, self._untraced_std_bytes = group_std, share * typical_bytes
-            root = self._root()
-            whitened = np.linalg.solve(root, self._departures)
-            logs[row] -= 0.5 * (whitened @ whitened) + np.log(np.diag(root)).sum()
-        weights = np.exp(logs - logs.max())
-        self._group_std, share = np.exp(weights @ np.log(grid[:, :, 0]) / weights.sum())
+        of_line, of_groups, of_choices = self._kernels(self._seen, self._seen)
+        within, of_choices = of_line + np.diag(self._noise), typical_bytes**2 * of_choices
+        self._group_std, share = likely_scales(grid, self._departures, within, of_groups, of_choices)
         self._untraced_std_bytes = share * typical_bytes
 
     def _predict(self, known: Sequence[tuple[Config, TracedPeak]]) -> tuple[Array, Array]:
@@ -223,9 +218,13 @@ class _Traced:
         return np.asarray(np.linalg.cholesky(self._kernel(self._seen, self._seen) + np.diag(self._noise)))
 
     def _kernel(self, a: _Rows, b: _Rows) -> Array:
-        of_group = self._group_std**2 * np.outer(a.held, b.held) * self._layout.likeness(a.design, b.design)
-        of_choices = self._untraced_std_bytes**2 * a.design.untraced @ b.design.untraced.T
-        return np.asarray(a.features @ b.features.T + of_group + of_choices)
+        of_line, of_groups, of_choices = self._kernels(a, b)
+        return np.asarray(of_line + self._group_std**2 * of_groups + self._untraced_std_bytes**2 * of_choices)
+
+    def _kernels(self, a: _Rows, b: _Rows) -> tuple[Array, Array, Array]:
+        """The same before its scales: the line, what groups of techniques do, and what choices do that no trace shows."""
+        of_groups = np.outer(a.held, b.held) * self._layout.likeness(a.design, b.design)
+        return a.features @ b.features.T, of_groups, a.design.untraced @ b.design.untraced.T
 
 
 def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:

@@ -66,12 +66,10 @@ class MicroSteps:
     Attributes:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
-        input_bytes: of the input batch, as far as it counts, at each batch size.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
-    input_bytes: tuple[int, ...]
 
 
 class Updates(NamedTuple):

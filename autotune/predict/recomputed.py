@@ -36,7 +36,7 @@ def recompute(
     beside = _compose(none.beside, each.beside, segments, num_blocks)
     if alone is None or beside is None:
         return None
-    return MicroSteps(alone=alone, beside=beside, input_bytes=(each.input_bytes[0], each.input_bytes[-1]))
+    return MicroSteps(alone=alone, beside=beside)
 
 
 def _compose(
@@ -57,8 +57,9 @@ def _compose(
     composer.play(1, MIDDLE)
     for block in reversed(range(num_blocks)):
         if block in whole and whole[block] < block:
-            for again in range(whole[block], block + 1):
-                composer.play(0, ("forward", again), kept_for=range(whole[block], block + 1))
+            segment = range(whole[block], block + 1)
+            for again in segment:
+                composer.play(0, ("forward", again), kept_for=[("backward", b) for b in segment])
         composer.play(whole.get(block) == block, ("backward", block))
     return composer.result()
 
@@ -117,18 +118,17 @@ class _Composer:
         self.living: dict[tuple[int, int], int] = {}  # (source, key there) -> new key
         self.next_key = max(each.low.held, default=0) + 1
 
-    def play(self, number: int, name: Section, kept_for: range | None = None) -> None:
+    def play(self, number: int, name: Section, kept_for: Sequence[Section] | None = None) -> None:
         """Append a section of a source.
 
         Args:
-            kept_for: where it is run again, the blocks that need its results in their backward pass.
+            kept_for: where it is run again, the sections that need its results.
         """
-        number = int(number)
         source = self.sources[number]
         for key, _, allocates in source.sections[name]:
             if allocates:
                 freed_in = source.freed_in.get(key)
-                if kept_for is None or freed_in == name or _is_backward(freed_in, kept_for):
+                if kept_for is None or freed_in == name or freed_in in kept_for:
                     self._allocate(number, key)
             elif (number, key) in self.living:
                 self._free(number, key)
@@ -182,7 +182,3 @@ class _Composer:
     def _of_origin(self, attribute: str) -> dict[int, Any]:
         known = [getattr(source.low, attribute) for source in self.sources]
         return {new: known[number][key] for new, (number, key) in self.origin.items() if key in known[number]}
-
-
-def _is_backward(section: Section | None, blocks: range) -> bool:
-    return section is not None and section[0] == "backward" and section[1] in blocks

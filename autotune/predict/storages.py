@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autotune.devices.kernels.rules import Hidden
+from autotune.predict.fake_run import SUBSTITUTES
 from autotune.predict.passes import Event
-from autotune.predict.substitutes import SUBSTITUTES
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation

@@ -87,7 +87,15 @@ class TimeModel:
 
         A process that something disturbed unseen may be far off, and nothing else would tell of it.
         """
-        return [self._without(row) for row in range(len(self._seen)) if self._shows_something_alone(row)]
+        found = []
+        for row, config in enumerate(self._seen):
+            others = self._seen[:row] + self._seen[row + 1 :]
+            switched = {name: c for name, c in config.differences(self._baseline).items() if name not in SIZES}
+            if any(all(other[name] != choice for other in others) for name, choice in switched.items()):
+                new = copy(self)
+                new._seen, new._model = others, self._model.without(row)
+                found.append(new)
+        return found
 
     @property
     def noise(self) -> float:
@@ -112,20 +120,6 @@ class TimeModel:
         seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
         self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
-
-    def _without(self, row: int) -> TimeModel:
-        new = copy(self)
-        new._seen = self._seen[:row] + self._seen[row + 1 :]
-        new._model = self._model.without(row)
-        return new
-
-    def _shows_something_alone(self, row: int) -> bool:
-        others = self._seen[:row] + self._seen[row + 1 :]
-        return any(
-            choice != self._baseline[name] and all(other[name] != choice for other in others)
-            for name, choice in self._seen[row].choices
-            if name not in SIZES
-        )
 
 
 def _exp(log: float) -> float:

@@ -260,14 +260,9 @@ class Traces:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
-        return {
-            "format": FORMAT,
-            "target": self.target,
-            "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
-            "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
-            "failures": dict(self.failures),
-            "lengths": list(self.lengths.quantiles) if self.lengths else None,
-        }
+        data = asdict(self)
+        pairs = {name: list(data[name].items()) for name in ("models", "updates")}
+        return {"format": FORMAT, **data, **pairs, "lengths": self.lengths and self.lengths.quantiles}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Traces:

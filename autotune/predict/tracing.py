@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.kernels.workspaces import hidden_allocations
 from autotune.devices.targets import CPU, Target
 from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
@@ -107,7 +108,8 @@ class Tracer:
 
     @contextmanager
     def _run(self, config: Config) -> Iterator[_Run]:
-        with _explained(), fake_run(self._mode, self._target) as tracker:
+        tracker = StorageTracker(hidden_allocations(self._target))
+        with _explained(), fake_run(self._mode, self._target), tracker:
             run = _Run(self._session(config), tracker, self._mode, self._target)
             self._model = run.session.model
             with run.observed():
@@ -159,12 +161,10 @@ class _Run:
 
     def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
-        alone, beside, input_bytes = [], [], []
+        alone, beside = [], []
         ends = min(batches), max(batches)
         for size, batch in batches.items():
-            before_bytes = sum(self.tracker.living().values())
             inputs = self._inputs(batch)
-            input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
             alone.append(self._micro_step(size, inputs))
             if size in ends:
                 beside.append(self._micro_step(size, inputs))
@@ -172,7 +172,7 @@ class _Run:
             del inputs
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             alone[0] = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
-        return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
+        return MicroSteps(alone=tuple(alone), beside=tuple(beside))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
         """The updates of two training steps, with the same gradients."""
