@@ -148,10 +148,12 @@ class _CachingAllocator:
         self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
 
     def allocate(self, request_bytes: int) -> _Block:
-        """A block for the request."""
         size_bytes = _round_up(request_bytes, _MIN_BLOCK_BYTES)
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
-        block = pool.take_best_fit(size_bytes) or self._new_segment(_segment_bytes(size_bytes), pool)
+        block = pool.take_best_fit(size_bytes)
+        if block is None:
+            block = _Block(self.reserved_bytes, _segment_bytes(size_bytes), pool)
+            self.reserved_bytes += block.size_bytes
         if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
             _split(block, size_bytes)
         return block
@@ -169,11 +171,6 @@ class _CachingAllocator:
             block.size_bytes += after.size_bytes
             _link(block, after.after)
         block.pool.put(block)
-
-    def _new_segment(self, size_bytes: int, pool: _Pool) -> _Block:
-        block = _Block(self.reserved_bytes, size_bytes, pool)
-        self.reserved_bytes += size_bytes
-        return block
 
 
 def _split(block: _Block, size_bytes: int) -> None:

@@ -19,7 +19,11 @@ import numpy as np
 from autotune.predict.array import Array
 from autotune.predict.cost_terms import Design, Layout, Residual
 from autotune.records.config import Config
+from autotune.records.outcome import Outcome
 
+Probes = Sequence[tuple[Config, Outcome]]
+
+RESIDUAL_FACTORS = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))  # with prior weights
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
 TERM_NOISE = 0.35  # standard deviation of what is measured of a term alone
 MAX_STEPS = 12  # of Gauss-Newton
@@ -71,12 +75,10 @@ class Scales:
 
     Attributes:
         noise: (standard deviation between processes, prior weight) pairs.
-        residual: (factor on the residual, prior weight) pairs.
         outliers: whether an observation far off the others counts less.
     """
 
     noise: tuple[tuple[float, float], ...]
-    residual: tuple[tuple[float, float], ...] = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))
     outliers: bool = True
 
 
@@ -87,7 +89,6 @@ class CostModel:
         self, layout: Layout, residual: Residual, scales: Scales, observations: Sequence[Observation] = ()
     ) -> None:
         self._layout = layout
-        self._prior_residual = residual
         self._scales = scales
         self._take(observations)
         self.residual = residual
@@ -175,12 +176,12 @@ class CostModel:
         value, slopes = self._design.linearised(self._parameters)
         deviations = self._values - value + slopes @ (self._parameters - self._layout.mean)
         shared = slopes @ self._layout.covariance @ slopes.T
-        sizes, groups = self._layout.kernels(self._prior_residual, self._design, self._design)
-        grid = np.array(list(itertools.product(self._scales.residual, self._scales.residual, self._scales.noise)))
+        sizes, groups = self._layout.kernels(self.residual, self._design, self._design)
+        grid = np.array(list(itertools.product(RESIDUAL_FACTORS, RESIDUAL_FACTORS, self._scales.noise)))
         within = shared + np.diag(self._within)
         of_sizes, of_groups, noise = likely_scales(grid, deviations, within, sizes, groups, np.eye(len(within)))
         self.noise = noise
-        self.residual = replace(self._prior_residual, sizes=of_sizes, groups=of_groups)
+        self.residual = replace(self.residual, sizes=of_sizes, groups=of_groups)
 
 
 def likely_scales(grid: Array, deviations: Array, within: Array, *scaled: Array) -> list[float]:

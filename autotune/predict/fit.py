@@ -55,11 +55,9 @@ def fit_volume(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
     small = [event.size_bytes for event in low.events if event.allocates]
     if not are_aligned(low, high):  # what is there in the same size is taken to be constant
         same = Counter(small) & Counter(large)
-        grown = (Counter(large) - same).items()
-        return (
-            *((float(size), 0.0, count) for size, count in same.items()),
-            *((0.0, size / high.batch_size, count) for size, count in grown),
-        )
+        constant = [(float(size), 0.0, count) for size, count in same.items()]
+        grown = [(0.0, size / high.batch_size, count) for size, count in (Counter(large) - same).items()]
+        return (*constant, *grown)
     pairs = Counter(zip(small, large, strict=True))
     return tuple((*line(passes, a, b), count) for (a, b), count in pairs.items())
 

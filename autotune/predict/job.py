@@ -11,9 +11,9 @@ from autotune import techniques
 from autotune.devices.targets import CPU, Target
 from autotune.predict.allocator import reserved_factors
 from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, line
-from autotune.predict.lengths import LengthDistribution, sample_lengths
+from autotune.predict.lengths import sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
-from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
+from autotune.predict.plan import Plan, allocator_sizes, traced_sizes
 from autotune.predict.recomputed import recompute
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
@@ -40,7 +40,11 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
         yield {"traces": found.to_dict()}
-    if plan.lengths and (lengths := _lengths(task)) is not None:
+    lengths = None
+    if plan.lengths:
+        with contextlib.suppress(Exception):  # the user's code may not be made for single samples
+            lengths = sample_lengths(task)
+    if lengths is not None:
         yield {"traces": Traces(target=target, lengths=lengths).to_dict()}
 
 
@@ -62,8 +66,7 @@ class _Job:
         return Traces(target=self.target, updates={group: trace})
 
     def _updates(self, group: Group) -> Updates:
-        """The updates of one group."""
-        return self.tracer.updates(config_of(group), self.sizes[0])
+        return self.tracer.updates(techniques.complete(dict(group)), self.sizes[0])
 
     def model(self, group: Group) -> Traces:
         """Trace the micro batches of one group, or of one that takes the same memory.
@@ -71,12 +74,11 @@ class _Job:
         Raises:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
-        if reason := techniques.untraceable(config_of(group), "cpu" if self.target == CPU else "cuda"):
+        if reason := techniques.untraceable(techniques.complete(dict(group)), "cpu" if self.target == CPU else "cuda"):
             raise TraceError(reason)
         return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
 
     def _model_trace(self, group: Group) -> ModelTrace:
-        """What the micro batches of one group hold."""
         micro = self.micro_steps(group)
         on_gpu = self.target != CPU
         low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
@@ -95,7 +97,9 @@ class _Job:
 
     def _micro_steps(self, group: Group) -> MicroSteps:
         """The micro batches of one group: traced, or put together from those of others."""
-        return self._recomputed(group) or self.tracer.micro_steps(config_of(group), *self.sizes, check=not group)
+        return self._recomputed(group) or self.tracer.micro_steps(
+            techniques.complete(dict(group)), *self.sizes, check=not group
+        )
 
     def _recomputed(self, group: Group) -> MicroSteps | None:
         """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
@@ -119,13 +123,6 @@ class _Job:
         most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
-
-
-def _lengths(task: Task) -> LengthDistribution | None:
-    """None also where the user's code was not made for single samples."""
-    with contextlib.suppress(Exception):
-        return sample_lengths(task)
-    return None
 
 
 def _traced_as(group: Group) -> Group:

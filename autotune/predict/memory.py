@@ -13,20 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.array import Array
-from autotune.predict.cost_fit import CostModel, Observation, Scales, likely_scales
+from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, likely_scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
 from autotune.predict.traces import Breakdown, TracedPeak, Traces
 from autotune.records.config import Config
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind
 from autotune.space import Space
 from autotune.techniques import Factor
 from autotune.units import MIB
 
-Probes = Sequence[tuple[Config, Outcome]]
 PeakBytes = Sequence[tuple[Config, int]]
 
 Z95 = 1.96
-
 # Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
@@ -105,8 +103,7 @@ class MemoryModel:
         self._space = space
         measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
         # what a config needs at the least, where it was told
-        failed = [(config, o.peak_bytes + o.attempted_bytes) for config, o in probes if o.kind is Kind.OOM]
-        failed = [(config, least_bytes) for config, least_bytes in failed if least_bytes]
+        failed = [(c, least) for c, o in probes if o.kind is Kind.OOM and (least := o.peak_bytes + o.attempted_bytes)]
         self._traced: _Traced | None = None
         if peaks is not None and not _are_refuted(peaks, measured):
             self._traced = _Traced(peaks, outside_bytes, space, measured, failed)
@@ -122,10 +119,9 @@ class MemoryModel:
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
         """The peak of each config."""
-        traced = self._traced.estimates(configs) if self._traced is not None else {}
-        rest = [config for config in configs if config not in traced]
-        untraced = dict(zip(rest, self._untraced.estimates(rest), strict=True))
-        return [traced.get(config) or untraced.get(config) for config in configs]
+        found = self._traced.estimates(configs) if self._traced is not None else {}
+        found |= self._untraced.estimates([config for config in configs if config not in found])
+        return [found.get(config) for config in configs]
 
 
 class _Rows:
@@ -265,16 +261,16 @@ class _Untraced:
                 seen.append(Observation(config=config, value=value, noise=math.sqrt(noise)))
                 self._model = CostModel(layout, RESIDUAL, SCALES, seen)
 
-    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
+    def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
         if not self._any or not configs:
-            return [None] * len(configs)
+            return {}
         posterior = self._model.posterior(configs)
-        found: list[MemoryEstimate | None] = []
-        for mean, variance in zip(posterior.mean, posterior.variance, strict=True):
+        found = {}
+        for config, mean, variance in zip(configs, posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_bytes + trained
             log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak
-            found.append(MemoryEstimate(peak_bytes=int(peak), log_std=log_std))
+            found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std)
         return found
 
     def _log(self, peak_bytes: float) -> float:

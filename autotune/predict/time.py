@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.predict.cost_fit import CostModel, Observation, Posterior, Scales
+from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
 from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
 from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
-from autotune.records.outcome import Measurement, Outcome
+from autotune.records.outcome import Measurement
 from autotune.space import Space
 from autotune.techniques import Factor
 
@@ -66,17 +66,12 @@ class TimeModel:
         lengths: of the training set's samples: larger micro batches are padded more.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        probes: Sequence[tuple[Config, Outcome]] = (),
-        lengths: LengthDistribution | None = None,
-    ) -> None:
+    def __init__(self, space: Space, probes: Probes = (), lengths: LengthDistribution | None = None) -> None:
         self._baseline = space.baseline
         self._layout = Layout(TERMS, space, lengths.mean_width) if lengths else Layout(TERMS, space)
         self._fit(probes)
 
-    def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:
+    def fitted(self, probes: Probes) -> TimeModel:
         """A new model that has seen exactly these probes. Those that did not run through tell nothing of time."""
         new = copy(self)
         new._fit(probes)
@@ -115,7 +110,7 @@ class TimeModel:
             for mean, variance in zip(speeds.mean, speeds.variance, strict=True)
         ]
 
-    def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
+    def _fit(self, probes: Probes) -> None:
         measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
         seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]

@@ -61,13 +61,11 @@ class Tracer:
             dataset = task.dataset()
             widest = task.widest()
         self._task = task
-        self._session_task = replace(
-            task, global_batch=None, train_dataset=None if dataset is None else lambda: dataset
-        )
+        self._session_task = replace(task, global_batch=None)
         if dataset is not None:
+            self._session_task = replace(self._session_task, train_dataset=lambda: dataset)
             self._session_task.use_widest(widest)
         self._target = target
-        self._device = CpuDevice()
         self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._batches: dict[int, Any] = {}
         self._model: torch.nn.Module | None = None
@@ -131,12 +129,12 @@ class Tracer:
         off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         try:
-            return prepare(self._session_task, config, device=self._device)
+            return prepare(self._session_task, config, device=CpuDevice())
         except (AutotuneError, techniques.UnsupportedError):
             raise
         except Exception:  # building the model needs real values; its parameters' shapes do for the rest
             task = replace(self._session_task, build_model=self._built_for_real)
-            return prepare(task, config, device=self._device)
+            return prepare(task, config, device=CpuDevice())
 
     def _built_for_real(self) -> torch.nn.Module:
         with unset_fake_temporarily():
@@ -285,26 +283,18 @@ class _Run:
 
 def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
     """The blocks that a technique may recompute."""
-    for technique in techniques.REGISTRY.values():
-        if (found := technique.recomputation(session.task, session.model, technique.off)) is not None:
-            return found.blocks
-    return ()
+    found = (t.recomputation(session.task, session.model, t.off) for t in techniques.REGISTRY.values())
+    return next((recomputation.blocks for recomputation in found if recomputation is not None), ())
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Whatever happens is a `TraceError`."""
+    """Whatever happens is a `TraceError`, which says it in one line."""
     try:
         yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
     except Exception as error:
-        raise TraceError(_reason(error)) from error
-
-
-def _reason(error: BaseException) -> str:
-    """One line for a log."""
-    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
-        return f"what {error.func} returns depends on the values of a tensor"
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, AutotuneError | techniques.UnsupportedError):
-        return first_line
-    return f"{type(error).__name__}: {first_line}"[:300]
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError)
+        raise TraceError(first_line if is_ours else f"{type(error).__name__}: {first_line}"[:300]) from error
