@@ -158,9 +158,9 @@ def answer(
         groups=groups,
         untraced=dict(traces.failures),
         left_out={
-            name: inspection.support[name].reason
+            name: reason
             for name in techniques.REGISTRY
-            if _shapes_memory(name) and inspection.support[name].reason
+            if _shapes_memory(name) and (reason := inspection.support[name].reason)
         },
         warnings=tuple(warnings),
         trace_s=trace_s,
@@ -248,13 +248,9 @@ class Question:
         peak = peak_at(sizes[max(0, num_fitting - 1)])
         if peak is None:
             return None
-        switched_on = {
-            name: choice
-            for name, choice in peak.config.items()
-            if _shapes_memory(name) and choice != techniques.REGISTRY[name].off
-        }
+        shaping = {name: choice for name, choice in peak.config.items() if _shapes_memory(name)}
         return GroupPrediction(
-            switched_on=switched_on,
+            switched_on={name: choice for name, choice in shaping.items() if choice != techniques.REGISTRY[name].off},
             same_memory=(),
             peak=peak,
             fits=num_fitting > 0,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.cost_terms import Design, Layout, Residual
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
@@ -105,7 +105,6 @@ class CostModel:
         """The posterior of configs, observed or not."""
         design = self._layout.design(configs)
         value, slopes = design.linearised(self._parameters)
-        variance = self._layout.variance(self.residual, design)
         explained = np.zeros((len(configs), 0))
         if len(self._values):
             across = self._layout.kernel(self.residual, design, self._design)
@@ -113,21 +112,14 @@ class CostModel:
             value = value + explained @ self._whitened_residuals
             slopes = slopes - explained @ self._whitened_slopes
         effects = slopes @ self._spread
-        return Posterior(
-            value,
-            variance - (explained**2).sum(axis=1) + (effects**2).sum(axis=1),
-            self._layout,
-            self.residual,
-            design,
-            explained,
-            effects,
-        )
+        prior = self._layout.variance(self.residual, design)
+        variance = prior - (explained**2).sum(axis=1) + (effects**2).sum(axis=1)
+        return Posterior(value, variance, self._layout, self.residual, design, explained, effects)
 
     def without(self, row: int) -> CostModel:
         """The model as it would be without one of its observations; noise and residual stay as large as they were found."""
-        kept = [o for place, o in enumerate(self._observations) if place != row]
         new = copy(self)
-        new._take(kept)
+        new._take([o for place, o in enumerate(self._observations) if place != row])
         new._step_until_settled()
         return new
 

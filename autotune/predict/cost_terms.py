@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from autotune import techniques
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
 from autotune.space import Space
@@ -115,8 +116,6 @@ class Layout:
         self._reach = dict.fromkeys(self._searched, LITTLE)
         self._untraced: dict[tuple[str, Choice], float] = {}
         self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (term, parameter) of each choice
-        from scipy.linalg import block_diag
-
         means = [math.log(term.share.typical) for term in terms]
         blocks = [np.array([[math.log(term.share.spread) ** 2]]) for term in terms]
         for name in self._searched:
@@ -146,9 +145,8 @@ class Layout:
         """The configs as arrays."""
         count, num_terms = len(configs), len(self.terms)
         features = np.zeros((count, num_terms, len(self.mean)))
+        features[:, :, :num_terms] = np.eye(num_terms)
         features[:, :, 0] = 1.0  # every term is relative to the first
-        for number in range(1, num_terms):
-            features[:, number, number] = 1.0
         ranks = np.zeros((count, len(self._searched)))
         batch = np.array([config.batch_size for config in configs], dtype=float)
         samples = np.array([config.samples_per_step for config in configs], dtype=float)

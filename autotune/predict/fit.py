@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.passes import Event, Pass, Purpose
 from autotune.predict.traces import PeakFit, Piece
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, likely_scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
 from autotune.predict.traces import Breakdown, TracedPeak, Traces

@@ -186,8 +186,7 @@ def _address(tensor: Any) -> int:
 
 
 def _plausible_value(tensor: Any) -> bool | int | float | complex:
-    constant = getattr(tensor, "constant", None)
-    if constant is not None:
+    if (constant := getattr(tensor, "constant", None)) is not None:
         return constant.item()  # type: ignore[no-any-return]
     if tensor.dtype is torch.bool:
         return False

@@ -125,12 +125,11 @@ def _observation(config: Config, measured: Measurement) -> Observation:
     low, high = measured.samples_per_s_low, measured.samples_per_s_high
     within = math.log(high / low) / 2 / Z95 if 0 < low <= high < math.inf else UNKNOWN_NOISE
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
+    noise = math.hypot(within, extra)
     # term / (samples / samples per step) is its size at the baseline's samples per step
     terms = {
         term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
         for term, phase in PHASES.items()
         if phase in measured.phases_s
     }
-    return Observation(
-        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), terms=terms
-    )
+    return Observation(config=config, value=-math.log(measured.samples_per_s), noise=noise, terms=terms)

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from autotune import techniques
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.time import TimeModel
 from autotune.records.batch_plan import ACCUMULATION
