@@ -15,7 +15,6 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.predict.answer import MemoryPrediction, answer
 from autotune.predict.cache import FOLDER, TraceCache
-from autotune.proposers import sampler_names
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions, takes
@@ -54,9 +53,8 @@ def search(
         AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
-    asked = SearchOptions.of(options, total_bytes=_total_bytes)
-    if asked.sampler not in sampler_names():
-        raise ConfigError(f"sampler: {asked.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
+    asked = SearchOptions.of(options, total_bytes=total_bytes)
     return run_search(TaskSource.of(task), asked, runner=runner, listener=listener)
 
 
@@ -99,9 +97,11 @@ def _run_one(
     logs: Path,
 ) -> Outcome:
     source = _source(task, options.global_batch)
-    with LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs") as runner:
+    local = LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs")
+    free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
+    with local as runner:
         settings = ProbeSettings(
-            memory_limit_bytes=options.memory_limit_bytes or runner.device().free_bytes,
+            memory_limit_bytes=options.memory_limit_bytes or free_bytes,
             num_steps=num_steps,
             timeout_s=options.timeout_s,
         )

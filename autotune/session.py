@@ -1,4 +1,4 @@
-"""`prepare(task, config)`: the one implementation of the training step, run by probes and by users alike."""
+"""`prepare(task, config)`: the one implementation of the training step, for probes and users alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Session:
     """A task made ready to train with a config.
 
     Attributes:
-        model: on its device, in training mode.
+        model: the model on its device, in training mode.
         optimizer: the task's own, with the config's implementation.
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
         config: the config that was applied.
@@ -46,8 +46,8 @@ class Session:
         """Take one optimizer step on all the samples of `batch`.
 
         Args:
-            batch: what `loader` yields, or any batch on any device, which is cut into micro batches along its first
-                dimension. A batch of fewer samples than a full step is weighted correctly.
+            batch: a batch of `loader`, or any batch on any device, which is split into micro batches along its first
+                dimension. A batch with fewer samples than a full step is weighted correctly.
 
         Returns:
             The mean loss over the samples: a scalar on the device, without gradient. Reading it waits for the device.
@@ -57,12 +57,12 @@ class Session:
         return loss
 
     def accumulate(self, batch: Any) -> torch.Tensor:
-        """The first half of `step`: add the gradient of the mean loss over `batch` to the parameters' gradients.
+        """Add the gradient of the mean loss over `batch` to the parameters' gradients: the first half of `step`.
 
-        Micro batches are weighted by the number of terms in their mean loss, so that the sum is the gradient of the
-        whole batch and not the mean of means. One without any term (no label in it counts) is left out, as the whole
-        batch would leave it out. Where none has a term, loss and gradient are what the task's loss makes of nothing, as
-        in plain training: for torch's cross entropy NaN and zero.
+        Micro batches are weighted by the number of terms in their mean loss, so the sum is the gradient of the whole
+        batch and not the mean of means. A micro batch without terms (no label in it counts) is left out, as the whole
+        batch would do. If none has a term, loss and gradient are those that the task's loss gives for no terms, as in
+        plain training: NaN and zero for torch's cross entropy.
         """
         micro_batches = batch if isinstance(batch, StepBatch) else split(batch, self.config.batch_size)
         shares = _shares([self.task.weight(micro) for micro in micro_batches])
@@ -78,7 +78,7 @@ class Session:
         return total
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
-        """Forward pass only: the mean loss of one micro batch, with gradient, as `step` computes it."""
+        """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
         micro_batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), micro_batch)
         for transform in self._batch_transforms:
             micro_batch = transform(micro_batch)
@@ -88,7 +88,7 @@ class Session:
             return self.task.loss(self.model, micro_batch)
 
     def update(self) -> None:
-        """The second half of `step`: unscale, clip where the task asks for it, step, and clear the gradients."""
+        """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.task.max_grad_norm is not None:
@@ -102,7 +102,7 @@ class Session:
 
 
 def _shares(weights: list[float]) -> list[float]:
-    """Each micro batch's weight in the mean over all; equal weights where none has a term."""
+    """Each micro batch's weight in the mean over all; equal weights if none has a term."""
     total = sum(weights)
     return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
 
@@ -160,12 +160,12 @@ def prepare(
 
     Args:
         task: a task, or the path of a `model.py`.
-        config: a config dict; techniques it does not name are off, and the batch size is the task's baseline's.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the process's current one, as it is in a probe.
+        config: a config dict. Techniques that it does not name are off; the default batch size is the baseline's.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the current one of the process, as in a probe.
         global_batch: samples per optimizer step, in place of the task's own.
 
     Raises:
-        TaskError: the model file or what one of its functions returns does not fit.
+        TaskError: the model file is not valid, or one of its functions returns something unsuitable.
         ConfigError: the config is not valid, or does not keep the task's global batch.
         DeviceError: there is no such device.
         UnsupportedError: a technique cannot be applied to this model on this device.

@@ -17,7 +17,7 @@ from autotune.records.inspection import Inspection
 
 
 class SpaceExhausted(Exception):
-    """No config of the space is left to probe: each was measured or ruled out."""
+    """No config of the space is left to probe: all were measured or ruled out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class Space:
     """The configs that may be probed.
 
     Attributes:
-        choices: per technique the choices that are searched, in order; one choice means fixed. Accumulation is not among them
-            when there is a global batch: it follows from the batch size.
-        supported: every supported choice of what is searched, also those left out of this search. A study keeps them: its
-            distributions must not change from one search to the next.
+        choices: technique -> choices that are searched, in order; a single choice is fixed. With a global batch,
+            accumulation is not among them: it follows from the batch size.
+        supported: every supported choice of these techniques, including those left out of this search. A study keeps them,
+            since its distributions must not change from one search to the next.
         baseline: always part of the space.
         accumulations: the accumulation steps that may be used.
     """
@@ -41,11 +41,11 @@ class Space:
 
     @property
     def ordered(self) -> frozenset[str]:
-        """Names whose choices are numbers on a scale."""
+        """Names of techniques whose choices are numbers on a scale."""
         return frozenset(filter(techniques.is_ordered, self.choices))
 
     def complete(self, choices: Mapping[str, Choice]) -> Config:
-        """Fill a partial config up: with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
+        """Complete a partial config with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
         fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
         full = {**self.baseline.as_dict(), **fixed, **choices}
         if self.global_batch is not None:
@@ -95,7 +95,7 @@ class Space:
     def with_smaller_baseline(self) -> Space | None:
         """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
 
-        The smaller batch size may be searched with every technique. None where the batch is one sample already.
+        The smaller size is searched with every technique. None if the batch is one sample already.
         """
         if self.baseline.batch_size == 1:
             return None
@@ -117,11 +117,11 @@ class Space:
         )
 
     def params(self, config: Config) -> dict[str, Choice]:
-        """The config's choices of what is searched, from which `complete` makes the config again."""
+        """The config's searched choices, from which `complete` restores the config."""
         return {name: config[name] for name in self.supported}
 
     def nearest(self, proposal: Mapping[str, Any], admissible: Callable[[Config], bool]) -> Config:
-        """The admissible config nearest to a proposal, which is snapped to the choices and then moved one step at a time.
+        """The admissible config nearest to a proposal: snap it to the choices, then move one step at a time.
 
         Raises:
             SpaceExhausted: there is none.
@@ -155,10 +155,10 @@ class Space:
 def build_space(
     inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> tuple[Space, list[str]]:
-    """Make the space of a task on a device from what is supported and what the user fixed, included and excluded.
+    """Build the space of a task from the supported choices and from what the user fixed, included and excluded.
 
     Returns:
-        The space, and notes for the user on what was left out.
+        The space, and notes for the user about what was left out.
 
     Raises:
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
@@ -210,7 +210,7 @@ def _in_order(name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspection: Inspection) -> Choice:
     """The choice that the user fixed.
 
-    A batch size need not be one of those that would be searched: the global batch and the dataset have to allow it.
+    A batch size need not be among those searched, as long as the global batch and the dataset allow it.
 
     Raises:
         ConfigError: it is not supported for this task on this device.

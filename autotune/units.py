@@ -63,6 +63,11 @@ def parse_fraction(text: str) -> float:
     raise ValueError(f"{text!r} is not a share; expected a value such as 5% or 0.05, below 100%")
 
 
+def plural(number: int, noun: str) -> str:
+    """`1 probe`, `3 probes`, `1,200 configs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1572864000` -> `1.46 GiB`: binary units, three significant figures."""
     value, unit = float(num_bytes), "B"

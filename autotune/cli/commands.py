@@ -22,7 +22,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.records.result import Result
     from autotune.report.answer import answer_sections
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.live import live_listener
     from autotune.tuning.recommend import Interrupted
 
@@ -78,7 +78,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.outcome import outcome_sections
 
     if options.json:
@@ -92,16 +92,13 @@ def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Na
 
 def show(options: argparse.Namespace) -> int:
     """`autotune show`: the probes, the front and the answer of a study."""
-    from autotune.report.csv import study_csv
-    from autotune.report.json import study_json
+    from autotune.report import formats
     from autotune.report.study import study_sections
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
-    if options.json:
-        print(study_json(study))
-    elif options.csv:
-        sys.stdout.write(study_csv(study))
+    if options.form is not None:
+        sys.stdout.write(formats.render(study, options.form))
     else:
         _print(study_sections(study, model=study.attributes.get("model", "model.py")))
     return ANSWERED
@@ -114,12 +111,10 @@ def export(options: argparse.Namespace) -> int:
 
     study = load_study(options.study_file, study=options.study)
     if study.result is None:
-        raise StudyError(
-            f"the study {study.name} has no answer yet; the same `autotune search` command goes on with it"
-        )
+        raise StudyError(f"the study {study.name} has no answer yet; the same `autotune search` command continues it")
     exported = export(study.result, options.to, space=study.attributes.get("space"))
     for name, why in exported.unsaid.items():
-        print(f"not said: {name}: {why}", file=sys.stderr)
+        print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:
         _write(Path(options.out), exported.text + "\n")
     else:
@@ -133,6 +128,7 @@ def sweep(options: argparse.Namespace) -> int:
     from autotune.report.live import summary
     from autotune.techniques.labels import describe
     from autotune.tuning.sweep import Progress
+    from autotune.units import plural
 
     def show(progress: Progress) -> None:
         if options.quiet:
@@ -147,8 +143,8 @@ def sweep(options: argparse.Namespace) -> int:
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
     sharp = sum(figure.half_width <= interval for figure in ran)
     print(
-        f"{table.path}: {len(table.figures)} configs, {len(table.rows)} probes; {len(ran)} ran, {sharp} of them known within "
-        f"{interval:.1%}"
+        f"{table.path}: {plural(len(table.figures), 'config')}, {plural(len(table.rows), 'probe')}; {len(ran)} ran, "
+        f"{sharp} of them known to within {interval:.1%}"
     )
     return ANSWERED
 
@@ -156,9 +152,9 @@ def sweep(options: argparse.Namespace) -> int:
 def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
-    from autotune.report.json import document
+    from autotune.report.document import document
     from autotune.report.prediction import prediction_sections
-    from autotune.units import format_seconds
+    from autotune.units import format_seconds, plural
 
     prediction = api.predict(
         options.model,
@@ -166,7 +162,7 @@ def predict(options: argparse.Namespace) -> int:
         **given(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
-    what = "one config" if options.config is not None else f"{combinations} combinations of techniques"
+    what = "one config" if options.config is not None else f"{plural(combinations, 'combination')} of techniques"
     print(
         f"predicted {what} in {format_seconds(prediction.wall_s)}, {format_seconds(prediction.trace_s)} of it tracing; "
         "nothing was trained",
@@ -232,14 +228,14 @@ def _config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(content)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--config {text!r} holds no JSON: {error}") from None
+        raise ConfigError(f"--config {text!r} is not valid JSON: {error}") from None
     if isinstance(config, dict) and isinstance(config.get("result"), dict):  # of `show --json`
         config = config["result"]
     if isinstance(config, dict) and isinstance(config.get("config"), dict):
         config = config["config"]
     if not isinstance(config, dict):
         raise ConfigError(
-            f'--config {text!r} holds a {type(config).__name__}; expected a JSON object such as {{"batch_size": 16}}'
+            f'--config {text!r} is a JSON {type(config).__name__}; expected an object such as {{"batch_size": 16}}'
         )
     return config
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return _fail(error, as_json=getattr(options, "json", False), debug=options.debug)
+        return _fail(error, as_json="--json" in given, debug=options.debug)
 
 
 def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
@@ -71,8 +71,8 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, OSError):
         what = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
-        next_step = _NEXT_STEPS.get(error.errno or 0, "put that right (--debug shows where it arose)")
-        return USAGE, f"{what}; {next_step}, and run the same command again: a study goes on where it stopped"
+        next_step = _NEXT_STEPS.get(error.errno or 0, "fix that (--debug shows where it happened)")
+        return USAGE, f"{what}; {next_step}, and run the same command again: a study continues where it stopped"
     what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
     return USAGE, f"{what}; this is a fault of autotune itself: please report it with the traceback above"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
@@ -60,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     search = command("search", "find the best config of a model file", SearchOptions)
     search.add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
-    search.add_argument("--out", metavar="FILE", help="write the JSON document there too")
+    search.add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
     search.add_argument("--quiet", action="store_true", help="only warnings on stderr")
     _add_json(search)
     probe = command("probe", "run one config once", ProbeOptions)
@@ -71,22 +73,24 @@ def build_parser() -> argparse.ArgumentParser:
     _add_json(verify)
     show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
-    form = show.add_mutually_exclusive_group()
-    _add_json(form)
-    form.add_argument("--csv", action="store_true", help="one line per probe")
-    export = command("export", "the answer in the words of a framework")
+    forms = show.add_mutually_exclusive_group()
+    for name in _names_of_forms():
+        forms.add_argument(
+            f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
+        )
+    export = command("export", "the answer in the form that a framework reads")
     _add_study(export)
     export.add_argument(
         "--to",
         required=True,
         metavar="NAME",
-        help="whose words: json or env, for example; an unknown NAME lists all that there are",
+        help="the form: json or env, for example; an unknown NAME lists them all",
     )
-    export.add_argument("--out", metavar="FILE", help="write it there instead of to stdout")
+    export.add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
     predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
     predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)
-    sweep = command("sweep", "measure a whole space into a table, to compare searches on", SweepOptions)
+    sweep = command("sweep", "measure a whole space into a table, for comparing searches", SweepOptions)
     sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
     devices = command("devices", "memory, utilisation, temperature, power, processes")
     devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
@@ -136,4 +140,10 @@ def _add_json(parser: Any) -> None:
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
-    parser.add_argument("--study", metavar="NAME", help="where the file holds several")
+    parser.add_argument("--study", metavar="NAME", help="which study, if the file holds several")
+
+
+def _names_of_forms() -> list[str]:
+    """The modules of `autotune.report.formats`, none of which is imported: they take seconds."""
+    folder = Path(__file__).parent.parent / "report" / "formats"
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]))

@@ -40,7 +40,7 @@ def open_device(name: str) -> Device:
         return CudaDevice(0) if num_gpus and torch_has_cuda() else _cpu(num_gpus=num_gpus)
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
-        raise DeviceError(f"{name!r} is not a device; expected auto or one of {_listed(num_gpus)}")
+        raise DeviceError(f"{name!r} is not a device; expected one of auto, {_listed(num_gpus)}")
     index = int(match[1] or 0)
     if not num_gpus:
         raise DeviceError(f"there is no device {name!r}: {nvml.why_no_gpu()}; use --device cpu to train on the CPU")

@@ -1,4 +1,4 @@
-"""A GPU that is not there, to ask what would apply to it: the work that this takes is done on the CPU."""
+"""Stands for a GPU that is not in this machine, to find out what would apply to it. The work runs on the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from autotune.records.device import DeviceInfo
 
 
 class AbsentGpu(CpuDevice):
-    """A CUDA device by its description alone.
+    """A CUDA device known only by its description.
 
-    Nothing can be measured on it, and a process on it is taken to hold what a typical CUDA context does.
+    Nothing can be measured on it. A process on it is assumed to hold as much as a typical CUDA context.
 
     Args:
-        info: what is known of it: its memory and compute capability.
+        info: its memory and compute capability.
     """
 
     name = "cuda"
@@ -24,9 +24,9 @@ class AbsentGpu(CpuDevice):
         self._info = info
 
     def info(self) -> DeviceInfo:
-        """As it was described."""
+        """The description."""
         return self._info
 
     def current_bytes(self) -> int:
-        """A typical CUDA context and its libraries."""
+        """Memory of a typical CUDA context and its libraries."""
         return TYPICAL_CONTEXT_BYTES

@@ -1,4 +1,4 @@
-"""What a device is to the rest of the package: memory limit and peak, synchronization, errors, telemetry."""
+"""The protocol of devices: memory limit and peak, synchronization, errors, telemetry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    """What the device's instruments say now.
+    """The readings of the device's instruments.
 
     Attributes:
         values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; missing where
@@ -28,7 +28,7 @@ class Telemetry:
 
 
 class Device(Protocol):
-    """One device. The first methods are safe anywhere and create no CUDA context; the others belong into a probe."""
+    """One device. The first methods are safe anywhere and create no CUDA context; the others are for probes."""
 
     name: str  # `cpu`, `cuda:0`
     kind: str  # `cpu` or `cuda`: torch's device type
@@ -46,10 +46,10 @@ class Device(Protocol):
         """The device as torch's own object."""
 
     def enter(self) -> None:
-        """Make it the one that this process trains on, before a model is built: user code may say just `cuda`."""
+        """Make this the device that the process trains on, before a model is built: user code may just say `cuda`."""
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """From now on fail allocations that would take this process beyond `limit_bytes`."""
+        """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
 
     def start_measuring(self) -> None:
         """Reset the counters that `contention` reads."""
@@ -64,17 +64,17 @@ class Device(Protocol):
         """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
 
     def held_bytes(self, attempted_bytes: int) -> int:
-        """What this process held, at the least, when an allocation of `attempted_bytes` failed just now; comparable with the limit.
+        """Lower bound of what this process held when an allocation of `attempted_bytes` failed just now; comparable with the limit.
 
-        Ask while the error's frames are alive. Together with what was asked for it is the least that was needed; the
-        peak is not: what was held before may have been given back.
+        Call it while the error's frames are alive. The result plus the attempted bytes is the least that was needed. The
+        peak would not do, since memory held before may have been freed.
         """
 
     def memory_detail(self) -> dict[str, float]:
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""
 
     def contention(self) -> float:
-        """Share of the time since `start_measuring` in which others held what this process wanted; 0 if unknown."""
+        """Share of the time since `start_measuring` in which others held the processors or the GPU; 0 if unknown."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a real failed allocation."""

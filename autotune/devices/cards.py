@@ -19,8 +19,8 @@ class Card:
 
     Attributes:
         name: as NVIDIA writes it, or the size that the user gave.
-        total_bytes: what `torch.cuda.mem_get_info` gives as the total, a little less than the printed size; where error
-            correction can be switched off, with it on.
+        total_bytes: the total of `torch.cuda.mem_get_info`, a little less than the printed size. Error correction is on if
+            the card has a switch for it.
         capability: CUDA compute capability.
     """
 
@@ -104,11 +104,11 @@ def card_of(text: str) -> Card:
     """The card that the user means by a name or a memory size.
 
     Args:
-        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and what NVIDIA writes around
-            the name do not matter; the size may be left out where there is one size only.
+        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and NVIDIA's additions to the
+            name do not matter. The size is optional if the card comes in one size.
 
     Raises:
-        ConfigError: no card has this name, or several have it, and it is not a size.
+        ConfigError: the text is not a size, and no card or several cards have this name.
     """
     key = _key(text)
     matches = [card for card in CARDS if key in (_key(card.name), _key(_without_size(card.name)))]
@@ -121,7 +121,7 @@ def card_of(text: str) -> Card:
     except ValueError:
         raise ConfigError(_unknown(text, key)) from None
     if total_bytes < GIB:
-        raise ConfigError(f"{text!r} is less than 1 GiB; write a card's memory with its unit, such as 24GiB")
+        raise ConfigError(f"{text!r} is less than 1 GiB; write the GPU's memory with its unit, such as 24GiB")
     return Card(name=format_bytes(total_bytes), total_bytes=total_bytes, capability=_UNKNOWN_CAPABILITY)
 
 
@@ -129,7 +129,7 @@ def _unknown(text: str, key: str) -> str:
     names = {_key(_without_size(card.name)): _without_size(card.name) for card in CARDS}
     near = [names[near] for near in difflib.get_close_matches(key, names, n=_NUM_NEAREST, cutoff=0.5)]
     hint = f"the nearest names are {', '.join(near)}" if near else "names look like RTX 4090 or A100 80GB"
-    return f"{text!r} is no card that is known here; {hint}; or give its memory, such as 24GiB"
+    return f"{text!r} is not a known GPU; {hint}. Or give its memory, such as 24GiB"
 
 
 def _without_size(name: str) -> str:

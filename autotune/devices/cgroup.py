@@ -1,4 +1,4 @@
-"""What this process's control groups (v1 and v2) allow, memory and processor time, and their count of OOM kills.
+"""The memory and processor time that this process's control groups (v1 and v2) allow, and their count of OOM kills.
 
 A limit may sit on any ancestor, so every directory from this process's group up to the mount is read. In a container
 the path in `/proc/self/cgroup` may be the host's while only the container's part is mounted; then the mount itself is
@@ -21,7 +21,7 @@ _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no li
 
 @dataclass(frozen=True)
 class MemoryAllowance:
-    """A group's memory limit and what is left of it, reclaimable file cache counted as free."""
+    """A group's memory limit and what is left of it. Reclaimable file cache counts as free."""
 
     limit_bytes: int
     free_bytes: int
@@ -44,7 +44,7 @@ def memory_allowance(root: Path = ROOT) -> MemoryAllowance | None:
 
 
 def num_processors(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the groups allow (`docker --cpus`); None without a quota."""
+    """Number of processors that the groups allow (`docker --cpus`); None without a quota."""
     quotas = []
     for directory, is_v2 in _directories(root, "cpu", False, True):
         if is_v2:
@@ -57,7 +57,7 @@ def num_processors(root: Path = ROOT) -> float | None:
 
 
 def num_oom_kills(root: Path = ROOT) -> int | None:
-    """Processes of this group (v2: and below it) that the kernel's OOM killer has killed; None if not counted."""
+    """Number of processes in this group (v2: and below it) that the kernel's OOM killer has killed; None if not counted."""
     for directory, name in _directories(root, "memory", "memory.oom_control", "memory.events"):
         kills = _table(directory / name).get("oom_kill")
         if kills is not None:

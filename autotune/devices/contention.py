@@ -1,4 +1,4 @@
-"""How much of the time others held the processors that this process wanted to run on."""
+"""Measures how much of the time other processes held the processors that this process wanted to run on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.devices.procfs import PROC, descendants
 
 
 class ProcessorWatch:
-    """Watches this process from its creation on.
+    """Watches this process from the creation of the watch.
 
     Two sources, both from the kernel. `schedstat` counts for each thread how long it was runnable but waited for a
     processor; over the wall time and the compute threads that is the share of their time they lacked, and two equal

@@ -30,9 +30,8 @@ _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 class CpuDevice:
     """This machine's processors and memory, as far as this process's control group and affinity allow.
 
-    The limit is `RLIMIT_DATA`: it bounds the private writable memory of each process (`VmData`), all of it: libraries'
-    data and thread stacks included, touched or not. `peak_bytes` is on the same scale, and adds what data-loading
-    workers hold.
+    The limit is `RLIMIT_DATA`. It bounds all private writable memory of each process (`VmData`), touched or not, including
+    libraries' data and thread stacks. `peak_bytes` is on the same scale, and adds what data-loading workers hold.
 
     Args:
         notes: remarks for `info`.
@@ -68,7 +67,7 @@ class CpuDevice:
         notes = self._notes
         quota = cgroup.num_processors()
         if quota is not None and threads > quota + 0.5:
-            note = f"the control group allows {quota:g} processors' time but torch uses {threads} threads; "
+            note = f"the control group allows {quota:g} processors, but torch uses {threads} threads; "
             notes += (note + f"set OMP_NUM_THREADS={max(1, round(quota))}",)
         return DeviceInfo(
             name=self.name,
@@ -97,13 +96,13 @@ class CpuDevice:
         return torch.device("cpu")
 
     def enter(self) -> None:
-        """Nothing: there is one CPU."""
+        """Do nothing: there is one CPU."""
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Fail allocations that would take this process's private memory, what it holds now included, beyond the limit.
+        """Make allocations fail that would take this process's private memory, including what it holds now, beyond the limit.
 
-        It cannot be raised again. Processes started from now on, such as data-loading workers, inherit it, each for
-        itself.
+        The limit cannot be raised again. Processes started later, such as data-loading workers, inherit it; it applies to
+        each separately.
 
         Raises:
             DeviceError: the process already holds more.
@@ -126,12 +125,12 @@ class CpuDevice:
         self._watch = ProcessorWatch()
 
     def synchronize(self) -> None:
-        """Nothing: CPU operators return when they are done."""
+        """Do nothing: CPU operators return when they are done."""
 
     def peak_bytes(self) -> int:
         """Peak of this process's private memory, plus the most that its data-loading workers were seen to hold.
 
-        Workers are looked at whenever this or `current_bytes` is called. Their peak need not coincide with the
+        Workers are observed whenever this or `current_bytes` is called. Their peak need not coincide with the
         process's.
         """
         self._look_at_workers()
@@ -142,10 +141,10 @@ class CpuDevice:
         return procfs.process_memory().data_bytes + self._look_at_workers()
 
     def held_bytes(self, attempted_bytes: int) -> int:
-        """Private memory of this process and its workers now, or what the limit says was held.
+        """Private memory of this process and its workers now, or what must have been held for the limit to be hit.
 
-        The operator that failed has already freed what it held for itself; that the allocation went beyond the limit
-        tells how much there was with it.
+        The operator that failed has already freed its own memory. But the allocation exceeded the limit, which tells how
+        much was held before.
         """
         by_limit_bytes = 0 if self._limit_bytes is None else self._limit_bytes - attempted_bytes
         return max(self.current_bytes(), by_limit_bytes)
@@ -154,7 +153,7 @@ class CpuDevice:
         """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`
         (peak).
 
-        `shared_bytes` is in no limit: batches in shared memory that workers hand over.
+        No limit covers `shared_bytes`, the batches that workers pass in shared memory.
         """
         memory = procfs.process_memory()
         self._look_at_workers()
@@ -190,10 +189,10 @@ class CpuDevice:
 
 
 def num_threads() -> int:
-    """Compute threads of torch in this process: as it says where it is loaded, else as it will choose.
+    """Compute threads of torch in this process: as torch says if it is loaded, else as it will choose.
 
-    torch takes one thread for each physical core that the process may run on, or MKL_NUM_THREADS or OMP_NUM_THREADS;
-    MKL, in builds for x86, allows no more than there are cores.
+    torch takes MKL_NUM_THREADS or OMP_NUM_THREADS, or else one thread for each physical core that the process may run on.
+    In builds for x86, MKL allows no more threads than cores.
     """
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())

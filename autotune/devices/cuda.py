@@ -1,4 +1,4 @@
-"""A CUDA GPU as a device. `info` and `telemetry` ask the driver's management library and create no CUDA context."""
+"""A CUDA GPU as a device. `info` and `telemetry` use the driver's management library and create no CUDA context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.devices import nvml, oom, procfs
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes
+from autotune.units import MIB, format_bytes, plural
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +26,14 @@ _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 512 * MIB, 0.05
 class CudaDevice:
     """One GPU.
 
-    The limit and the peak are about all that this process has on the card: what torch's allocator has reserved, and
-    what lies outside it (the CUDA context, loaded kernels, library handles, buffers of NCCL and the like). The latter
-    is what the driver books on this process beyond the reserved bytes. In a container that hides processes it is what
-    the whole card's use has grown by since before the context; without NVML it is that growth since the context, plus a
-    typical context.
+    The limit and the peak cover everything that this process has on the card: what torch's allocator has reserved, and
+    what lies outside it (the CUDA context, loaded kernels, library handles, buffers of NCCL and the like). The part
+    outside is what the driver attributes to this process beyond the reserved bytes. In a container that hides processes
+    it is the growth of the whole card's use since before the context. Without NVML it is the growth since the context
+    was created, plus a typical context.
 
     Args:
-        index: among the devices that CUDA_VISIBLE_DEVICES leaves, in CUDA's order.
+        index: position among the devices that CUDA_VISIBLE_DEVICES leaves, in CUDA's order.
     """
 
     kind = "cuda"
@@ -57,7 +57,7 @@ class CudaDevice:
         connection, gpu = self._gpu()
         memory = connection.memory(gpu)
         if memory is None:
-            raise DeviceError(f"the driver does not tell the memory of {self.name} ({gpu.name}); check nvidia-smi")
+            raise DeviceError(f"the driver does not report the memory of {self.name} ({gpu.name}); check nvidia-smi")
         used_bytes, total_bytes = memory
         return DeviceInfo(
             name=self.name,
@@ -71,7 +71,7 @@ class CudaDevice:
         )
 
     def telemetry(self) -> Telemetry:
-        """Read the instruments now; empty where the driver does not answer."""
+        """Read the instruments now; empty if the driver does not answer."""
         try:
             connection, gpu = self._gpu()
         except DeviceError:
@@ -90,7 +90,7 @@ class CudaDevice:
         return torch.device("cuda", self._index)
 
     def enter(self) -> None:
-        """Make this GPU the process's current one, with a context and what every training run loads."""
+        """Make this GPU the current one of the process, create a context and load what every training run loads."""
         import torch
 
         self._enter()
@@ -99,7 +99,7 @@ class CudaDevice:
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
 
-        That part is measured now, with a context and cuBLAS loaded; what it grows by later `peak_bytes` shows.
+        The memory outside is measured now, with a context and cuBLAS loaded. `peak_bytes` shows its later growth.
 
         Raises:
             DeviceError: the context alone is larger than the limit.
@@ -119,7 +119,7 @@ class CudaDevice:
         self._limit_bytes = limit_bytes
 
     def start_measuring(self) -> None:
-        """Measure contention from now on. The memory peak goes on: it is over the whole run."""
+        """Measure contention from now on. The memory peak is not reset: it covers the whole run."""
         self._measured_since_us = time.time_ns() // 1000
 
     def synchronize(self) -> None:
@@ -129,7 +129,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._index)
 
     def peak_bytes(self) -> int:
-        """Most that the allocator has reserved, plus the most seen outside it."""
+        """The most that the allocator has reserved, plus the most seen outside it."""
         import torch
 
         self._enter()
@@ -139,7 +139,7 @@ class CudaDevice:
     def current_bytes(self) -> int:
         """Live tensors plus what lies outside the allocator.
 
-        Not reserved memory: that grows by segments, and hides a leak for a while.
+        Reserved memory would not do: it grows by segments, and hides a leak for a while.
         """
         import torch
 
@@ -149,7 +149,7 @@ class CudaDevice:
     def held_bytes(self, attempted_bytes: int) -> int:
         """What the allocator has reserved now, plus what lies outside it.
 
-        Before it raises, the allocator gives back the blocks that it caches, which the peak still counts.
+        Before it raises, the allocator frees its cached blocks, which the peak still counts.
         """
         import torch
 
@@ -172,7 +172,7 @@ class CudaDevice:
         }
 
     def contention(self) -> float:
-        """Share of the GPU's time that other processes took since `start_measuring`; 0 where the driver cannot tell."""
+        """Share of the GPU's time that other processes took since `start_measuring`; 0 if the driver cannot tell."""
         try:
             connection, gpu = self._gpu()
         except DeviceError:
@@ -241,7 +241,7 @@ class CudaDevice:
         return outside_bytes
 
     def _card_used_bytes(self) -> int | None:
-        """Memory in use on the card by all processes; before there is a context only NVML can tell."""
+        """Memory in use on the card by all processes. Before there is a context, only NVML can tell."""
         connection = nvml.connect()
         if isinstance(connection, nvml.Nvml):
             _, gpu = self._gpu()
@@ -265,12 +265,12 @@ class CudaDevice:
                 return connection, gpus_by_uuid[-1]
         if self._index >= len(gpus):
             raise DeviceError(
-                f"{self.name} is not there: the driver shows {len(gpus)} GPUs; check CUDA_VISIBLE_DEVICES"
+                f"{self.name} is not there: the driver shows {plural(len(gpus), 'GPU')}; check CUDA_VISIBLE_DEVICES"
             )
         return connection, gpus[self._index]
 
     def _own_bytes(self, connection: nvml.Nvml, gpu: nvml.Gpu) -> int | None:
-        """What the driver books on this process; None where it does not list it."""
+        """Memory that the driver attributes to this process; None if it does not list the process."""
         pid = os.getpid()
         return next((process.used_bytes for process in connection.processes(gpu) if process.pid == pid), None)
 

@@ -1,4 +1,4 @@
-"""Which errors say that a library has no kernel for what was asked of this processor, however much memory there is."""
+"""Recognises errors that say that a library has no kernel for an operation on this processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_KERNEL = re.compile(r"could not create a primitive descriptor\b[\w ]*")
 
 
 def missing_kernel(error: BaseException) -> str:
-    """What the library says that it lacks, if `error` or anything in its causes and contexts says so; else empty."""
+    """The library's message about the missing kernel, from `error`, its causes and contexts; else empty."""
     for link in chain(error):
         if is_librarys(link) and (found := _NO_KERNEL.match(str(link))):
             return found[0]

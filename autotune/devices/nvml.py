@@ -1,6 +1,6 @@
-"""What NVIDIA's management library (NVML) says about the GPUs. It creates no CUDA context.
+"""Reads GPUs through NVIDIA's management library (NVML), which creates no CUDA context.
 
-Every reading is optional: what a driver or a GPU does not support is missing.
+Every reading is optional: it is missing if the driver or the GPU does not support it.
 
 Numbers and names follow the NVML API reference (https://docs.nvidia.com/deploy/nvml-api).
 """
@@ -36,7 +36,7 @@ class Gpu:
 
     Attributes:
         handle: NVML's handle.
-        board: handle of the physical GPU, which has the instruments; the same as `handle` without MIG.
+        board: handle of the physical GPU, which has the instruments; without MIG the same as `handle`.
     """
 
     handle: Any
@@ -48,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. In a container the pid may be the host's, or the list empty."""
+    """A process that computes on a GPU. In a container the pid may be the host's, or the list may be empty."""
 
     pid: int
     used_bytes: int | None
@@ -62,7 +62,7 @@ class Nvml:
         module: `pynvml`, as nvidia-ml-py provides it.
 
     Raises:
-        Exception: the module's NVMLError where there is no driver.
+        Exception: the module's NVMLError if there is no driver.
     """
 
     def __init__(self, module: Any) -> None:
@@ -85,8 +85,8 @@ class Nvml:
     def visible_gpus(self, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES (indices, or the beginnings of UUIDs), in its order.
 
-        As in CUDA the list ends before the first entry that is not valid, and a repeated entry leaves nothing. Of a GPU
-        divided by MIG, CUDA shows the first instance, or the one whose UUID is named.
+        As in CUDA, the list ends before the first invalid entry, and is empty if an entry is repeated. For a GPU divided by
+        MIG, CUDA shows the first instance, or the one whose UUID is given.
         """
         boards = self.boards()
         wanted = environment.get("CUDA_VISIBLE_DEVICES")
@@ -144,7 +144,7 @@ class Nvml:
 
         Args:
             gpu: which one.
-            without: process ids that are not "other" processes.
+            without: process ids that do not count as other processes.
         """
         utilization = self._read("nvmlDeviceGetUtilizationRates", gpu.board)
         used_bytes, total_bytes = self.memory(gpu) or (None, None)

@@ -1,7 +1,7 @@
-"""Which errors are a failed allocation, and nothing else: a user's own exception that speaks of memory is not.
+"""Recognises errors that are a failed allocation. A user's own exception that mentions memory is not one.
 
 Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`,
-both for want of memory and for other reasons. Those count only with evidence, which the device gives: it stands at its
+both for lack of memory and for other reasons. Those count only with evidence from the device: that it stands at its
 limit.
 """
 
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
 
     Args:
         error: as caught.
-        scarce: says whether memory has run short by other evidence; asked only where an error may have
+        scarce: whether other evidence says that memory has run short; called only if an error may have
             another cause.
     """
     links = list(chain(error))
@@ -56,7 +56,7 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
 
 
 def attempted_bytes(error: BaseException) -> int:
-    """What the failed allocation asked for, in bytes; 0 if no message in the chain says it."""
+    """Bytes that the failed allocation asked for; 0 if no message in the chain says."""
     for link in chain(error):
         if found := _ATTEMPTED.search(str(link)):
             return int(float(found[1]) * _UNITS[found[2].lower()])
@@ -64,9 +64,9 @@ def attempted_bytes(error: BaseException) -> int:
 
 
 def kernel_oom_kills() -> int:
-    """Processes that the kernel's out-of-memory killer has killed in this control group, or else on this machine.
+    """Number of processes that the kernel's out-of-memory killer has killed in this control group, or else on this machine.
 
-    A rise tells a SIGKILL by the kernel from one by a user. 0 where the kernel does not count.
+    A rise distinguishes a SIGKILL by the kernel from one by a user. 0 if the kernel does not count.
     """
     kills = cgroup.num_oom_kills()
     if kills is not None:
@@ -117,5 +117,5 @@ def _is_suspect(error: BaseException) -> bool:
 
 
 def is_librarys(error: BaseException) -> bool:
-    """Whether its type is one that torch's C++ raises: RuntimeError itself, or AcceleratorError (since torch 2.8)."""
+    """Whether torch's C++ raises this type: RuntimeError itself, or AcceleratorError (since torch 2.8)."""
     return type(error) is RuntimeError or type(error).__qualname__ == "AcceleratorError"

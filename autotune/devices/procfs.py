@@ -1,10 +1,10 @@
 """Memory of this process and of its children as Linux accounts for it, in bytes.
 
-Which figure means what, measured over training runs (transformer, convolutions, LSTM; 0.5 to 5 GiB):
+The meaning of the figures, measured over training runs (transformer, convolutions, LSTM; 0.5 to 5 GiB):
 
 - `VmData` is what `RLIMIT_DATA` bounds: private writable memory, touched or not. The kernel keeps no peak of it.
 - `VmPeak - (VmSize - VmData)` is its peak as long as the other mappings (code, read-only files, shared memory) stay:
-  equal to a 3 ms sampling to the MiB in every run. The kernel keeps `VmPeak` itself, so that no short peak is missed.
+  in every run it agreed to the MiB with sampling every 3 ms. The kernel keeps `VmPeak` itself, so no short peak is missed.
 - `VmHWM - RssFile - RssShmem` is the peak of the touched part, 90 to 230 MiB below (thread stacks, tails of buffers).
 """
 
@@ -34,9 +34,8 @@ class ProcessMemory:
     def peak_data_bytes(self, limit_bytes: int | None = None) -> int:
         """Peak of `VmData`.
 
-        A large mapping that is not memory (a file, say) and that is gone by now also raised `VmPeak`. It gives itself
-        away by exceeding the limit, or twice what was ever touched; then the touched peak and what is untouched now
-        stand in.
+        A large mapping of something else (a file, say) that is gone by now also raised `VmPeak`. The figure then exceeds the
+        limit, or twice what was ever touched; in that case the touched peak plus what is untouched now replaces it.
         """
         untouched = max(0, self.data_bytes - self.touched_bytes)
         believable = 2 * self.peak_touched_bytes + untouched
@@ -69,8 +68,8 @@ def process_memory(proc: Path = PROC) -> ProcessMemory:
 def descendants(proc: Path = PROC) -> Iterator[int]:
     """Process ids of this process's living children, their children, and so on.
 
-    `psutil.Process.children` reads every process of the machine for it, which takes 14 us for each of them: too much
-    between the timed blocks of a probe on a large server.
+    `psutil.Process.children` reads every process of the machine, which takes 14 us each. On a large server that is too slow
+    between the timed blocks of a probe.
     """
     unseen = [os.getpid()]
     while unseen:
@@ -84,7 +83,7 @@ def descendants(proc: Path = PROC) -> Iterator[int]:
 
 
 def descendants_private_bytes() -> int:
-    """Memory that belongs to descendants alone: pages they still share with this process are not counted again."""
+    """Memory that belongs to descendants alone. Pages that they share with this process are not counted again."""
     total = 0
     for pid in descendants():
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or belongs to another user

@@ -1,4 +1,4 @@
-"""The kinds of device that memory is predicted for, as far as their kernels allocate differently."""
+"""The kinds of device that memory is predicted for. Devices are of one kind if their kernels allocate alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def target_of(device: DeviceInfo) -> Target:
-    """How memory on a device is predicted. A GPU of unknown compute capability is taken for a new one."""
+    """The kind of a device. A GPU of unknown compute capability counts as a new one."""
     if device.kind == "cpu":
         return CPU
     return OLD_CUDA if (0, 0) < device.capability < FLASH_CAPABILITY else CUDA

@@ -38,5 +38,5 @@ def export(result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | N
     known = exporters()
     if to not in known:
         there = "; ".join(f"{name}: {exporter.summary}" for name, exporter in known.items())
-        raise ConfigError(f"{to!r} is not an exporter; there are {there}")
+        raise ConfigError(f"{to!r} is not a known exporter; expected one of {there}")
     return known[to].export(result, space=space or {})

@@ -31,7 +31,7 @@ class Transformers(Exporter):
             if name in BATCH:
                 arguments |= BATCH[name][self.name].write(choice)
             elif technique is None:
-                unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be put in words"
+                unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif (said := technique.write(self.name, choice, searched if len(searched) > 1 else ())) is not None:
                 arguments |= said
             elif choice != technique.off:

@@ -20,10 +20,12 @@ _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # searched: baseline / 16 to baseline x 64
 def batch_support(
     model: torch.nn.Module, baseline: BatchPlan, *, global_batch: int | None, dataset_size: int | None
 ) -> BatchSupport:
-    """Sizes are the exact divisors of the global batch, or steps of about 1.25x around the baseline; up to the dataset.
+    """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
+
+    No size exceeds the dataset.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
-    micro batches of 2 and 8. Accumulating more than the baseline is then optional.
+    micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice.
     """
     if global_batch is not None:
         sizes = divisors(global_batch)

@@ -1,4 +1,4 @@
-"""Whether a config is still the user's training: compares loss, gradients, buffers and names with plain fp32."""
+"""Checks that a config still trains as the user does: compares loss, gradients, buffers and names with plain fp32."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
     """Compare a config with plain fp32 on one batch: the same weights, the same samples, the same seed.
 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
-    of the state dict. When all that the config changes is exact, and a technique among it asks for more steps than one
-    (`Technique.check_steps`), the parameters are compared after those steps as well (the figure is in `reason`).
+    of the state dict. If all techniques of the config are exact and one asks for more than one step
+    (`Technique.check_steps`), the parameters after those steps are compared as well (the figure is in `reason`).
 
-    Exact techniques are held to a relative error of 1e-5, or ten times the model's own noise: the larger difference
-    that repeating the plain run makes, and moving its parameters by one unit in the last place. A config with a
-    technique of reduced precision is held to a gradient cosine of 0.999. Checkpointing, optimizer and loader are
-    compared with dropout live, since keeping its random state is part of being right; in a config that also changes
-    dtype, layout or micro batch dropout is the identity on both sides (`check_choice` on each technique tells more).
+    Exact techniques may have a relative error of 1e-5, or ten times the model's own noise. The noise is the larger of two
+    differences: between two plain runs, and from moving the parameters by one unit in the last place. A config with a
+    technique of reduced precision must reach a gradient cosine of 0.999. Checkpointing, optimizer and loader are
+    compared with dropout on, since they must keep its random state. If a config also changes dtype, layout or micro
+    batch, dropout is the identity on both sides (`check_choice` on each technique says more).
 
     Args:
         task: the user's task.
-        config: complete or partial. Its batch size does not count; one that accumulates has the samples cut in two
-            micro batches, against all of them at once. With batch normalisation that fails, as it should, and `reason`
-            says so.
-        device: where to compare; process-wide settings and random states are put back.
-        batch_size: samples to compare on. On the device the runs follow one another, so memory is that of one session.
+        config: complete or partial. Its batch size is ignored. A config that accumulates gets the samples in two micro
+            batches, and plain fp32 gets all of them at once. With batch normalisation that fails, as it should, and
+            `reason` says so.
+        device: where to compare; process-wide settings and random states are restored.
+        batch_size: samples to compare on. The runs follow one another, so the device holds one session at a time.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.
@@ -75,7 +75,7 @@ def check_choice(task: Task, name: str, choice: Choice, device: str | Device, ba
 
 
 class _Comparison:
-    """A config and plain training, run one after the other from the same weights on the same batch."""
+    """Runs a config and plain training one after the other, from the same weights on the same batch."""
 
     def __init__(self, task: Task, config: Config, device: str | Device, batch_size: int) -> None:
         self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
@@ -148,9 +148,9 @@ class _Comparison:
     def error_in_double(self, runs: Runs) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.
 
-        A rounding that flips one ReLU or one maximum moves the gradient of a convolutional network by a percent, in
-        some runs and not in others, so that the noise of two runs may miss it. In double precision that does not
-        happen, while a technique that is wrong stays wrong.
+        A rounding that flips one ReLU or one maximum changes the gradient of a convolutional network by a percent. It
+        happens in some runs only, so the noise of two runs may miss it. In double precision it does not happen, while
+        a technique that is wrong stays wrong.
         """
         double = runs.in_double()
         try:
@@ -161,7 +161,7 @@ class _Comparison:
         return math.inf if any(math.isnan(error) for error in errors) else max(errors)
 
     def round_parameters(self, model: torch.nn.Module) -> None:
-        """Keep as many bits of every parameter as the config's arithmetic does: 8 for bf16, 11 for fp16 and TF32."""
+        """Round every parameter to as many bits as the config's arithmetic keeps: 8 for bf16, 11 for fp16 and TF32."""
         steps = 2.0**self.mantissa_bits
         with torch.no_grad():
             for parameter in filter(torch.is_floating_point, model.parameters()):
@@ -169,7 +169,7 @@ class _Comparison:
                 parameter.copy_(torch.ldexp((mantissa * steps).round() / steps, exponent))
 
     def complaints(self, found: Difference, noise: Difference) -> list[str]:
-        """What is out of bounds, in words. Comparisons are written so that NaN is out of bounds."""
+        """The bounds that are exceeded, in words. Comparisons are written so that NaN exceeds them."""
         reduced = (REDUCED_LOSS_ERROR, REDUCED_GRADIENT_ERROR, REDUCED_BUFFER_ERROR)
         least_loss, least_gradient, least_buffers = (EXACT_ERROR,) * 3 if self.exact else reduced
         bounds = (
@@ -195,7 +195,7 @@ def _changes(config: Config) -> dict[str, Choice]:
 
 
 def _move_by_one_ulp(model: torch.nn.Module) -> None:
-    """Every parameter up or down by about one unit in its last place: what a well-conditioned model does not notice."""
+    """Move every parameter by about one unit in its last place; a well-conditioned model does not notice that."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():

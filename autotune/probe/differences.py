@@ -1,4 +1,4 @@
-"""How far two runs of the same step are apart: relative errors of loss, gradients, buffers and parameters."""
+"""The difference between two runs of the same step: relative errors of loss, gradients, buffers and parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Difference:
 
 
 def difference(plain: Run, other: Run) -> Difference:
-    """`other` relative to `plain`. What is not finite comes out as NaN or infinity."""
+    """`other` relative to `plain`. Values that are not finite give NaN or infinity."""
     gradient, cosine = _relative(plain.gradients, other.gradients)
     return Difference(
         loss=abs(other.loss - plain.loss) / max(abs(plain.loss), sys.float_info.min),
@@ -75,7 +75,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def worst(*differences: Difference) -> Difference:
-    """The largest error in each respect; noise that is not finite bounds nothing."""
+    """The largest error of each kind. Noise that is not finite is ignored."""
 
     def largest(values: Iterable[float]) -> float:
         return max((value for value in values if math.isfinite(value)), default=0.0)

@@ -1,4 +1,4 @@
-"""Dropout as the identity, for comparing two runs whose random masks cannot be the same."""
+"""Turns dropout into the identity, to compare two runs whose random masks cannot be the same."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ATTENTION_DROPOUT_POSITION = 4  # scaled_dot_product_attention(query, key, valu
 
 @contextmanager
 def dropout_off(model: torch.nn.Module) -> Iterator[None]:
-    """Make dropout the identity in training mode: as modules and as functions, in attention, in recurrent layers.
+    """Make dropout the identity in training mode: modules, functions, attention and recurrent layers.
 
     Masks drawn by `bernoulli` (stochastic depth) become their mean, which the usual division by the probability turns
-    into one. Random numbers drawn in other ways stay as they are. Holds in the backward pass too, where checkpointing
+    into one. Random numbers drawn in other ways stay as they are. This holds in the backward pass too, where checkpointing
     recomputes.
     """
     recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
@@ -82,7 +82,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Sequence[torch.Tensor] = (),
 ) -> None:
-    """`Tensor.backward` with the mode on: it would be off inside, where checkpointing runs forward passes again."""
+    """`Tensor.backward` with the mode on. It would be off inside, where checkpointing runs forward passes again."""
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     keep = create_graph if retain_graph is None else retain_graph
     torch.autograd.Variable._execution_engine.run_backward(

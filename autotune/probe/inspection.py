@@ -1,4 +1,4 @@
-"""Finds out, in a process of its own, what a task is and which techniques apply to it, as plain data."""
+"""Inspects a task in a process of its own: its facts and the techniques that apply to it, as plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inspect_task(
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
 
     Args:
-        absent: a `DeviceInfo` as a dict: ask for a GPU that is not there, in place of `device`. No step is tried then.
+        absent: a `DeviceInfo` as a dict: inspect for a GPU that is not in this machine. No step is tried then.
 
     Raises:
         TaskError: the task or its baseline is not valid.
@@ -68,7 +68,7 @@ def inspect_task(
 
 
 def _baseline(task: Any, dataset_size: int | None) -> Config:
-    """What the user runs today, complete; plain training at a batch of 32 where the task does not say."""
+    """The user's baseline as a complete config; plain training at a batch of 32 if the task has none."""
     from autotune import techniques
 
     given: dict[str, Any] = dict(task.baseline or {})
@@ -89,7 +89,7 @@ def _baseline(task: Any, dataset_size: int | None) -> Config:
 
 
 def _support(technique: Technique, setting: Setting) -> Support:
-    """What of a technique applies. A technique whose trial raises is off, with the reason; all others are searched."""
+    """The choices of a technique that apply. If trying the technique raises, it is off, with the reason."""
     try:
         support = technique.support(setting)
         return _optional(technique, support) if technique.changes_learning else support
@@ -102,7 +102,7 @@ def _support(technique: Technique, setting: Setting) -> Support:
 
 
 def _optional(technique: Technique, support: Support) -> Support:
-    """A technique that changes what is learned is searched only when the user includes it, and is labelled."""
+    """A technique that changes what is learned: it is searched only if the user includes it, and is labelled."""
     others = tuple(choice for choice in support.choices if choice != technique.off)
     return Support(
         choices=(technique.off,),

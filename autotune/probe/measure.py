@@ -1,4 +1,4 @@
-"""One measured training run inside a probe's process: warm up, time in blocks, take the peak, look for trouble."""
+"""One measured training run inside a probe's process: warm-up, timed blocks, memory peak, signs of trouble."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NonFiniteError(Exception):
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A step while warming up: one micro batch, where a whole one may take several, and the update."""
+    """A warm-up step: one micro batch (a whole step may take several) and the update."""
 
     micro_s: float
     update_s: float
@@ -43,7 +43,7 @@ class WarmStep:
 
 @dataclass
 class Run:
-    """One probe's run in progress; what it has done so far survives its failure."""
+    """One probe's run in progress. Its state survives a failure."""
 
     session: Session
     device: Device
@@ -117,11 +117,11 @@ class Run:
         )
 
     def _warm_up(self) -> None:
-        """At least three optimizer steps, then until they settle, then what is missing of one accumulation cycle.
+        """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
 
-        The first step takes the largest batch, twice where the config accumulates: the peak of any accumulation is a
-        micro batch's activations beside the gradients of those before it. The other steps take one micro batch. Where
-        batches differ, the largest comes once more, beside the optimizer's state: it says nothing of a typical step's time.
+        The first step takes the largest batch, twice if the config accumulates: accumulation peaks when one micro batch's
+        activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
+        differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
         """
         accumulation_steps = self.session.config.accumulation_steps
         first = largest_step_batch(self.session, min(2, accumulation_steps))
@@ -151,27 +151,27 @@ class Run:
         self._require_finite_loss()
 
     def _typical(self) -> WarmStep:
-        """The first one, which takes the largest batch and finds everything cold, says nothing."""
+        """The typical warm-up step. The first is left out: it takes the largest batch, and everything is cold."""
         later = self.warm_steps[1:]
         return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
 
     def _whole_steps_s(self) -> list[float]:
-        """Seconds of whole optimizer steps, by each step while warming up but the first."""
+        """Seconds of a whole optimizer step, estimated from each warm-up step but the first."""
         return [self._whole_s(step) for step in self.warm_steps[1:]]
 
     def _whole_s(self, step: WarmStep) -> float:
         return self.session.config.accumulation_steps * step.micro_s + step.update_s
 
     def _compile_s(self) -> float:
-        """Time of the first step, of one or two micro batches, beyond a typical one of as many."""
+        """Seconds that the first step took beyond a typical step with as many micro batches."""
         first, typical = self.warm_steps[0], self._typical()
         num_micro = min(2, self.session.config.accumulation_steps)
         return max(0.0, num_micro * (first.micro_s - typical.micro_s) + first.update_s - typical.update_s)
 
     def _scaler_settled(self) -> bool:
-        """A GradScaler that still skips steps has not let the optimizer allocate its state: the peak would be too low.
+        """Whether the GradScaler has stopped skipping steps. Before that the optimizer has no state, and the peak is too low.
 
-        A step that was not skipped has allocated what state there is (plain SGD has none), and another one has run beside it.
+        A step that was not skipped has allocated the state (plain SGD has none), and another step has run beside it.
         """
         if self.session.scaler is None or self._skipped_steps() < self.num_steps - 1:
             return True
@@ -180,7 +180,7 @@ class Run:
         return False
 
     def _skipped_steps(self) -> int:
-        """Every skipped step halves the scale; it grows only every 2000 steps."""
+        """The number of skipped steps: each halves the scale, which grows only every 2000 steps."""
         scaler = self.session.scaler
         if scaler is None or not scaler.is_enabled():
             return 0
@@ -201,7 +201,7 @@ class Run:
         return Blocks(interval=self.settings.interval, max_timed_s=max_timed_s, unequal=unequal)
 
     def _time(self) -> tuple[Blocks, float]:
-        """Timed blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
+        """Time blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
         config = self.session.config
         typical = self._typical()
         step_s = self._whole_s(typical)
@@ -229,7 +229,7 @@ class Run:
         return blocks, growth_per_step(held)
 
     def _phases(self) -> dict[str, float]:
-        """Seconds of one optimizer step by phase, synchronized between phases: for explanation, never for the throughput."""
+        """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""
         accumulation_steps = self.session.config.accumulation_steps
         batch: list[Any] = []
         loss: list[torch.Tensor] = []
@@ -265,10 +265,10 @@ class Run:
         self._finite &= torch.isfinite(self._loss)
 
     def _accumulate_part(self, batch: StepBatch) -> None:
-        """As `_accumulate`, for micro batches in the place of a whole step.
+        """Like `_accumulate`, for some micro batches of a step.
 
-        If none of them has a label that counts, their loss is the mean over nothing, NaN. A whole step has others, and
-        leaves such micro batches out: so they take time and memory here, but neither loss nor gradient.
+        If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step leaves such micro
+        batches out. So here they take time and memory, but add no loss or gradient.
         """
         if self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch)):
             self._accumulate(batch)
@@ -283,7 +283,7 @@ class Run:
         self.num_steps += 1
 
     def _clock(self, work: Callable[[], object], num_micro_steps: int = 0) -> float:
-        """Seconds that `work`, so many micro steps, takes on the device. Counts as time inside training steps."""
+        """Seconds that `work`, a number of micro steps, takes on the device. They count as time inside training steps."""
         started = time.perf_counter()
         work()
         self.device.synchronize()
@@ -302,5 +302,5 @@ class Run:
 
 
 def dense_values(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient's entries as a dense tensor: of a sparse one those that are there, duplicates apart, without a copy."""
+    """A gradient's entries as a dense tensor. For a sparse gradient, the stored entries without merging duplicates or copying."""
     return gradient._values() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""Whether a training step keeps memory: a leak in the user's code."""
+"""Detects a memory leak in the user's code: memory that grows with every training step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the all
 def growth_per_step(held: list[tuple[int, int]]) -> float:
     """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
 
-    The first blocks are left out (allocators settle); growth counts when it is steady (of few blocks every one, of many most
-    of them) and beyond what allocators do by themselves.
+    The first blocks are left out while allocators settle. Growth counts if it is steady (in every one of a few blocks, in most
+    of many) and larger than what allocators do by themselves.
     """
     settled = held[max(1, len(held) // 3) :]
     if len(settled) < MIN_GROWTH_POINTS:

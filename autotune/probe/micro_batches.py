@@ -1,4 +1,4 @@
-"""Which batches a probe trains on."""
+"""The batches that a probe trains on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dat
 
 
 def micro_batches(session: Session) -> Iterator[Any]:
-    """Full micro batches without end: from the data loader where there is a dataset, so that loading is timed, else prepared ones."""
+    """Full micro batches without end: from the data loader if there is a dataset, so that loading is timed, else prepared ones."""
     if session.task.dataset() is None:
         prepared = [session.task.batch(session.config.batch_size) for _ in range(NUM_PREPARED)]
         while True:
@@ -32,6 +32,6 @@ def micro_batches(session: Session) -> Iterator[Any]:
 
 
 def largest_step_batch(session: Session, num_micro: int) -> StepBatch:
-    """The largest shape that training meets: what the task's `make_batch` returns, or its widest samples."""
+    """A batch of the largest shape that training meets: from the task's `make_batch`, or its widest samples."""
     batch = session.task.batch(session.config.batch_size)
     return StepBatch([batch] * num_micro)

@@ -1,4 +1,4 @@
-"""Says how far a probe has come: its process may be killed at any time, and what it has seen is then all there is."""
+"""Reports a probe's progress. Its process may be killed at any time, and then the last report is all there is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ REPORT_INTERVAL_S = 0.25
 
 @dataclass
 class Reporter:
-    """What a run has done so far.
+    """Tracks what a run has done so far, and reports it.
 
     Attributes:
-        send: receives the progress, a few times a second, and at once when it enters a stage or ends its first micro step.
-        peak_bytes: asks the device for its peak.
-        batch_size: of a micro step.
+        send: receives the progress a few times a second, and at once at a new stage or after the first micro step.
+        peak_bytes: returns the device's peak.
+        batch_size: samples of a micro step.
     """
 
     send: Callable[[Progress], None]
@@ -37,7 +37,7 @@ class Reporter:
         self._send()
 
     def trained(self, seconds: float, num_micro_steps: int, *, is_first_step: bool) -> None:
-        """Count so many micro steps, or another part of a training step. The first step says nothing of the speed."""
+        """Count micro steps, or another part of a training step. The first step says nothing about the speed."""
         self.train_s += seconds
         is_new = not self.num_micro_steps and num_micro_steps > 0
         self.num_micro_steps += num_micro_steps

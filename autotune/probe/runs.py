@@ -1,4 +1,4 @@
-"""Runs a few optimizer steps with one config after another, always from the same weights and on the same samples."""
+"""Runs a few optimizer steps with each of several configs, always from the same weights and on the same samples."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
 
 
 class Runs:
-    """One session after the other, so that the device holds one at a time.
+    """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
-        same_masks: dropout is live; otherwise it is the identity.
-        num_steps: optimizer steps of a run.
+        same_masks: dropout is on, with the same masks; otherwise it is the identity.
+        num_steps: optimizer steps per run.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
     """
 
@@ -63,7 +63,7 @@ class Runs:
     def run(
         self, config: Config, *, seed: int = SEED, prepare_model: Callable[[torch.nn.Module], None] | None = None
     ) -> Run:
-        """Accumulate and step once, and go on to `num_steps`; nothing is left on the device afterwards."""
+        """Take `num_steps` optimizer steps and return the results on the host. Nothing stays on the device."""
         try:
             with techniques.restored_settings():
                 return self._run(config, seed, prepare_model)
@@ -126,7 +126,7 @@ def _names(model: torch.nn.Module) -> list[Any]:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, in the default memory layout; of at least fp32 when it is floating."""
+    """A copy on the host in the default memory layout; floating tensors become at least fp32."""
     tensor = tensor.detach()
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
@@ -134,7 +134,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def restored_randomness(device: Device) -> Iterator[None]:
-    """Put the random states of torch, Python and numpy back."""
+    """Restore the random states of torch, Python and numpy."""
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

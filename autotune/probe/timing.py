@@ -1,4 +1,4 @@
-"""When a probe is warm, when it has been timed long enough, and how sure its throughput is. Pure rules, no clock."""
+"""Decides when a probe is warm and timed long enough, and how certain its throughput is. Pure rules, no clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have 
 
 
 def is_warm(step_s: Sequence[float]) -> bool:
-    """Whether steps of these durations, in order, have settled: two successive medians (of up to three) agree."""
+    """Whether the durations of successive steps have settled: two successive medians (of up to three) agree."""
     if len(step_s) < MIN_WARMUP_STEPS - 1:
         return False
     now, before = median(step_s[-3:]), median(step_s[:-1][-3:])
@@ -65,7 +65,7 @@ class Blocks:
     Attributes:
         interval: half-width of the 95 % interval to reach, as a share of the throughput.
         max_timed_s: time after which no further block is worth it.
-        unequal: the blocks' samples differ in their work, as a dataset's do; else only noise tells blocks apart.
+        unequal: samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
     """
 
     interval: float
@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def throughput(self) -> tuple[float, float, float]:
-        """Samples/s with its 95 % interval: the median of equal blocks, which noise does not move; else all over all."""
+        """Samples/s with its 95 % interval: the robust median for equal blocks, else all samples over all the time."""
         if self.unequal:
             return rate_interval(self.samples_per_s)
         return median(self.samples_per_s), *median_interval(self.samples_per_s)

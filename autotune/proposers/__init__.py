@@ -1,4 +1,4 @@
-"""Proposers: each takes the history of trials and says which config to probe next."""
+"""Proposers: each takes the history of trials and returns the config to probe next."""
 
 from autotune.proposers.base import Proposer
 from autotune.proposers.registry import proposer_named, sampler_names

@@ -1,4 +1,4 @@
-"""Which config to probe next: the one with the largest expected gain over the best, weighed with its chance to fit and to run."""
+"""The acquisition: the next probe has the largest expected gain over the best, weighted by its chance to fit and to run."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Probes = Sequence[tuple[Config, Outcome]]
 
 @dataclass(frozen=True)
 class Posterior:
-    """What is expected of several configs. Arrays of one figure a config.
+    """The posterior of several configs. Each array has one figure per config.
 
     Attributes:
-        to_win: chance to be better than the best by 1 %; 1 where nothing is known that fits.
+        to_win: chance to be better than the best by 1 %; 1 while nothing is known to fit.
         to_fit: chance to need no more than the limit less headroom.
         chance: chance to become the best: to win, to fit and to run; 0 where it is too likely to run out of memory.
-        score: what the next probe is chosen by: the expected gain over the best, times `chance`.
+        score: expected gain over the best, times `chance`; the next probe has the highest.
     """
 
     peaks: Sequence[MemoryEstimate | None]
@@ -55,7 +55,7 @@ class Posterior:
 
 
 class Acquisition:
-    """Ranks configs of a space, given the probes so far. Knows no Optuna; the same probes give the same proposal.
+    """Ranks configs of a space, given the probes so far. It does not use Optuna; the same probes give the same proposal.
 
     Args:
         seed: of where climbs through a large space start.
@@ -72,14 +72,14 @@ class Acquisition:
         self._last: _Fitted | None = None
 
     def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> Config | None:
-        """The config to probe next; None when none has more than a small chance to win."""
+        """The config to probe next; None if no config has more than a small chance to win."""
         known = self._fitted(probes)
         if self.space.num_combinations <= MAX_ENUMERATED:
             return known.choose([config for config in self._configs if admissible(config)])
         return self._climb(known, admissible)
 
     def predict(self, config: Config, probes: Probes) -> Prediction:
-        """What the probes so far predict of a config."""
+        """The prediction for a config, from the probes so far."""
         return self._fitted(probes).predict(config)
 
     def ranked(self, probes: Probes) -> list[Config]:
@@ -87,7 +87,7 @@ class Acquisition:
         return self._fitted(probes).ranked
 
     def _fitted(self, probes: Probes) -> _Fitted:
-        """What the probes tell; kept, since a proposal and its prediction are asked for one after the other."""
+        """The fitted models, cached because a proposal and its prediction are asked for one after the other."""
         if self._last is None or self._last.probes != list(probes):
             objective = self.objective
             baseline = next((o for c, o in probes if c == self.space.baseline and o.ok), None)
@@ -102,7 +102,7 @@ class Acquisition:
         return list(self.space)
 
     def _climb(self, known: _Fitted, admissible: Callable[[Config], bool]) -> Config | None:
-        """The best of what is met on the way up from several configs, one change at a time."""
+        """The best config found by climbing from several configs, one change at a time."""
         chance = random.Random(self._seed)
         starts = [self.space.baseline.as_dict()] + ([known.best.as_dict()] if known.best else [])
         while len(starts) < NUM_STARTS:
@@ -130,7 +130,7 @@ class Acquisition:
 
 
 class _Fitted:
-    """What some probes tell, and what follows for other configs."""
+    """Models fitted to some probes, and their posterior for other configs."""
 
     def __init__(
         self, space: Space, objective: Objective, time: TimeModel, memory: MemoryModel, probes: Probes
@@ -171,7 +171,7 @@ class _Fitted:
         return configs[int(np.argmax(found.score))]
 
     def posterior(self, configs: Sequence[Config]) -> Posterior:
-        """What is expected of configs."""
+        """The posterior of configs."""
         peaks = self.memory.estimates(configs)
         limit, usable = self.objective.memory_limit_bytes, self.objective.usable_bytes
         to_fit = np.array([1.0 if peak is None else peak.chance_within(usable) for peak in peaks])
@@ -187,9 +187,9 @@ class _Fitted:
         return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best)
 
     def _winning(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> tuple[Array, Array]:
-        """Chance to be better than the best by 1 %, and the gain beyond that to be expected.
+        """Chance to be better than the best by 1 %, and the expected gain beyond that.
 
-        Both are averaged over the model and those that leave out one probe on which much rests.
+        Both are averaged over the model and its leave-one-out versions without one influential probe.
         """
         weights = [1 - UNSEEN_FAULT * len(self.leave_one_out), *[UNSEEN_FAULT] * len(self.leave_one_out)]
         to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
@@ -201,14 +201,14 @@ class _Fitted:
         return to_win, improvement
 
     def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
-        """Log merit to be expected, where only its order among the configs matters."""
+        """Expected log merit, up to a constant: only the order of the configs matters."""
         merit = self.speed_weight * self.time.speeds(configs).mean
         return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
 
     def _gain(
         self, time: TimeModel, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]
     ) -> tuple[Array, Array]:
-        """Log merit over the best's: mean and standard deviation. What both have in common cancels."""
+        """Log merit over the best's: mean and standard deviation. Common terms cancel."""
         assert self.best is not None
         measured = self.seen[self.best].measurement
         assert measured is not None
@@ -222,7 +222,7 @@ class _Fitted:
         return gain, np.sqrt(np.maximum(variance[:-1], 1e-12) + (self.memory_weight * stds) ** 2)
 
     def _chance_of_speed(self, configs: Sequence[Config]) -> Array:
-        """That a probe finds the speed which the objective `memory` must keep; other objectives ask for none."""
+        """Chance that a probe finds the speed that the objective `memory` must keep; 1 for other objectives."""
         if self.objective.name != "memory" or self.objective.baseline_samples_per_s is None:
             return np.ones(len(configs))
         needed = math.log(MEMORY_SPEED_TOLERANCE * self.objective.baseline_samples_per_s)
@@ -230,10 +230,10 @@ class _Fitted:
         return _normal_cdf((speeds.mean - needed) / np.sqrt(speeds.variance + self.time.noise**2))
 
     def _chance_to_run(self, configs: Sequence[Config]) -> Array:
-        """That a config does not fail for another reason than memory.
+        """Chance that a config does not fail for any reason but memory.
 
-        Each failure is blamed on its choices that were never seen to run: on techniques first, then on the batch size,
-        and where everything was seen to run, on the whole config.
+        Each failure is blamed on the choices of its config that have never run: first on techniques, then on the batch
+        size. If all of them have run in other configs, it is blamed on the whole config.
         """
         ran = {choice for config, outcome in self.seen.items() if outcome.ok for choice in _choices(config)}
         failed = [_choices(c) for c, o in self.seen.items() if o.kind not in (Kind.OK, Kind.OOM)]
@@ -245,7 +245,7 @@ class _Fitted:
         return np.asarray(RUNS_AFTER_FAILURE**blame)
 
     def predict(self, config: Config) -> Prediction:
-        """What is predicted of one config."""
+        """The prediction for one config."""
         found = self.posterior([config])
         peak = found.peaks[0]
         speed = self.time.estimate([config])[0] if any(o.ok for o in self.seen.values()) else None
@@ -274,12 +274,12 @@ class _Fitted:
 
 
 def _choices(config: Config) -> set[tuple[str, Choice]]:
-    """What may be to blame: accumulation follows from the rest."""
+    """The choices that may cause a failure, without accumulation, which follows from the rest."""
     return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
 
 
 def _in_words(config: Config, other: Config) -> str:
-    """What differs from another config, in a few words."""
+    """The differences from another config, in a few words."""
     words = []
     for name, choice in config.differences(other).items():
         if name == "batch_size":

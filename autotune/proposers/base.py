@@ -1,4 +1,4 @@
-"""What a proposer is: it looks at the history of a search and says which config to probe next."""
+"""The protocol of proposers: given the history of a search, return the config to probe next."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from autotune.study.history import History
 
 
 class Proposer(Protocol):
-    """Proposes configs. All that it knows of the probes is in the history."""
+    """Proposes configs. It knows the probes only through the history."""
 
     def propose(self, history: History) -> Proposal | None:
-        """The next config to probe: one that `history.admissible()` admits. None when nothing is worth a probe any more."""
+        """The next config to probe: one that `history.admissible()` admits. None if nothing is worth a probe any more."""
 
 
 class InTurn:
-    """Asks several proposers, each until it has nothing more to propose."""
+    """Asks several proposers in turn, each until it has nothing left to propose."""
 
     def __init__(self, proposers: Sequence[Callable[[], Proposer]]) -> None:
         self._waiting = list(proposers)
@@ -28,7 +28,8 @@ class InTurn:
         while self._current is not None or self._waiting:
             if self._current is None:
                 self._current = self._waiting.pop(0)()
-            if (proposal := self._current.propose(history)) is not None:
+            proposal = self._current.propose(history)
+            if proposal is not None or history.running:  # what runs may give it something to propose
                 return proposal
             self._current = None
         return None

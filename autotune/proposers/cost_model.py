@@ -1,4 +1,4 @@
-"""The default proposer: the config that the cost models take for most likely to beat the best within the memory limit."""
+"""The default proposer: it proposes the config that the cost models expect to gain most within the memory limit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueErro
 
 
 class CostModel:
-    """Predicts any config from the history, and proposes by what it predicts.
+    """Predicts any config from the history, and proposes configs by these predictions.
 
-    The same history, space and seed give the same proposal: a search that is resumed goes on as if it had never stopped.
+    The same history, space, predicted peaks and seed give the same proposal.
 
     Args:
-        peaks: gives the predicted peaks that are known by now, or None where the model cannot be traced.
-        outside_bytes: what a probe's process holds before it builds the model.
-        seed: of where climbs through a large space start.
-        tell: told once, in words, when the models cannot be computed, and the starting design takes their place.
+        peaks: returns the traced peaks so far, or None if the model cannot be traced.
+        outside_bytes: memory of a probe's process before it builds the model.
+        seed: for the starting points of climbs through a large space.
+        tell: called once with a message if the models cannot be computed and the starting design replaces them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CostModel:
         self._is_told = False
 
     def propose(self, history: History) -> Proposal | None:
-        """The config to probe next; None when none has more than a small chance to beat the best."""
+        """The config to probe next; None if no config has more than a small chance to beat the best."""
         try:
             found = self._acquisition(history).next(history.evidence, history.admissible())
         except ARITHMETIC as error:
@@ -58,7 +58,7 @@ class CostModel:
         return None if found is None else Proposal(config=found)
 
     def predict(self, history: History, config: Config) -> Prediction | None:
-        """What the history predicts of any config; None where that cannot be computed."""
+        """The prediction for a config; None if it cannot be computed."""
         try:
             return self._acquisition(history).predict(config, history.evidence)
         except ARITHMETIC as error:
@@ -66,12 +66,12 @@ class CostModel:
             return None
 
     def is_likely_to_fit(self, history: History, config: Config) -> bool:
-        """Whether a config is likelier to fit than not. What cannot be predicted is given the benefit of the doubt."""
+        """Whether a config is more likely to fit than not. A config without a prediction counts as likely."""
         prediction = self.predict(history, config)
         return prediction is None or prediction.chance_to_fit > LIKELY
 
     def ranked(self, history: History) -> list[Config]:
-        """The feasible configs, best first by what all probes together say: the best of noisy figures is often a lucky one."""
+        """The feasible configs, ranked by all probes together: the best of many noisy figures is often a lucky one."""
         feasible = history.feasible
         try:
             order = self._acquisition(history).ranked(history.evidence)
@@ -91,7 +91,7 @@ class CostModel:
             )
 
     def _acquisition(self, history: History) -> Acquisition:
-        """Kept, since a proposal and its prediction are asked for one after the other."""
+        """The acquisition, cached because a proposal and its prediction are asked for one after the other."""
         peaks = self._peaks()
         if self._last is None or self._last[0] is not history.space or self._last[1] is not peaks:
             time_model = TimeModel(history.space, lengths=peaks.lengths if peaks is not None else None)

@@ -1,4 +1,4 @@
-"""Configs worth a probe before any model of the space exists: every technique once, then what usually wins, at rising batches."""
+"""The starting design: each technique once, then the usual winners together at rising batch sizes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autotune.study.history import History
 def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> list[tuple[Config, str]]:
     """Configs to begin with, each with its reason.
 
-    With a baseline that runs: each likely technique alone, all together, and all together at two and four times the batch,
-    or, where memory is the objective, at a half and a quarter of it and with everything that saves memory.
-    Without one: the least memory there is, to find something that fits.
+    If the baseline runs: each likely technique alone, all together, and all together at two and four times the batch. With
+    memory as the objective: at a half and a quarter of the batch instead, and with everything that saves memory.
+    If it does not run: the configs with the least memory, to find one that fits.
     """
     switched = _likely(space)
     lean = _least_memory(space)
@@ -44,7 +44,7 @@ def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> li
 
 
 def _likely(space: Space) -> dict[str, Choice]:
-    """Each technique's likely winner, where the baseline does not have it."""
+    """Each technique's likely winner, unless the baseline has it already."""
     found: dict[str, Choice] = {}
     for name, technique in techniques.REGISTRY.items():
         choice = next((c for c in technique.likely if c in space.choices[name] and c != space.baseline[name]), None)
@@ -54,7 +54,7 @@ def _likely(space: Space) -> dict[str, Choice]:
 
 
 def _least_memory(space: Space) -> dict[str, Choice]:
-    """The choice of each technique that saves the most memory, where the space leaves one."""
+    """The choice of each technique that saves the most memory, where the space has several."""
     searched = {name: t for name, t in techniques.REGISTRY.items() if len(space.choices[name]) > 1}
     found = {name: technique.least_memory(space.choices[name]) for name, technique in searched.items()}
     return {name: choice for name, choice in found.items() if choice is not None}
@@ -67,11 +67,11 @@ class StartingDesign:
         self._waiting: list[tuple[Config, str]] | None = None
 
     def propose(self, history: History) -> Proposal | None:
-        """The next of the starting configs."""
+        """The next starting config."""
         if self._waiting is None:
             fits = history.baseline is not None and history.objective.feasible(history.baseline)
             self._waiting = starting_configs(history.space, baseline_fits=fits, objective=history.objective.name)
-        admissible = history.admissible(outside_space=True)
+        admissible = history.admissible()
         while self._waiting:
             config, reason = self._waiting.pop(0)
             if admissible(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from autotune.proposers.base import InTurn
+from autotune.proposers.design import StartingDesign
 from autotune.proposers.undo import UndoChanges
 from autotune.records.config import Config
 from autotune.records.trial import Proposal
@@ -16,7 +17,7 @@ class Grid:
     """Proposes the whole space.
 
     Args:
-        seed: of the order.
+        seed: for the order.
     """
 
     def __init__(self, seed: int) -> None:
@@ -37,4 +38,4 @@ class Grid:
         return None
 
 
-SAMPLERS = {"grid": lambda cost_model, seed: InTurn([lambda: Grid(seed), UndoChanges])}
+SAMPLERS = {"grid": lambda cost_model, seed: InTurn([StartingDesign, UndoChanges, lambda: Grid(seed), UndoChanges])}

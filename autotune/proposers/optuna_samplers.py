@@ -1,4 +1,4 @@
-"""Optuna's samplers: their proposal is moved to the nearest config that is worth a probe."""
+"""Optuna's samplers. Each proposal is moved to the nearest config that is worth a probe."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def uniform(seed: int) -> BaseSampler:
 
 
 class OptunaProposer:
-    """Asks one of Optuna's samplers, over a study in memory that is given every trial of the history.
+    """Asks one of Optuna's samplers, using a study in memory that receives every trial of the history.
 
     Optuna's distributions know ranges and categories; ours are lists (the divisors of a global batch, say) with rules
-    between them. The sampler proposes freely, and the nearest config that may be probed is proposed.
+    between them. So the sampler proposes freely, and its proposal is moved to the nearest config that may be probed.
 
     Args:
-        name: of the sampler, for the reason that is told.
-        make_sampler: from a seed.
+        name: the sampler's name, for the reason of a proposal.
+        make_sampler: makes the sampler from a seed.
     """
 
     def __init__(self, name: str, make_sampler: Callable[[int], BaseSampler], seed: int) -> None:
@@ -61,7 +61,7 @@ class OptunaProposer:
         self._num_since_better = 0
 
     def propose(self, history: History) -> Proposal | None:
-        """The sampler's proposal; None when all configs were tried, or nothing better has come up for a while."""
+        """The sampler's proposal; None when all configs were tried, or nothing better was found for a while."""
         if self._is_stale(history):
             return None
         study = self._told(history)
@@ -76,11 +76,12 @@ class OptunaProposer:
 
     def _is_stale(self, history: History) -> bool:
         score, before = history.best_score, self._best_score
-        if before is None or (score is not None and score > before + abs(before) * (BETTER - 1)):
+        if before is None or score is None or score > before + abs(before) * (BETTER - 1):
             self._best_score, self._num_since_better = score, 0
         else:
+            self._best_score = min(before, score)  # the best may have been left out of the space
             self._num_since_better += 1
-        return self._num_since_better > PATIENCE
+        return self._num_since_better >= PATIENCE
 
     def _told(self, history: History) -> optuna.Study:
         """The study in memory, with every trial of the search."""
@@ -124,9 +125,9 @@ def _one_torch_thread() -> Iterator[None]:
 def _after_the_starting_design(
     name: str, make_sampler: Callable[[int], BaseSampler]
 ) -> Callable[[CostModel, int], Proposer]:
-    """The starting design, the best of it taken apart, the sampler, and the best of all taken apart.
+    """The starting design, its best with each change undone, the sampler, and the best of all with each change undone.
 
-    Techniques that usually help may hurt here, and a sampler that knows nothing of techniques takes long to find out.
+    Techniques that usually help may hurt here, and a sampler that knows nothing about techniques takes long to find out.
     """
 
     def make(cost_model: CostModel, seed: int) -> Proposer:

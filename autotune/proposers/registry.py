@@ -1,4 +1,4 @@
-"""The samplers that a user can name. A module of this package offers its own as `SAMPLERS`: name -> how to make one."""
+"""The samplers by name. A module of this package lists its own in `SAMPLERS`: name -> how to make one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeProposer = Callable[[CostModel, int], Proposer]  # from the cost model and a
 
 
 def samplers() -> dict[str, MakeProposer]:
-    """Every sampler by its name, the default one first."""
+    """Every sampler by its name."""
     found: dict[str, MakeProposer] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         found |= getattr(importlib.import_module(f"autotune.proposers.{module.name}"), "SAMPLERS", {})

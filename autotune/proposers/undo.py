@@ -1,4 +1,4 @@
-"""The best config with each of its changes undone in turn: what each one gains, and whether it is needed."""
+"""Undoes each change of the best config in turn, to see what each gains and whether it is needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autotune.study.history import History
 
 
 class UndoChanges:
-    """Proposes the best with each change undone, best first again when one of those is better.
+    """Proposes the best config with each of its changes undone. If one of those is better, it starts again from that one.
 
     Args:
-        likely_to_fit: whether a config is likely to fit; what is not would tell nothing of a technique.
+        likely_to_fit: whether a config is likely to fit; one that does not fit says nothing about a technique.
     """
 
     def __init__(self, likely_to_fit: Callable[[History, Config], bool] = lambda history, config: True) -> None:
@@ -24,7 +24,7 @@ class UndoChanges:
         self._waiting: list[tuple[Config, str]] = []
 
     def propose(self, history: History) -> Proposal | None:
-        """The next change undone; None when all changes of the best were."""
+        """The best config with its next change undone; None when all changes were."""
         admissible = history.admissible()
         while True:
             while self._waiting:

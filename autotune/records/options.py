@@ -65,7 +65,7 @@ MEMORY_LIMIT = _option(
     "bytes of one training process, or a share of the device's; default: all that is free",
 )
 GLOBAL_BATCH = _option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
-HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit that is to stay free")
+HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
 OBJECTIVE = _option(
     "objective",
     kinds.one_of(OBJECTIVES),
@@ -74,7 +74,7 @@ OBJECTIVE = _option(
 )
 FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
 INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
-EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as in the baseline")
+EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
 GRID = _option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
 SAMPLER = _option(
     "sampler",
@@ -89,20 +89,25 @@ PROBE_TIMEOUT = _option(
     "probe_timeout",
     kinds.SECONDS,
     EFFORT,
-    "kill a probe after that; a search's default is a multiple of the baseline's time",
+    "kill a probe after this time; a search's default is a multiple of the baseline's time",
 )
-TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "end the run after that")
-TRACE_TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "leave out what is not traced by then")
+TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "end the run after this time")
+TRACE_TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "stop tracing after this time, and leave out the rest")
 STEPS = _option("steps", kinds.COUNT, EFFORT, "exactly N timed optimizer steps")
 INTERVAL = _option(
-    "interval", kinds.SHARE, EFFORT, "repeat a config until its throughput is known so well, either side"
+    "interval", kinds.SHARE, EFFORT, "repeat a config until its throughput is known to within this share"
 )
-MAX_REPEATS = _option("max_repeats", kinds.COUNT, EFFORT, "but no more often than that")
-TIMED = _option("timed", kinds.SECONDS, EFFORT, "time each probe for at most that")
+MAX_REPEATS = _option("max_repeats", kinds.COUNT, EFFORT, "repeat a config at most N times")
+TIMED = _option("timed", kinds.SECONDS, EFFORT, "time each probe for at most this long")
 STUDY = _option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
 STORAGE = _option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
-TABLE = _option("out", kinds.path("FILE.csv"), KEPT, "the table; one that is there is carried on with")
-GPU = _option("gpu", kinds.text("80GiB|NAME"), TASK, "memory or name of a card that need not be here, e.g. 'A100 80GB'")
+TABLE = _option("out", kinds.path("FILE.csv"), KEPT, "the table to write; an existing one is continued")
+GPU = _option(
+    "gpu",
+    kinds.text("80GiB|NAME"),
+    TASK,
+    "memory or name of a GPU, which need not be in this machine, e.g. 'A100 80GB'",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

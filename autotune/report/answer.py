@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autotune.records.config import Choice
 from autotune.records.result import Check, Dropped, Measured, Result
-from autotune.report.figures import counts, interval, measured_rate, plural, times
+from autotune.report.figures import counts, interval, measured_rate, times
 from autotune.report.run_it import python_lines, verify_command
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
 from autotune.report.words import as_code
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
@@ -79,7 +79,7 @@ def warnings_section(warnings: Iterable[str]) -> Section:
 def _verdict(result: Result) -> Span:
     if result.baseline is None or result.speedup is None:
         return Span(
-            "This config runs; the baseline did not, so there is no speed-up to state. The warnings say why.", Tone.BEST
+            "This config runs; the baseline did not, so the speed-up is unknown. The warnings say why.", Tone.BEST
         )
     if result.config == result.baseline.config:
         return Span("Keep what you have: nothing beat the baseline beyond the noise.", Tone.STRONG)
@@ -99,7 +99,7 @@ def _verdict(result: Result) -> Span:
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
     if not result.confirmed:
-        why = "Not confirmed: the search ended before a round of the play-off did, so each figure is of one process."
+        why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
         yield Paragraph(Span(why, Tone.WARNING))
 
 
@@ -203,12 +203,12 @@ def _ratio(ratio: float | None, *, more_is_better: bool) -> Span:
 
 
 def _cost(result: Result) -> str:
-    first = "" if not result.first_probe_s else f", the first probe began after {format_seconds(result.first_probe_s)}"
+    first = "" if not result.first_probe_s else f" The first probe began after {format_seconds(result.first_probe_s)}."
     split = ", ".join(
         f"{name} {format_seconds(seconds)}" for name, seconds in result.split_s.items() if seconds >= SHOWN_S
     )
     return (
         f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
-        f"of them in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}{first}. "
+        f"of them in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}.{first} "
         f"Kept in {result.storage.removeprefix('sqlite:///')}."
     )

@@ -16,11 +16,11 @@ from rich.text import Text
 from autotune.records.config import Config
 from autotune.records.front import pareto_front
 from autotune.records.outcome import Outcome
-from autotune.report.figures import counts, expected, measured_rate, plural, times
+from autotune.report.figures import counts, expected, measured_rate, times
 from autotune.report.live import best_speed, introduction, is_best, summary
 from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_seconds, plural
 
 NUM_FRONT = 6
 NUM_LAST = 5

@@ -16,11 +16,10 @@ from autotune.devices import available, nvml
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
-from autotune.report.figures import plural
-from autotune.report.json import document
+from autotune.report.document import document
 from autotune.report.sections import Paragraph, Section, table
 from autotune.report.terminal import as_text
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 PIPE_WIDTH = 160  # wraps nothing that a device usually says
 REFRESH_S = 1.0

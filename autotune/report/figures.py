@@ -70,8 +70,3 @@ def interval(low: float, high: float) -> str:
 def counts(outcomes: Mapping[str, int]) -> str:
     """`20 ok, 3 oom, 1 timeout`, in the order of `Kind`."""
     return ", ".join(f"{outcomes[kind]} {kind}" for kind in Kind if outcomes.get(kind))
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 probe`, `3 probes`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

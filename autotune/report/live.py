@@ -11,7 +11,7 @@ from autotune.records.outcome import Outcome
 from autotune.report.figures import expected, measured_rate
 from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_seconds, plural
 
 
 def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
@@ -75,7 +75,7 @@ class Lines(WarningsOnly):
 
 def introduction(event: SearchStarted) -> str:
     """The task, the limits, and the file of the study."""
-    known = f", {event.num_resumed} probes known" if event.num_resumed else ""
+    known = f", {plural(event.num_resumed, 'probe')} known" if event.num_resumed else ""
     return (
         f"{event.task} on {event.device}: {event.objective} within {format_bytes(event.memory_limit_bytes)} "
         f"({event.headroom:.0%} of it kept free), budget {format_seconds(event.budget_s)}; "
@@ -86,7 +86,7 @@ def introduction(event: SearchStarted) -> str:
 def searched(event: SearchStarted) -> str:
     """`batch_size (7 choices), amp (2 choices): 14 configs`."""
     free = [f"{name} ({len(choices)})" for name, choices in event.space.items() if len(choices) > 1]
-    return f"{', '.join(free)}: {event.num_configs:,} configs"
+    return f"{', '.join(free)}: {plural(event.num_configs, 'config')}"
 
 
 def summary(outcome: Outcome, *, feasible: bool) -> str:

@@ -11,11 +11,11 @@ from autotune.records.config import Choice
 from autotune.records.outcome import Kind
 from autotune.records.trial import Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
-from autotune.report.figures import counts, expected, measured_rate, plural
+from autotune.report.figures import counts, expected, measured_rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
 from autotune.study.reading import Study
 from autotune.techniques.labels import describe, describe_batch
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_seconds, plural
 
 
 def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section]:
@@ -41,7 +41,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
     yield from answer_sections(study.result, model=model, in_study=True)
     num_newer = len(study.probes) - study.result.probes
     if num_newer > 0:
-        newer = f"A search went on since: {plural(num_newer, 'probe')} came after this answer."
+        newer = f"A search has continued since: {plural(num_newer, 'probe')} came after this answer."
         yield Section("", (Paragraph(Span(newer, Tone.WARNING)),))
 
 
@@ -49,9 +49,9 @@ def _no_answer(study: Study) -> Section:
     if not study.probes:
         return Section("No answer yet", (Paragraph("No probe has ended yet, so there is nothing to show."),))
     if not any(probe.feasible for probe in study.probes):
-        why = "Nothing feasible so far: no config ran through within the memory limit. See the failures above."
+        why = "Nothing feasible so far: no config ran within the memory limit. See the failures above."
         return Section("No answer", (Paragraph(why),))
-    how = "No search of this study has ended. The same `autotune search` command goes on where it stopped."
+    how = "No search of this study has ended. The same `autotune search` command continues where it stopped."
     return Section("No answer yet", (Paragraph(how),))
 
 

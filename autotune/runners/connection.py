@@ -97,7 +97,7 @@ class Connection:
         except OSError as error:
             raise StudyError(
                 f"the log {self._log} cannot be written: {error.strerror}; expected a file that may be "
-                "written, on a disk with room: put that right and run again"
+                "written, on a disk with room: fix that and run again"
             ) from error
         environment = dict(os.environ)
         blas_threads = 0

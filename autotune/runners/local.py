@@ -112,10 +112,11 @@ class LocalRunner(Runner):
             "log": str(log),
             "timeout_s": job.timeout_s,
         }
+        connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         running = InFlight(self._num_jobs, job, log, os.open(self._channel, os.O_RDWR | os.O_NONBLOCK))
         try:
-            self._connect().send(request)
+            connection.send(request)
         except BaseException:
             running.close()
             self._disconnect()
@@ -161,7 +162,7 @@ class LocalRunner(Runner):
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StudyError(f"the folder for logs {self._logs} cannot be made: {error.strerror}") from None
+            raise StudyError(f"the folder for logs {self._logs} cannot be created: {error.strerror}") from None
         taken = [int(log.name[:4]) for log in self._logs.glob("[0-9][0-9][0-9][0-9]-*.log")]
         self._num_logs = max(taken, default=-1) + 1  # an earlier search's logs are still named in its outcomes
 

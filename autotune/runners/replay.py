@@ -32,6 +32,8 @@ class ReplayRunner(InstantRunner):
         TableError: the file is not a table.
     """
 
+    keeps_traces = False
+
     def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
         super().__init__()
         self._table = table if isinstance(table, Table) else table_file.read(table)
@@ -77,7 +79,7 @@ class ReplayRunner(InstantRunner):
         """The table's traces; what they lack counts as failed."""
         found = self._table.traces
         beside = table_file.traces_path(self._table.path).name
-        why = f"{beside} holds no traces of it" if found else f"there are no traces in {beside} beside the table"
+        why = f"{beside} holds no trace of it" if found else f"there is no {beside} with traces beside the table"
         found = found or Traces(target=job.target)
         missing = dict.fromkeys(job.plan.without(found).labels(), why)
         return found.merged(Traces(target=found.target, failures=missing))

@@ -27,7 +27,15 @@ TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leav
 
 
 class ProbeFault(AutotuneError):
-    """The machinery around a job failed (a supervisor died, say): the machine is at fault, not the config."""
+    """The machinery around jobs failed (a supervisor died, say): the machine is at fault, not the config.
+
+    Args:
+        tickets: of the jobs that are gone; None for every job in flight.
+    """
+
+    def __init__(self, message: str, tickets: tuple[int, ...] | None = None) -> None:
+        super().__init__(message)
+        self.tickets = tickets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +133,14 @@ class Runner(ABC):
 
     Attributes:
         num_slots: jobs that may be in flight.
+        keeps_traces: whether traces that it makes hold for this machine, and may be kept for other searches.
         task_name: of the task; it names the study.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
     """
 
     num_slots: int = 1
+    keeps_traces: bool = True
     task_name: str
     stated: Stated = Stated()
     notes: tuple[str, ...] = ()

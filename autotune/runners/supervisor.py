@@ -80,6 +80,7 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
     from autotune.errors import AutotuneError
     from autotune.task.source import TaskSource
+    from autotune.units import plural
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -94,7 +95,7 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
     no_fork = ""
     if (threads := _num_threads()) > max(1, before):
-        no_fork = f"importing the model file started {threads - before} threads"
+        no_fork = f"importing the model file started {plural(threads - before, 'thread')}"
     elif _has_cuda_context():
         no_fork = "importing the model file initialised CUDA"
     gc.collect()

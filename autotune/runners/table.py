@@ -77,13 +77,13 @@ def read(path: str | Path) -> Table:
         header = Header.from_json(lines[1].removeprefix("# "))
     except (IndexError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise TableError(
-            f"the second line of {path} is not a table's metadata ({type(error).__name__}: {error}); record it anew "
+            f"the second line of {path} is not a table's metadata ({type(error).__name__}: {error}); record it again "
             "with `autotune sweep`"
         ) from None
     reader = csv.DictReader(lines[2:])
     missing = [name for name in _columns(header) if name not in (reader.fieldnames or ())]
     if missing:
-        raise TableError(f"the table {path} has no column {missing[0]!r}, which its metadata asks for; record it anew")
+        raise TableError(f"the table {path} has no column {missing[0]!r}, which its metadata asks for; record it again")
     rows = []
     for number, cells in enumerate(reader, start=4):
         if lines[-1].endswith("\n") or number < len(lines):  # a last line that was cut short is measured again
@@ -91,7 +91,7 @@ def read(path: str | Path) -> Table:
                 rows.append(_row(header, cells))
             except (ValueError, KeyError, TypeError) as error:
                 raise TableError(
-                    f"line {number} of {path} is not a probe: {error}; remove it, or record anew"
+                    f"line {number} of {path} is not a probe: {error}; remove the line, or record the table again"
                 ) from None
     return Table(header=header, rows=tuple(rows), path=path, traces=_read_traces(path))
 
@@ -118,13 +118,13 @@ def _require_known_format(path: Path, first_line: str) -> None:
     found = re.fullmatch(r"# autotune table, format (\d+)", first_line)
     if found is None:
         raise TableError(
-            f"{path} is no table of this format: it begins with {first_line[:60]!r}, expected {MAGIC!r}; "
+            f"{path} is not a recorded table: it begins with {first_line[:60]!r}, expected {MAGIC!r}; "
             "`autotune sweep` writes one"
         )
     if int(found[1]) > FORMAT:
         raise TableError(
             f"{path} has format {found[1]}, and this autotune reads formats up to {FORMAT}; "
-            "upgrade it (pip install --upgrade autotune-torch), or record the table anew with `autotune sweep`"
+            "upgrade it (pip install --upgrade autotune-torch), or record the table again with `autotune sweep`"
         )
 
 

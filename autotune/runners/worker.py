@@ -233,7 +233,7 @@ def _failure(
     elif isinstance(error, AutotuneError | UnsupportedError):
         cause = str(error)
     elif missing:
-        cause = f"torch's CPU library oneDNN has no such kernel for this processor: {missing}"
+        cause = f"oneDNN, torch's CPU library, has no kernel for this on this processor: {missing}"
     else:
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

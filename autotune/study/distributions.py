@@ -8,7 +8,7 @@ from autotune.space import Space
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
-    """A distribution for each key of the space that leaves a choice.
+    """A distribution for each key of the space that has more than one choice.
 
     They cover every supported choice, also those left out of this search: Optuna does not let a categorical distribution
     change within a study.

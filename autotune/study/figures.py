@@ -1,4 +1,4 @@
-"""What several processes of one config say together."""
+"""Statistics over several processes of one config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
 
 
 def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Geometric mean and its Student interval, from logarithms. One value alone is taken to be within 25 %."""
+    """Geometric mean and its Student interval, from logarithms. A single value is given an interval of 25 %."""
     from scipy.stats import t
 
     mean = fmean(logs)
@@ -25,7 +25,7 @@ def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[flo
 
 
 def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
-    """The throughput over fresh processes of a config, at least one of which ran, with the interval between processes."""
+    """The throughput over fresh processes of a config, with the interval between them. At least one must have run."""
     found = [outcome.measurement for outcome in outcomes if outcome.measurement]
     if len(found) == 1:
         speed, low, high = found[0].samples_per_s, found[0].samples_per_s_low, found[0].samples_per_s_high

@@ -39,12 +39,12 @@ _AFTER = {
 
 
 def probe_frame(probes: Sequence[Trial], baseline: Mapping[str, Choice]) -> pd.DataFrame:
-    """One row a finished probe; without any, the columns of the baseline's config.
+    """One row per finished probe. Without probes, the frame has the columns of the baseline's config.
 
     Columns: `number`, `stage`, `round`; every key of a config by its name; `outcome`, `cause`, `feasible`, `score`; the
     figures of a `Measurement` under the same names with `peak_mib` beside `peak_bytes`, missing where the probe did not
-    end `ok`; the phases of a step as `phase_data_s`, `phase_forward_s`, ...; what was predicted as
-    `predicted_samples_per_s`, ..., missing where nothing was; `train_s`, `wall_s`, `disturbed`, `started`, `reason`,
+    end `ok`; the phases of a step as `phase_data_s`, `phase_forward_s`, ...; the prediction as
+    `predicted_samples_per_s`, ..., missing where there was none; `train_s`, `wall_s`, `disturbed`, `started`, `reason`,
     `log`. Times are seconds, memory is bytes except for `peak_mib`.
     """
     keys = _in_order(probe.config for probe in probes) or list(baseline)

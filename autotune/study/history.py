@@ -1,4 +1,4 @@
-"""The history of a search: an append-only list of trials, and the views that the search is steered by."""
+"""The history of a search: an append-only list of trials, and the views of it that guide the search."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autotune.study.retry import retryable, what_stands
 
 
 class History:
-    """What is known of the configs of a search.
+    """What is known about the configs of a search.
 
-    Everything but the trials themselves is a view of them: `known`, `best`, `baseline`, `failed_again`, `known_oom`.
-    The space and the objective may change while a search runs (a smaller baseline, a choice that is left out); the
-    views follow.
+    `known`, `best`, `baseline`, `failed_again` and `known_oom` are views of the trials; `running` holds the configs whose
+    probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that
+    is left out), and the views follow.
 
     Args:
         trials: finished trials of earlier searches.
-        timeout_s: given the baseline's outcome (None where it is not known), the time-out of a probe now. Trials of
-            earlier searches that failed in a way that may pass are not known, and may be probed again.
+        timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
+            failures of earlier searches do not count as known, so these configs may be probed again.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class History:
         timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
     ) -> None:
         self.space = space
-        self.num_earlier = len(trials)
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
         self._objective = objective
         self._trials = list(trials)
+        self._known: tuple[int, dict[Config, Outcome]] = (-1, {})  # of so many trials
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
         self._retryable = retryable(trials, baselines, timeout_s, objective)
 
@@ -64,19 +64,21 @@ class History:
 
     @property
     def known(self) -> dict[Config, Outcome]:
-        """Every config that need not be probed again, with the outcome that stands."""
-        by_config: dict[Config, list[Outcome]] = {}
-        for trial in self.searched:
-            if trial.number not in self._retryable:
-                by_config.setdefault(trial.config, []).append(trial.outcome)
-        return {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+        """Every config that need not be probed again, with its valid outcome."""
+        if self._known[0] != len(self._trials):
+            by_config: dict[Config, list[Outcome]] = {}
+            for trial in self.searched:
+                if trial.number not in self._retryable:
+                    by_config.setdefault(trial.config, []).append(trial.outcome)
+            known = {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+            self._known = len(self._trials), known
+        return self._known[1]
 
     @property
     def evidence(self) -> list[tuple[Config, Outcome]]:
-        """What the models learn from.
+        """The trials that the models learn from: those of the search, and failures of the play-off.
 
-        These are the trials of the search, and failures of the play-off. The play-off's speeds are left out, for the
-        machine may have become slower since the search.
+        The play-off's speeds are left out, because the machine may have become slower since the search.
         """
         return [
             (trial.config, trial.outcome)
@@ -86,7 +88,7 @@ class History:
 
     @property
     def failed_again(self) -> dict[Config, Outcome]:
-        """The configs that ran in the search and did not in the play-off, with the outcome there."""
+        """The configs that ran in the search but failed in the play-off, with their outcomes there."""
         return {
             trial.config: trial.outcome
             for trial in self._trials
@@ -117,11 +119,12 @@ class History:
     @property
     def best_score(self) -> float | None:
         """The score of the best."""
-        return self.objective.score(self.best[1]) if self.best else None
+        best = self.best
+        return self.objective.score(best[1]) if best else None
 
     @property
     def worst_score(self) -> float:
-        """The worst feasible score, which an infeasible trial is told as: an arbitrary figure would bend a sampler's model."""
+        """The worst feasible score. Samplers are told it for an infeasible trial; an arbitrary figure would distort their models."""
         objective = self.objective
         scores = [objective.score(outcome) for outcome in self.known.values() if objective.feasible(outcome)]
         return min(scores, default=objective.worst())
@@ -133,16 +136,12 @@ class History:
 
     @property
     def known_oom(self) -> KnownOom:
-        """What is too large, for the same with a smaller batch was."""
+        """The configs known to be too large, because the same config with a smaller batch was."""
         outcomes = [*self.known.items(), *self.failed_again.items()]
         return KnownOom(config for config, outcome in outcomes if self._objective.does_not_fit(outcome))
 
-    def admissible(self, *, outside_space: bool = False) -> Callable[[Config], bool]:
-        """Whether a config may be probed: neither known, nor running, nor known to be too large, nor outside the space.
-
-        Args:
-            outside_space: whether a config outside the space may be probed, too: a starting design is written for any.
-        """
+    def admissible(self) -> Callable[[Config], bool]:
+        """A test whether a config may be probed: it is not known, not running, not known OOM, and inside the space."""
         known, oom = self.known, self.known_oom
 
         def may_be_probed(config: Config) -> bool:
@@ -150,17 +149,17 @@ class History:
                 config not in known
                 and config not in self.running
                 and not oom.rules_out(config)
-                and (outside_space or self.space.contains(config))
+                and self.space.contains(config)
             )
 
         return may_be_probed
 
 
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
-    """Per config that was feasible whenever it counts, those of its trials that do, in order.
+    """For each config that was feasible in every trial that counts, these trials in order.
 
-    They are its last outside the play-off and what the play-off found since: those before failed, else it would not have
-    been probed again.
+    The trials that count are the last one outside the play-off and the play-off's after it. Earlier ones failed, else the
+    config would not have been probed again.
     """
     by_config: dict[Config, list[Trial]] = {}
     for trial in trials:

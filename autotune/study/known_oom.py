@@ -1,4 +1,4 @@
-"""Which configs need not be probed: the same with a smaller batch was too large."""
+"""Known OOM: configs that need no probe, because the same config with a smaller batch was too large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.records.config import Config
 
 
 class KnownOom:
-    """Configs that need more memory than there is. A larger micro batch of the same techniques needs no less.
+    """Configs that need more memory than there is. A larger micro batch with the same techniques needs at least as much.
 
     Args:
         too_large: configs that ran out of memory, or needed more than the limit less headroom.
@@ -23,7 +23,9 @@ class KnownOom:
             self._smallest[key] = min(config.batch_size, self._smallest.get(key, config.batch_size))
 
     def rules_out(self, config: Config) -> bool:
-        """Whether `config` is too large, or a larger batch of something that was."""
+        """Whether `config`, or the same config with a smaller batch, was too large."""
+        if not self._smallest:
+            return False
         smallest = self._smallest.get(_without_batch(config))
         return smallest is not None and config.batch_size >= smallest
 

@@ -1,4 +1,4 @@
-"""Where a study is kept, and the lock that keeps one search at a time in it."""
+"""Where a study is kept, and the lock that admits one search at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Place:
 
     @property
     def logs(self) -> Path:
-        """Folder for what the user's code prints, one file a probe."""
+        """Folder for the output of the user's code, one file per probe."""
         return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
 
     @property
     def lock(self) -> Path:
-        """File that a search locks. On a database server it is this machine's searches that it keeps apart."""
+        """File that a search locks. For a database server it separates only the searches of this machine."""
         if self.file is not None:
             return self.file.with_name(self.file.name + ".lock")
         name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
@@ -40,12 +40,12 @@ class Place:
 
     @property
     def traces(self) -> Path:
-        """Folder for traced memory, shared by the studies beside each other."""
+        """Folder for traces, shared by the studies in one folder."""
         return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
 
 
 def place_of(storage: str | None, study: str | None, task: str) -> Place:
-    """Where the study of a task goes: `studies/<task>.db` unless told otherwise. `storage` is a URL or a database file."""
+    """The place of a task's study: `studies/<task>.db` by default. `storage` is a URL or a database file."""
     name = study or task
     if storage is None:
         storage = str(Path(DEFAULT_FOLDER) / f"{name}.db")

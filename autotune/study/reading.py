@@ -1,4 +1,4 @@
-"""Reading a study: every probe and the last answer, as plain data. Never writes; works while a search writes."""
+"""Reads a study as plain data: every probe and the last answer. It never writes, and works while a search writes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Study:
     Attributes:
         name: the study's name in its storage.
         storage: a file path or a URL, as it was given.
-        attributes: what the search noted about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
+        attributes: facts that the search recorded about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
             `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`.
         probes: every finished probe, in order.
-        num_running: probes in progress, or left so by a search that was killed.
+        num_running: probes in progress, or left in that state by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
-        result: the last answer; None when no search of the study has come to one.
+        result: the last answer; None if no search of the study has found one.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Study:
 
     @property
     def baseline_config(self) -> dict[str, Choice]:
-        """What the user ran before; empty when the search did not come so far."""
+        """The user's baseline; empty if the search did not get that far."""
         return dict(self.attributes.get("baseline_config", {}))
 
     @property
@@ -72,7 +72,7 @@ class Study:
         return float(self.attributes.get("headroom", 0.0))
 
     def frame(self) -> pd.DataFrame:
-        """One row a probe, one column a technique or figure; `autotune.study.frame.probe_frame` lists them."""
+        """One row per probe, one column per technique or figure; `autotune.study.frame.probe_frame` lists them."""
         from autotune.study.frame import probe_frame
 
         return probe_frame(self.probes, self.baseline_config)
@@ -84,9 +84,9 @@ class Study:
         return front_frame(self.front_configs(), self.baseline_config)
 
     def measured_configs(self) -> tuple[Measured, ...]:
-        """Every config that was feasible each time it ran, once each; a failure that passed when it was tried again is forgotten.
+        """Every config that was feasible each time it ran. A failure is ignored if a later retry succeeded.
 
-        Where a config took part in the play-off, its processes there alone count, as they do for the answer.
+        If a config took part in the play-off, only its processes there count, as they do for the answer.
         """
         found = []
         for config, trials in feasible_each_time(self.probes).items():
@@ -105,7 +105,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
     Args:
         path_or_url: a database file such as `studies/gpt.db`, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
-        study: the study's name; may be left out where the storage holds one study.
+        study: the study's name; optional if the storage holds one study.
 
     Raises:
         StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
@@ -151,7 +151,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
 
 def _database_file(given: str) -> Path | None:
-    """The file of an SQLite database; None for a storage that is none."""
+    """The file of an SQLite database; None for another kind of storage."""
     if given.startswith(_SQLITE_FILE):
         return Path(given.removeprefix(_SQLITE_FILE))
     return None if "://" in given else Path(given)
@@ -165,7 +165,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _require_database(file: Path) -> None:
-    """Refuse what is no Optuna database, without touching it: Optuna would make a file, or tables in a foreign one."""
+    """Refuse a file that is not an Optuna database, without touching it. Optuna would create the file, or tables in it."""
     if file.is_dir():
         raise StudyError(f"{file} is a folder; expected a database file{_databases_near(file)}")
     if not file.exists():

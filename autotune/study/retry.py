@@ -1,4 +1,4 @@
-"""Which failures of an earlier search may pass, and are tried again when the search is resumed."""
+"""Retryable failures: which failures of an earlier search are tried again when it is resumed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PASSING = (Kind.CRASHED, Kind.ERROR)  # may have been the machine's fault: a ful
 
 
 def what_stands(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of a config that was probed several times: the last that is certain, else the last.
+    """The valid outcome of a config that was probed several times: the last certain one, else the last.
 
-    What was measured or ran out of memory stays so, since the limit is the same.
+    A measurement or an out-of-memory stays valid, since the limit is the same.
     """
     certain = [outcome for outcome in outcomes if outcome.kind in (Kind.OK, Kind.OOM)]
     return (certain or outcomes)[-1]
@@ -28,16 +28,16 @@ def retryable(
     timeout_s: Callable[[Outcome | None], float],
     objective: Objective,
 ) -> frozenset[int]:
-    """The numbers of the trials whose failure may pass.
+    """The numbers of the trials whose failure is retryable.
 
-    A crash or an error gets a second try, and after that is the config's own. A probe that was killed sooner than it
-    would be now gets the patience of now. A baseline that failed for another reason than memory is always tried again:
-    without it there is no gain to state. In the play-off only what did not fit into the memory stands.
+    A crash or an error gets a second try; after that the config is to blame. A probe that was killed sooner than it
+    would be now gets today's time-out. A baseline that failed for any reason but memory is always tried again, because
+    there is no gain without it. In the play-off only a failure for lack of memory is final.
 
     Args:
-        trials: of earlier searches.
+        trials: the trials of earlier searches.
         baselines: the baseline now and those of earlier searches.
-        timeout_s: given the baseline's outcome, of a probe now.
+        timeout_s: returns the time-out of a probe now, given the baseline's outcome.
     """
     by_config: dict[Config, list[Trial]] = {}
     for trial in trials:

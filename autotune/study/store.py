@@ -1,4 +1,4 @@
-"""The study as Optuna keeps it: one Optuna trial per probe, so that nothing is lost and nothing is measured twice."""
+"""The study in Optuna's storage: one Optuna trial per probe, so nothing is lost and nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
+from autotune.records.formats import require_readable
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
@@ -27,7 +28,7 @@ FORMAT = 2  # 1 called a prediction a forecast, and opens
 
 @contextlib.contextmanager
 def storage_errors(place: Place) -> Iterator[None]:
-    """Tell what the storage fails of while a study is in use: a lock, a full disk, a server that has gone.
+    """Explain a failure of the storage while a study is in use: a lock, a full disk, a server that is gone.
 
     Raises:
         StudyError: in place of the storage's own exception.
@@ -36,8 +37,8 @@ def storage_errors(place: Place) -> Iterator[None]:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
         raise StudyError(
-            f"the study {place.study} in {place.storage} cannot be read or written any more: {_cause(error)}; see "
-            "that its disk has room and nothing else holds it, and run the same command again: it goes on where it stopped"
+            f"the study {place.study} in {place.storage} can no longer be read or written: {_cause(error)}; "
+            "check that its disk has room and that nothing else locks it, then run the same command again: it continues where it stopped"
         ) from error
 
 
@@ -45,11 +46,11 @@ class Store:
     """A study opened for writing.
 
     Args:
-        fingerprint: what must be equal for measurements to be comparable: task, device, versions, limits.
-        attributes: further facts about the search, for whoever reads the study.
+        fingerprint: the facts that must be equal for measurements to be comparable: task, device, versions, limits.
+        attributes: further facts about the search, for readers of the study.
 
     Raises:
-        StudyError: the storage cannot be opened, holds something else, or another fingerprint.
+        StudyError: the storage cannot be opened, is not a study, or has another fingerprint.
     """
 
     def __init__(self, place: Place, fingerprint: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
@@ -64,7 +65,7 @@ class Store:
         except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
             raise StudyError(
                 f"the storage {place.storage} cannot be opened: {_cause(error)}; "
-                "expected a database file that nothing else holds, or a URL such as sqlite:///studies/gpt.db"
+                "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
             ) from None
         known = self._study.user_attrs.get("fingerprint")
         if known is None and self._study.trials:
@@ -72,6 +73,8 @@ class Store:
                 f"the study {place.study} in {place.storage} was not made by autotune; use another with --study"
             )
         if known is not None:
+            found = self._study.user_attrs.get("format", 1)
+            require_readable(f"the study {place.study} in {place.storage}", found, FORMAT)
             _require_equal(place, known, dict(fingerprint))
         for key, value in {"format": FORMAT, "fingerprint": dict(fingerprint), **attributes}.items():
             self._study.set_user_attr(key, value)
@@ -101,13 +104,11 @@ class Store:
         return [trial_of(trial) for trial in finished]
 
     def begin(self, proposal: Proposal, prediction: Prediction | None, space: Space) -> int:
-        """Open a trial for a proposal and say what it is before it runs, so that a search that dies leaves evidence.
+        """Open a trial for a proposal and record it before it runs, so that a search that dies leaves evidence.
 
         Returns:
-            The trial's number, by which `finish` and `fail` know it.
+            The trial's number, which `finish` and `fail` take.
         """
-        self._study.enqueue_trial(space.params(proposal.config))
-        trial = self._study.ask(distributions_of(space))
         described: dict[str, Any] = {
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,
@@ -116,15 +117,17 @@ class Store:
         }
         if proposal.round is not None:
             described["round"] = proposal.round
-        for key, value in described.items():
-            trial.set_user_attr(key, value)
+        self._study.enqueue_trial(
+            space.params(proposal.config), user_attrs=described
+        )  # one commit: a disk takes 20 ms for each
+        trial = self._study.ask(distributions_of(space))
         self._running[trial.number] = trial
         return trial.number
 
     def finish(self, number: int, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> Trial:
-        """Tell the study an outcome. An infeasible one is COMPLETE with the worst value and a constraint.
+        """Record an outcome. An infeasible one is COMPLETE with the worst value and a constraint.
 
-        Samplers do not see failed trials, and would propose the same again.
+        Samplers do not see failed trials, and would propose the same config again.
         """
         trial = self._running.pop(number)
         infeasibility = objective.infeasibility(outcome)
@@ -136,7 +139,7 @@ class Store:
         return trial_of(self._study.tell(trial, score))
 
     def fail(self, number: int, reason: str) -> None:
-        """Close a trial that a fault of the machine, or the user, cut short."""
+        """Close a trial that the user or a fault of the machine cut short."""
         trial = self._running.pop(number)
         trial.set_user_attr("fault", reason)
         self._study.tell(trial, state=TrialState.FAIL)
@@ -163,7 +166,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
 
 
 def stored_attributes(place: Place) -> dict[str, Any]:
-    """What an existing study says of itself; empty where there is none, or none that can be read."""
+    """The attributes of an existing study; empty if there is none or it cannot be read."""
     if place.file is not None and not place.file.exists():
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -173,7 +176,7 @@ def stored_attributes(place: Place) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what the database itself said; Optuna's own words around it speak of invalid data."""
+    """The first line of the database's own message; Optuna's message around it speaks of invalid data."""
     while isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
     said = str(getattr(error, "orig", None) or error)
@@ -188,7 +191,7 @@ def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) 
     ]
     if differences:
         raise StudyError(
-            f"the study {place.study} in {place.storage} cannot be resumed, since its measurements would not compare: "
+            f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
             f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
         )
 

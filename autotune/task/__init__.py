@@ -1,4 +1,4 @@
-"""The task: what the user trains. Loading and validating `model.py` lives here; nothing here knows of devices."""
+"""The task: what the user trains. This package loads and validates `model.py`, and does not know devices."""
 
 from autotune.task.loading import load_task
 from autotune.task.task import Task

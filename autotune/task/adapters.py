@@ -1,4 +1,4 @@
-"""LightningModules and Hugging Face models, taken as they are. Neither library is imported: ancestry tells."""
+"""Adapts LightningModules and Hugging Face models. It recognises them by their base classes and imports neither library."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def overrides(cls: type, method: str) -> bool:
 
 
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a model that was just built ready to be trained without the library that would usually train it.
+    """Prepare a newly built model for training without the library that would usually train it.
 
-    A LightningModule gets its layers (`configure_model`), and its `log` calls do nothing, having no trainer to go to.
-    A Hugging Face model does not keep keys and values for generation: they are of no use in training, and recomputing
+    A LightningModule gets its layers (`configure_model`), and its `log` calls do nothing, since there is no trainer.
+    A Hugging Face model stops caching keys and values for generation: training does not need them, and recomputing
     an activation would append to them.
     """
     if is_lightning(model):
@@ -57,7 +57,7 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
 
 def lightning_loss(model: Any, batch: Any) -> Any:
-    """What a LightningModule's `training_step` returns for a batch, its `loss` taken out of a dict."""
+    """The loss that a LightningModule's `training_step` returns for a batch, taken out of a dict if needed."""
     step = model.training_step
     takes_index = len(inspect.signature(step).parameters) > 1
     result = step(batch, 0) if takes_index else step(batch)
@@ -71,7 +71,7 @@ def lightning_loss(model: Any, batch: Any) -> Any:
 
 
 def check_lightning(model: Any) -> None:
-    """Raises TaskError for a LightningModule that optimizes by hand: its steps cannot be taken apart."""
+    """Raise TaskError for a LightningModule with manual optimization: its steps cannot be split."""
     if not model.automatic_optimization:
         raise TaskError(
             f"{type(model).__name__} has automatic_optimization = False, so its training_step takes the optimizer's "
@@ -84,7 +84,7 @@ def sole_optimizer(result: Any) -> tuple[torch.optim.Optimizer, int]:
     """The one optimizer in what `configure_optimizers` returned, in any form that Lightning takes.
 
     Returns:
-        It, and the number of learning-rate schedulers that came with it.
+        The optimizer, and the number of learning-rate schedulers returned with it.
 
     Raises:
         TaskError: two optimizers, or none.
@@ -120,7 +120,7 @@ def _flatten_optimizers(result: Any) -> tuple[list[Any], int]:
 
 
 def no_data(build_model: Any, near: str = "") -> TaskError:
-    """The error for a task that has no data of its own and none in a LightningModule. `near` offers similar names."""
+    """The error for a task without data of its own or of a LightningModule. `near` offers similar names."""
     inside = f", nor a train_dataloader() in {build_model.__name__}" if is_lightning_class(build_model) else ""
     return TaskError(
         f"there is neither make_batch(batch_size) nor train_dataset(){near}{inside}; write one of them, for example "
@@ -129,7 +129,7 @@ def no_data(build_model: Any, near: str = "") -> TaskError:
 
 
 def may_have_data(build_model: Any) -> bool:
-    """Whether `build_model` may return a LightningModule with a `train_dataloader()`; only calling it would tell."""
+    """Whether `build_model` may return a LightningModule with a `train_dataloader()`. Only calling it would tell for certain."""
     if isinstance(build_model, type):
         return is_lightning_class(build_model) and overrides(build_model, "train_dataloader")
     return not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
@@ -155,7 +155,7 @@ class LightningData:
         return self._load().dataset
 
     def collate_fn(self, samples: list[Any]) -> Any:
-        """The loader's own way to make a batch of samples."""
+        """Make a batch of samples as the loader does."""
         return self._load().collate_fn(samples)
 
     def _load(self) -> torch.utils.data.DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""Batches of any shape: a tensor, or tuples, lists, dicts and dataclasses of them, walked by one function."""
+"""Batches of any structure: a tensor, or tuples, lists, dicts and dataclasses of tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class StepBatch(list[Any]):
-    """The micro batches of one optimizer step, in order. What `Session.loader` yields and `Session.step` takes."""
+    """The micro batches of one optimizer step, in order. `Session.loader` yields it and `Session.step` takes it."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """The same structure with every tensor replaced by `function(tensor)`; anything that is no tensor stays as it is."""
+    """The same structure with every tensor replaced by `function(tensor)`; other values stay as they are."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -38,7 +38,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def num_samples(batch: Any) -> int:
-    """Samples in a micro batch: the first dimension of its first tensor that has one.
+    """Samples in a micro batch: the first dimension of its first tensor that has a dimension.
 
     Raises:
         ValueError: the batch holds no tensor with a dimension.
@@ -52,7 +52,7 @@ def num_samples(batch: Any) -> int:
 def split(batch: Any, batch_size: int) -> StepBatch:
     """Cut a batch into micro batches of `batch_size` samples along the first dimension; the last may be smaller.
 
-    Tensors whose first dimension is not the number of samples, and scalars, go to every micro batch whole.
+    Scalars, and tensors whose first dimension is not the number of samples, go whole to every micro batch.
     """
     samples = num_samples(batch)
     if samples <= batch_size:

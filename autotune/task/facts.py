@@ -1,4 +1,4 @@
-"""What a task is, found out by building it once, and whether it can be trained at all."""
+"""Builds a task once to gather its facts, and to find out whether it can be trained at all."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TaskFacts:
 
     Attributes:
         source_hash: changes with the task's code.
-        num_parameters: elements of all parameters, tied ones once; `num_trainable` of those that require a gradient.
+        num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
         parameter_bytes: memory of the parameters and buffers as built.
         dataset_size: samples in the training set; None without one, or for a stream of unknown length.
         has_batchnorm: batch normalisation makes the micro batch part of what is learned.
-        baseline: what the user runs today, as a partial config dict; None when not given.
-        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`: two samples of
-            `make_batch`, else the training set's first two; empty where it is another each time.
+        baseline: what the user runs today, as a partial config dict; None if not given.
+        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
+            `make_batch`, else the training set's first two. Empty if it differs from call to call.
         widest: positions of up to 512 sampled members of the training set, the widest first.
         warnings: what the user should know about how the task was read.
     """
@@ -88,14 +88,14 @@ def gather_facts(task: Task) -> TaskFacts:
 
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:
-    """Whether some module normalises over the samples of a micro batch."""
+    """Whether any module normalises over the samples of a micro batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
-    """Of the same small batch each time, however fast samples come; empty where that cannot be had of the user's code."""
+    """Types and shapes of a small batch that is the same each time; empty if the user's code cannot provide one."""
     from autotune.task.batches import tensors
 
     def batch() -> Any:
@@ -117,11 +117,11 @@ def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
 def check_task(task: Task, device: torch.device) -> None:
     """Build everything once and take one training step of two samples on `device`, with a model that nothing else uses.
 
-    A failed allocation goes through unchanged, for the caller to classify; one in the optimizer's step alone is no
-    finding here, since other configs may have room for it.
+    A failed allocation is raised unchanged, for the caller to classify. One in the optimizer's step alone is ignored,
+    since other configs may have room for it.
 
     Raises:
-        TaskError: something is not as a task needs it, or the user's code raised (with its frames).
+        TaskError: the task is not valid, or the user's code raised (with its frames).
     """
     with user_code("your build_model"):
         model = task.model()

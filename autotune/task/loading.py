@@ -32,9 +32,9 @@ _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of o
 def load_task(spec: str | Path) -> Task:
     """Load a task from `model.py`, or the object `name` from `model.py:name`.
 
-    The file is run, with its folder first on `sys.path`, as a module that stays in `sys.modules`. What it holds is
-    looked for in this order: `build_model` with the other functions and constants of a model file; a `Task` named
-    `task`; one LightningModule class that needs no arguments.
+    The file runs as a module that stays in `sys.modules`, with its folder first on `sys.path`. The task is the first of
+    these that the file has: `build_model` with the other functions and constants of a model file; a `Task` named `task`;
+    one LightningModule class that needs no arguments.
 
     Raises:
         TaskError: no such file, an exception while it is imported (with the user's frames), or no task in it.
@@ -43,7 +43,7 @@ def load_task(spec: str | Path) -> Task:
 
 
 def find_model_file(spec: str | Path) -> tuple[Path, str]:
-    """The absolute path and the attribute that `spec` names. A file whose own name holds a colon is found, too.
+    """The absolute path and the attribute that `spec` names. A file name may contain a colon.
 
     Raises:
         TaskError: no such file, or it is not a Python file; the nearest names are offered.
@@ -93,7 +93,7 @@ def loaded_modules() -> list[ModuleType]:
 
 
 class _ModelLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a model file each time, without the byte-code cache: it is what its user is editing."""
+    """Compiles a model file each time, without the byte-code cache: the user is editing it."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the file as it is now."""
@@ -158,7 +158,7 @@ def _from_lightning(module: ModuleType) -> Task:
     if len(leaves) > 1:
         names = " and ".join(cls.__name__ for cls in leaves)
         raise TaskError(
-            f"there are {len(leaves)} LightningModules ({names}) and no build_model(); expected one: name it as "
+            f"there are {len(leaves)} LightningModules ({names}) and no build_model(); expected one: pass it as "
             f"{Path(str(module.__file__)).name}:{leaves[0].__name__}, or write a build_model() that returns it"
         )
     if not leaves:
@@ -184,10 +184,10 @@ def _named(module: ModuleType, attribute: str) -> Task:
     if adapters.is_lightning_class(value):
         return _from_lightning_class(module, value)
     tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
-    offered = f"; the Task objects in it are {', '.join(tasks)}" if tasks else "; there is no Task object in it"
+    offered = f"; its Task objects are {', '.join(tasks)}" if tasks else ""
     if not hasattr(module, attribute):
         raise TaskError(
-            f"there is no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
+            f"the model file has no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
             f"define `{attribute} = autotune.Task(...)`"
         )
     raise TaskError(
@@ -201,7 +201,7 @@ def _nothing_found(module: ModuleType) -> TaskError:
     tasks = [name for name, item in vars(module).items() if isinstance(item, Task)]
     if tasks:
         return TaskError(
-            f"there is no build_model(), but a Task named {tasks[0]}: name it as "
+            f"there is no build_model(), but there is a Task named {tasks[0]}: pass it as "
             f"{Path(str(module.__file__)).name}:{tasks[0]}"
         )
     near = _did_you_mean("build_model", own)
@@ -212,7 +212,7 @@ def _nothing_found(module: ModuleType) -> TaskError:
 
 
 def _misspelt(module: ModuleType) -> tuple[str, ...]:
-    """Warnings for names close to one of ours that the file lacks: they would be ignored in silence."""
+    """Warnings for names that look like misspelt names of ours, which would be ignored in silence."""
     own = [
         name
         for name, item in vars(module).items()

@@ -1,4 +1,4 @@
-"""The losses used when the task has no `training_step`, and how many terms each of them averages over."""
+"""The default losses for a task without `training_step`, and how many terms each averages over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
     - A pair with floating `y` gives mean squared error between tensors of one shape, singleton dimensions aside.
 
     Raises:
-        TaskError: none of these fits; it says what was seen and shows the `training_step` to write.
+        TaskError: none of these fits. It describes the batch and shows the `training_step` to write.
     """
     import torch
 
@@ -46,7 +46,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
-    """Number of terms that `default_loss` averages over; None where that is the number of samples.
+    """Number of terms that `default_loss` averages over; None if it is the number of samples.
 
     Args:
         batch: a micro batch, on any device.
@@ -111,7 +111,7 @@ def _no_default(batch: Any, why: str, output: Any) -> TaskError:
 
 
 def _example(batch: Any, output: Any) -> str:
-    """A `training_step` to start from: the batch's own names, and what the model returned."""
+    """A `training_step` to start from, with the batch's own names and the model's output."""
     import torch
 
     head = "def training_step(model, batch):\n"

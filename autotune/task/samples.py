@@ -1,4 +1,4 @@
-"""How wide the samples of a training set are, and batches of the widest, for the memory that training needs."""
+"""Finds the widest samples of a training set, and makes batches of them to measure the memory that training needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SAMPLING_S = 2.0
 
 
 def check_dataset(dataset: Any) -> Any:
-    """Return `dataset` if batches can be made of it. Raises TaskError with what was seen."""
+    """Return `dataset` if batches can be made of it. Raises TaskError otherwise."""
     import torch
 
     if isinstance(dataset, torch.utils.data.DataLoader):
@@ -48,7 +48,7 @@ def dataset_size(dataset: Any) -> int | None:
 
 
 def widest_first(dataset: Any, *, seed: int = 0) -> tuple[int, ...]:
-    """Positions of up to 512 samples, drawn at random within 2 s (a stream's first ones), the widest first.
+    """Positions of up to 512 samples, the widest first. They are drawn at random within 2 s; a stream gives its first ones.
 
     The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
     """
@@ -69,7 +69,7 @@ def widest_first(dataset: Any, *, seed: int = 0) -> tuple[int, ...]:
 
 
 def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]:
-    """`count` samples, the widest of those looked at; where too few were looked at, the same ones again.
+    """The `count` widest of the sampled members, repeated if too few were sampled.
 
     Raises:
         TaskError: the dataset has fewer samples than that.
@@ -90,7 +90,7 @@ def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]
 
 
 def width(sample: Any) -> int:
-    """Elements of a sample: of its tensors and arrays, numbers and characters counted one each."""
+    """Number of elements of a sample. Elements of tensors and arrays, numbers and characters count one each."""
     if isinstance(sample, Mapping):
         return sum(width(item) for item in sample.values())
     if isinstance(sample, str | bytes):

@@ -1,4 +1,4 @@
-"""How another process gets the task: the model file's path, or a Task built in Python as bytes."""
+"""Passes a task to another process: as the model file's path, or as the bytes of a Task built in Python."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TaskSource:
         attribute: name of the Task object in that file; empty for its functions.
         overrides: constants that were replaced since the file was loaded.
         pickled: a Task built in Python, by cloudpickle; empty for a model file.
-        sys_path: where modules were imported from.
-        cwd: the working directory, which the task's own relative paths may need.
+        sys_path: the folders that modules were imported from.
+        cwd: the working directory, for the task's own relative paths.
         task_name: the name of a Task built in Python; empty for a model file.
     """
 
@@ -46,7 +46,7 @@ class TaskSource:
 
     @staticmethod
     def of(task: Task | str | Path) -> TaskSource:
-        """The source of a task, or of a model file (which is not run).
+        """The source of a task, or of a model file, which is not run.
 
         Raises:
             TaskError: no such file, or a Task that cannot be pickled.
@@ -64,7 +64,7 @@ class TaskSource:
         return TaskSource(pickled=_pickle(replace(task, origin=None)), task_name=task.name, **place)  # type: ignore[arg-type]
 
     def load(self) -> Task:
-        """Make the task in this process. Goes to `cwd` and adds what is missing of `sys_path`.
+        """Make the task in this process. It changes to `cwd` and adds the missing folders of `sys_path`.
 
         Raises:
             TaskError: as `load_task`.
@@ -86,7 +86,7 @@ class TaskSource:
 
     @property
     def name(self) -> str:
-        """A short name, used for the study: known without running the user's code."""
+        """A short name for the study, known without running the user's code."""
         if not self.path:
             return self.task_name
         from autotune.task.loading import name_of
@@ -95,7 +95,7 @@ class TaskSource:
 
     @property
     def label(self) -> str:
-        """The task in a message: the model file's path, relative where it lies below the working directory."""
+        """The task's name in messages: the model file's path, relative if it lies below the working directory."""
         if not self.path:
             return "the task built in Python"
         here = os.path.join(os.getcwd(), "")
@@ -103,9 +103,9 @@ class TaskSource:
 
     @property
     def spec(self) -> str:
-        """What names the task to a command and to `prepare`: `model.py` or `model.py:task`.
+        """The task's name for a command and for `prepare`: `model.py` or `model.py:task`.
 
-        Empty for a task that was built in Python, or changed there beyond what a config and `--global-batch` say.
+        Empty for a task built in Python, or changed there in ways that a config and `--global-batch` cannot express.
         """
         changed = {name for name, value in self.overrides.items() if name != "global_batch" or value is None}
         if not self.path or not changed <= {"baseline", "name"}:
@@ -138,12 +138,12 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a loaded task comes from, and what was loaded: a task changed since then is no longer that file's.
+    """Where a loaded task comes from, and its fields then. A task changed since then no longer matches the file.
 
     Attributes:
         source: how to load it again.
-        loaded: the task's fields as they were loaded.
-        warnings: what its loader has to tell the user.
+        loaded: the task's fields when it was loaded.
+        warnings: the loader's warnings for the user.
     """
 
     source: TaskSource
@@ -160,10 +160,10 @@ def origin_of(task: Task, source: TaskSource, warnings: tuple[str, ...] = ()) ->
 def source_hash(task: Task | TaskSource) -> str:
     """A sha256 that changes with the task's code: 64 hexadecimal digits.
 
-    It covers the model file (for a Task built in Python the pickled bytes, which another Python process may write
-    differently) and the user's own modules that this process has imported, wherever they lie; so it is stable between
-    processes that load the task alone, where it is taken at the same point. The standard library, installed packages
-    and this one are left to their versions.
+    It covers the model file and the user's own modules that this process has imported. For a Task built in Python it
+    covers the pickled bytes, which another Python process may write differently. The hash is stable between processes
+    that load only this task and take the hash at the same point. The standard library, installed packages and this
+    package are not covered; their versions identify them.
     """
     source = TaskSource.of(task) if isinstance(task, Task) else task
     digest = hashlib.sha256(f"{source.attribute}\0".encode() + source.pickled)
@@ -185,7 +185,7 @@ def _files(source: TaskSource) -> dict[str, Path]:
 
 
 def _imported_files() -> Iterator[tuple[str, Path]]:
-    """Name and file of the modules imported so far that are the user's own, without what is no part of the task."""
+    """Name and file of the user's own modules imported so far that belong to the task."""
     from autotune.task.loading import loaded_modules
 
     others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}

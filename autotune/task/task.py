@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What is trained. Made from `model.py` by `load_task`, or built directly.
+    """What the user trains. `load_task` makes it from `model.py`, or it is built directly.
 
     Attributes:
         build_model: returns the model, on the CPU, freshly initialised.
-        make_batch: returns a micro batch of the given number of samples on the CPU, of the largest shape that training
+        make_batch: returns a micro batch with the given number of samples, on the CPU, of the largest shape that training
             will meet.
-        training_step: scalar mean loss of a batch; None for the default losses.
-        configure_optimizers: the optimizer for a model; None for AdamW.
+        training_step: returns the scalar mean loss of a batch; None for the default losses.
+        configure_optimizers: returns the optimizer for a model; None for AdamW.
         train_dataset: returns the training set, instead of or beside `make_batch`.
-        collate_fn: makes a micro batch of a list of samples; None for torch's default.
-        checkpoint_blocks: the modules that activation checkpointing may recompute; None to find them.
-        loss_weight: number of terms that the mean loss of a micro batch averages over (tokens, say), so that
-            accumulation weights it rightly; None for its number of samples.
+        collate_fn: makes a micro batch from a list of samples; None for torch's default.
+        checkpoint_blocks: returns the modules that activation checkpointing may recompute; None to find them.
+        loss_weight: returns the number of terms that the mean loss of a micro batch averages over (tokens, say), so that
+            accumulation weights it correctly; None for the number of samples.
         global_batch: samples per optimizer step; None leaves it open.
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
@@ -69,7 +69,7 @@ class Task:
         """Build the model, on the CPU, in training mode.
 
         Raises:
-            TaskError: it is not a module, has nothing to train, or is not a new one.
+            TaskError: the result is not a module, has nothing to train, or is not a new model.
         """
         import torch
 
@@ -99,12 +99,12 @@ class Task:
         """The user's optimizer for `model`, or AdamW over what requires a gradient.
 
         Raises:
-            TaskError: two optimizers, none, or one over other parameters than the model's.
+            TaskError: there are two optimizers or none, or the optimizer has none of the model's parameters.
         """
         return self.optimizer_and_schedulers(model)[0]
 
     def optimizer_and_schedulers(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, int]:
-        """As `optimizer`, with the number of learning-rate schedulers that came with it and are not used."""
+        """Like `optimizer`, with the number of learning-rate schedulers returned with it, which are not used."""
         import torch
 
         if self.configure_optimizers is not None:
@@ -156,8 +156,8 @@ class Task:
     def weight(self, batch: Any) -> float:
         """How many terms `loss` averages over in this micro batch.
 
-        That is what `loss_weight` says; for the default losses their number of targets that are not ignored (the first
-        label of a sequence is none where a causal language model shifts them); else the number of samples.
+        `loss_weight` says so. Without it, the default losses count the targets that are not ignored (a causal language
+        model shifts its labels, so the first of a sequence does not count). Otherwise it is the number of samples.
         """
         from autotune.task.batches import num_samples
 
@@ -211,7 +211,7 @@ class Task:
     def widest(self) -> tuple[int, ...]:
         """Positions of sampled members of the training set, the widest first; empty without a training set.
 
-        Found once per process, which can take 2 s; `use_widest` hands on what another process found.
+        Sampling happens once per process and can take 2 s; `use_widest` passes on what another process found.
         """
         dataset = self.dataset()
         if dataset is None:
@@ -222,7 +222,7 @@ class Task:
         return known.widest
 
     def use_widest(self, positions: Sequence[int]) -> None:
-        """Take `positions` for what `widest` would find."""
+        """Use `positions` as the result of `widest`."""
         _KNOWN.setdefault(self, _Known()).widest = tuple(positions)
 
     def _collate(self, batch_size: int) -> Any:
@@ -240,7 +240,7 @@ class Task:
 
 @dataclass
 class _Known:
-    """What has been found out about a task in this process."""
+    """Facts about a task, cached in this process."""
 
     last_model: weakref.ref[Any] | None = None
     lightning: bool = False

@@ -105,7 +105,7 @@ def write_template(path: str | Path) -> None:
     """Write the starting model file.
 
     Raises:
-        TaskError: there is a file of that name already, no such folder, or the name does not end in `.py`.
+        TaskError: the file exists already, the folder does not, or the name does not end in `.py`.
     """
     path = Path(path).expanduser()
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Exceptions that arise in the user's own code, turned into one paragraph and the user's own frames."""
+"""Turns exceptions in the user's own code into one paragraph and the user's own frames."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALLOCATION_FAILURES = (
 def user_code(what: str, next_step: str = "correct it there and run again") -> Iterator[None]:
     """Run user code; its exceptions become a TaskError that names them, the line, and the next step.
 
-    A failed allocation goes through unchanged, also one that the user's code wrapped: that is a finding, not a mistake.
+    A failed allocation is raised unchanged, even if the user's code wrapped it: it is a finding, not a mistake.
 
     Args:
         what: whose code runs, e.g. `your training_step`.
@@ -76,9 +76,9 @@ def user_frames(error: BaseException) -> str:
 
 
 def arose_in_autotune(error: BaseException) -> bool:
-    """Whether the line that raised `error` is this package's: neither the user's nor one of a library that ran for it.
+    """Whether the line that raised `error` is this package's, and not the user's or that of a library the user called.
 
-    A full disk or the like, and an error that the package raises for the user to read, are not its fault.
+    A full disk and the like, and an error that the package raises for the user to read, do not count.
     """
     if not isinstance(error, Exception) or isinstance(error, AutotuneError | OSError):
         return False

@@ -1,4 +1,4 @@
-"""Whether the parts of a task are what they have to be, as far as that shows without running them."""
+"""Validates the parts of a task as far as possible without running them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_fields(task: Task) -> None:
     """Check the signatures of a task's functions, and its constants.
 
     Raises:
-        TaskError: the first that is wrong, with what was expected.
+        TaskError: the first mistake, with what was expected.
     """
     for name in SIGNATURES:
         function = getattr(task, name)

@@ -1,4 +1,4 @@
-"""The search: the space in Optuna, samplers, the loop, the play-off, the recommendation. The only place that imports optuna.
+"""The search: budget, baseline, exploring, checks, play-off, recommendation; and sweeps.
 
-Named `tuning`, since `autotune.search` is the function.
+The package is named `tuning` because `autotune.search` is the function.
 """

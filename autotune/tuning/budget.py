@@ -25,13 +25,13 @@ class Budget:
     """The time of one search.
 
     Attributes:
-        budget_s: for everything from start to answer.
-        probe_timeout_s: what the user set for a probe; None leaves it to what the search learns.
-        now_s: the runner's clock; a replay's shows the recorded seconds.
-        started_s: on that clock, when the user began to wait.
-        num_trials: at most that many probes outside the play-off; None for no such limit.
-        spent_s: seconds by what they went into (`split` adds to it).
-        first_probe_s: from the start until the first probe was started; None before.
+        budget_s: time for everything from start to answer.
+        probe_timeout_s: the time-out that the user set for a probe; None lets the search derive one.
+        now_s: reads the runner's clock; in a replay it shows the recorded seconds.
+        started_s: when the user began to wait, on that clock.
+        num_trials: largest number of probes outside the play-off; None for no limit.
+        spent_s: seconds by purpose (`split` adds to it).
+        first_probe_s: seconds from the start to the first probe; None before it.
     """
 
     budget_s: float
@@ -44,12 +44,12 @@ class Budget:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the user began to wait."""
+        """Seconds since the user began to wait."""
         return self.now_s() - self.started_s
 
     @property
     def left_s(self) -> float:
-        """Until the search must have ended: its budget and one time-out."""
+        """Seconds until the search must end: its budget plus one time-out."""
         return self.budget_s + self.first_timeout_s - self.elapsed_s
 
     @property
@@ -76,21 +76,28 @@ class Budget:
         return settings.replace(timeout_s=timeout_s)
 
     def allows_a_probe(self, history: History) -> bool:
-        """Whether another probe fits before the play-off's time has come. While nothing fits there is nothing to confirm."""
-        if self.num_trials is not None and len(history.searched) - history.num_resumed >= self.num_trials:
+        """Whether there is time for another probe before the play-off. No time is reserved while no config is feasible."""
+        num_begun = len(history.searched) - history.num_resumed + len(history.running)
+        if self.num_trials is not None and num_begun >= self.num_trials:
             return False
         expected_s = self.expected_probe_s(history)
         leave_s = finalists.time_to_leave(expected_s, self.budget_s) if history.best else expected_s
         return self.elapsed_s + expected_s < self.budget_s - leave_s
 
     def expected_probe_s(self, history: History) -> float:
-        """Seconds that the next probe will take, by the latest ones."""
+        """Seconds that the next probe will take, judged by the latest ones."""
         latest = history.probe_wall_s[-RECENT:]
         return median(latest) if latest else 0.0
 
+    def add_run(self, outcome: Outcome, num_slots: int) -> None:
+        """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""
+        training_s = outcome.spent_training_s
+        for name, seconds in (("training", training_s), ("probes", outcome.wall_s - training_s)):
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + seconds / num_slots
+
     @contextlib.contextmanager
     def split(self, name: str) -> Iterator[None]:
-        """Count the time that is spent inside as `name`."""
+        """Add the time spent inside the block to `spent_s[name]`."""
         before_s = self.now_s()
         try:
             yield

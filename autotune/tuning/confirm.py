@@ -1,4 +1,4 @@
-"""Confirms the best few and the baseline in fresh processes, and finds out who may take part."""
+"""Runs the play-off: measures the best few configs and the baseline again in fresh processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.tuning import finalists
 from autotune.tuning.playoff import Standing, play_off
 from autotune.tuning.state import Search
+from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
 PLAY_OFF_MIN_TIMED_S = 0.5
 
 
 def finalists_of(search: Search) -> list[Config]:
-    """The best few, best first by what all probes together say: as many as the time that is left can confirm."""
+    """The best few configs, ranked by all probes together: as many as the remaining time can confirm."""
     history, budget = search.history, search.budget
     near = finalists.near_the_best(_ranked(search), history.objective)
     others = [config for config in near if config != history.space.baseline]
@@ -27,10 +28,10 @@ def finalists_of(search: Search) -> list[Config]:
 
 
 def confirm(search: Search, admit: Callable[[Config], bool] = lambda config: True) -> Standing | None:
-    """Play the best few and the baseline off against each other; None when not one round was completed.
+    """Run the play-off of the best few and the baseline; None when no round was completed.
 
     Args:
-        admit: asked of a config that is about to come in for one that failed.
+        admit: whether a config may replace a finalist that failed.
     """
     history, budget = search.history, search.budget
     settings = budget.paced(search.settings, history)
@@ -41,7 +42,7 @@ def confirm(search: Search, admit: Callable[[Config], bool] = lambda config: Tru
     )
     playing = finalists_of(search)
     if playing:
-        search.tell(f"play-off: {len(playing)} configs and the baseline, in fresh processes")
+        search.tell(f"play-off: {plural(len(playing), 'config')} and the baseline, in fresh processes")
 
     def run(config: Config, number: int) -> Outcome | None:
         trial = None
@@ -65,6 +66,6 @@ def confirm(search: Search, admit: Callable[[Config], bool] = lambda config: Tru
 
 
 def _ranked(search: Search) -> dict[Config, Outcome]:
-    """The feasible configs, best first by what all probes together say."""
+    """The feasible configs, ranked best first by all probes together."""
     feasible = search.history.feasible
     return {config: feasible[config] for config in search.cost_model.ranked(search.history)}

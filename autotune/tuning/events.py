@@ -1,4 +1,4 @@
-"""What a running search tells whoever watches it. The search knows nothing of terminals; views implement `Listener`."""
+"""The events of a running search. The search knows nothing about terminals; views implement `Listener`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProbeStarted:
     Attributes:
         stage: `baseline`, `search`, `ablation` or `play-off`.
         reason: why this config, in a few words.
-        prediction: what is predicted of it; None in the play-off, which confirms what is known.
+        prediction: what the models predict for it; None in the play-off, which repeats configs already measured.
     """
 
     number: int
@@ -62,7 +62,7 @@ class ProbeEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """Something to tell the user: a warning, a technique dropped, a phase of the search begun."""
+    """A message for the user: a warning, a dropped technique, a new phase of the search."""
 
     text: str
     warning: bool = False
@@ -81,4 +81,4 @@ class Listener:
         return None
 
     def on(self, event: Event) -> None:
-        """Take note of an event. Must not raise and must return at once."""
+        """Handle an event. It must not raise and must return at once."""

@@ -1,4 +1,4 @@
-"""Whether configs compute on the user's own model what plain fp32 does: exact techniques one by one, and the answer as a whole."""
+"""Checks on the user's own model that configs compute the same as plain fp32: each exact technique, and the whole answer."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ BATCHNORM_BATCH_SIZE = 64
 MIN_CHECK_S = 10.0
 MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 ATTRIBUTE = "exactness"  # of the study: why a choice is not exact, empty where it is
-MORE_TIME = "give a larger --budget, and the same command goes on with this study and compares it"
+MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = f"give a larger --memory-limit, {OWN_STUDY}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is known of one choice of an exact technique on this model.
+    """What is known about one choice of an exact technique on this model.
 
     Attributes:
-        exact: None where it could not be compared.
-        reason: why it is not exact, or was not compared; empty where it is exact.
-        remedy: what would let it be compared; empty where nothing would.
+        exact: whether it is exact; None where it could not be compared.
+        reason: why it is not exact or was not compared; empty where it is exact.
+        remedy: how to get it compared; empty where there is no way.
+        comparable: whether the runner can compare configs at all.
     """
 
     exact: bool | None
     reason: str = ""
     remedy: str = ""
+    comparable: bool = True
 
 
 class Exactness:
-    """Compares configs with plain fp32, each in a process of its own, and keeps in the study what was found."""
+    """Compares configs with plain fp32, each in a process of its own, and keeps the findings in the study."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
         self._not_compared: dict[str, Finding] = {}  # not kept in the study: a search that goes on with it tries again
 
     def leave_out_known_failures(self) -> None:
-        """Take the choices that an earlier search of the study found not to be exact out of the space."""
+        """Remove from the space the choices that an earlier search of the study found inexact."""
         known = self._known()
         for name, choices in self._search.history.space.choices.items():
             for choice in choices:
@@ -55,7 +57,7 @@ class Exactness:
                     self._search.leave_out(name, choice, reason)
 
     def leave_out_inexact(self) -> bool:
-        """Take each choice of the finalists that is not exact on this model out of the space; whether there was one."""
+        """Remove from the space each choice of the finalists that is not exact on this model. True if there was one."""
         left_out = False
         for config in finalists_of(self._search):
             for name, choice in to_compare(config, self._search.history.space.baseline):
@@ -65,14 +67,14 @@ class Exactness:
         return left_out
 
     def may_come_in(self, config: Config) -> bool:
-        """Whether a config may come in for a finalist that failed: each of its exact techniques is exact on this model.
+        """Whether a config may replace a finalist that failed: each of its exact techniques must be exact on this model.
 
-        A finalist is taken, with a warning, where that cannot be told; a config that only comes in for one is not.
+        Where that is not known, a finalist still plays, with a warning; a replacement does not.
         """
         for name, choice in to_compare(config, self._search.history.space.baseline):
             found = self.of(name, choice)
             self._leave_out_if_inexact(name, choice, found)
-            if not found.exact or self._search.interrupted():
+            if (not found.exact and found.comparable) or self._search.interrupted():
                 return False
         return True
 
@@ -83,7 +85,7 @@ class Exactness:
         return inexact
 
     def of(self, name: str, choice: Choice) -> Finding:
-        """Whether a choice of an exact technique is exact here. Compared once in a search."""
+        """Whether a choice of an exact technique is exact here. A search compares each choice once."""
         key = _key(name, choice)
         known = self._known()
         if key in known:
@@ -123,18 +125,18 @@ class Exactness:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
         check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * budget.budget_s))
         if isinstance(check, NotCompared):
-            return Finding(exact=None, reason=check.reason)
+            return Finding(exact=None, reason=check.reason, comparable=False)
         if isinstance(check, Check):
             return Finding(exact=check.passed, reason="" if check.passed else check.reason)
         ended = f"{check.kind}: {check.cause}"
         if check.kind in (Kind.OOM, Kind.TIMEOUT):
             remedy = MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
-            return Finding(exact=None, reason=f"the comparison did not end ({ended})", remedy=remedy)
+            return Finding(exact=None, reason=f"the comparison did not finish ({ended})", remedy=remedy)
         return Finding(exact=False, reason=f"it did not run ({ended})")
 
 
 def to_compare(config: Config, baseline: Config) -> Iterator[tuple[str, Choice]]:
-    """The choices in which a config differs from the baseline and that claim to be exact."""
+    """The choices that differ from the baseline's and claim to be exact."""
     for name, choice in config.differences(baseline).items():
         if name in BATCH_KEYS:
             continue

@@ -1,4 +1,4 @@
-"""Who takes part in the play-off, who comes in for a config that fails there, and how long it may take."""
+"""Which configs take part in the play-off, which replace a config that fails there, and how long it may take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_SHARE = 0.4  # of the budget
 
 
 def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
-    """Those of the feasible configs that may be the best, best first. Those that surely fit come before the others.
+    """The feasible configs that may be the best, best first. Those that surely fit come before those that only just fitted.
 
-    Each of the two groups is held against its own best, so that safe ones play however far ahead one is that only just fitted.
+    Each group is compared with its own best. So safe configs play however fast a config is that only just fitted.
     """
     sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
     near: list[Config] = []
@@ -33,22 +33,22 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
 
 
 def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: Container[Config]) -> list[Config]:
-    """Who comes in for a finalist that fails: the best that surely fit, however far behind."""
+    """The configs that may replace a finalist that fails: the best that surely fit, however slow."""
     return [
         config for config, outcome in ranked.items() if config not in taken and _fits_within(SAFE, outcome, objective)
     ]
 
 
 def _fits_within(share: float, outcome: Outcome, objective: Objective) -> bool:
-    """Whether another process of a config that fits will, too."""
+    """Whether another process of a config will fit as well, if this one did."""
     measured = outcome.measurement
     return measured is None or measured.peak_bytes <= share * objective.usable_bytes
 
 
 def affordable(left_s: float, probe_s: float) -> int:
-    """How many finalists the time that is left can confirm beside the baseline, at `probe_s` a process.
+    """How many finalists the remaining time can confirm beside the baseline, at `probe_s` per process.
 
-    Two at the least where there is any time: one alone may be a lucky one, or not fit a second time.
+    At least two where there is any time: a single one may have been lucky, or may not fit a second time.
     """
     wanted, fewest = (int(left_s / (rounds * probe_s)) - 1 for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS))
     return max(1, min(2, fewest), min(MOST, wanted))
@@ -60,6 +60,6 @@ def time_to_leave(probe_s: float, budget_s: float) -> float:
 
 
 def may_play(number: int, ends_s: float, budget_s: float) -> bool:
-    """Whether round `number`, counted from 0, may be played where it ends so long after the start. The first always may."""
+    """Whether round `number`, counted from 0, may be played if it ends `ends_s` after the start. The first always may."""
     overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
     return number < 1 or ends_s < overrun * budget_s

@@ -1,4 +1,4 @@
-"""Opens a search: its runner, its study, what the task is and which configs may be probed."""
+"""Opens a search: its runner, its study, the inspection of the task, and the space of configs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import TraceCache
 from autotune.proposers.cost_model import CostModel
+from autotune.proposers.registry import sampler_names
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
@@ -45,13 +46,17 @@ MAX_TRACE_SHARE = 0.1  # of the budget
 def opened(
     source: TaskSource | None, options: SearchOptions, runner: Runner | None, listener: Listener
 ) -> Iterator[Search]:
-    """A search that is ready to probe. At the end the study is unlocked and no process is left.
+    """A search that is ready to probe. On exit the study is unlocked and no process is left.
 
     Raises:
-        TaskError, ConfigError, DeviceError, StudyError: the user can put it right; see the message.
+        TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
+    if options.sampler not in sampler_names():
+        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    if runner is not None and options.device != "auto":
+        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     task_name = runner.task_name if runner is not None else _required(source).name
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
@@ -81,6 +86,11 @@ def opened(
             inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
+        if options.global_batch not in (None, inspection.global_batch):
+            raise ConfigError(
+                f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
+                f"{inspection.global_batch or 'none'}; leave the option out"
+            )
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
         asked = _asked(options, source, stored)
         store = _store(place, inspection, space, options, asked, limit_bytes, model=runner.stated.model)
@@ -91,7 +101,7 @@ def opened(
             listener.on(Note(text=note))
         sizes = [int(size) for size in space.choices["batch_size"]]
         target = target_of(device)
-        cache = TraceCache(place.traces, inspection.facts, target, sizes)
+        cache = TraceCache(place.traces, inspection.facts, target, sizes) if runner.keeps_traces else None
         max_trace_s = max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s)
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s)
         interrupted = stack.enter_context(_interruptible())
@@ -119,7 +129,7 @@ def opened(
 
 def _required(source: TaskSource | None) -> TaskSource:
     if source is None:
-        raise ConfigError("there is no task to search; expected a task, or a runner that has one")
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
     return source
 
 
@@ -183,7 +193,7 @@ def _started(
 
 
 def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
-    """The user's limit, else the study's when it is resumed, else what the device has free."""
+    """The user's limit, else the limit of the study that is resumed, else the free memory of the device."""
     if options.memory_limit_bytes is not None:
         return options.memory_limit_bytes
     earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
@@ -191,14 +201,14 @@ def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any
         return free_bytes
     if earlier > 1.1 * free_bytes:
         raise StudyError(
-            f"the study {place.study} was made within {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
+            f"the study {place.study} has a memory limit of {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
             "free memory, or start another study with --study NAME"
         )
     return earlier
 
 
 def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
-    """What whoever runs the answer has to ask for as well: nothing of what is a default."""
+    """The options that must be given again to run the answer, without defaults."""
     asked = options.asked()
     if source is not None and source.overrides.get("global_batch") is not None:
         asked["global_batch"] = source.overrides["global_batch"]
@@ -207,7 +217,7 @@ def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[st
 
 
 def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: int) -> dict[str, Any]:
-    """What must be equal for measurements to be comparable."""
+    """The facts that must be equal for measurements to be comparable."""
     device, facts = inspection.device, inspection.facts
     choices = {
         name: sorted(map(str, {*support.choices, *support.optional}))
@@ -244,8 +254,8 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"one training step of two samples did not work: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
-        "holds what it printed",
+        f"one training step of two samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        "holds its output",
         frames=outcome.detail,
     )
 

@@ -1,6 +1,6 @@
 """The play-off: fresh, interleaved, shuffled processes of the best few and the baseline, compared in pairs.
 
-The search's own figures choose who takes part and decide nothing: the best of many noisy figures is too good to be true.
+The search's own figures only choose who takes part: the best of many noisy figures is too good to be true.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Entrant:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest peak over its processes."""
+        """The highest peak of its processes."""
         return self.measured().peak_bytes
 
     def measured(self) -> Measured:
-        """Throughput over its fresh processes, with the interval between processes."""
+        """The throughput over its fresh processes, with the interval between them."""
         return measured(self.config, self.outcomes.values())
 
     def finalist(self) -> Measured:
-        """Its figures, with the reason where it failed."""
+        """The entrant's figures, with the reason if it failed."""
         if not self.failed:
             return self.measured()
         if any(outcome.measurement for outcome in self.outcomes.values()):
@@ -65,7 +65,7 @@ class Standing:
     """How the play-off ended.
 
     Attributes:
-        answer: the entrant to recommend; None when no entrant ran through.
+        answer: the entrant to recommend; None when every entrant failed.
         baseline: None when it did not run, in the search or here.
         gain: merit of the answer over the baseline's, with its 95 % interval; None without a baseline that runs.
         speedup: the same for the throughput, which is the merit where the objective is `throughput`.
@@ -82,7 +82,7 @@ class Standing:
 def paired_ratio(
     a: Entrant, b: Entrant, merit: Callable[[Outcome], float], confidence: float = 0.95
 ) -> tuple[float, float, float] | None:
-    """Merit of `a` over `b` from the rounds that both ran, with its interval; None when there is no such round."""
+    """Merit of `a` over `b` from the rounds that both finished, with its interval; None when there is no such round."""
     rounds = [
         number
         for number, outcome in a.outcomes.items()
@@ -103,17 +103,17 @@ def play_off(
     seed: int,
     substitutes: Iterable[Config] = (),
 ) -> Standing | None:
-    """Run rounds until the answer and its gain are known or the time is up.
+    """Run rounds until the answer and its gain are known, or time is up.
 
-    None when that was before the end of the first round: who had not run by then would look as if it could not.
+    None if the first round was not completed: entrants that had not run by then would look like failures.
 
     Args:
         candidates: the best few, best first.
         baseline: the user's baseline; None when it does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
-        has_time: whether a round of that many seconds still fits, given the number of rounds already done. One more is
-            played in any case where all who ran have failed and somebody is left: else there is no answer.
-        substitutes: best first; one comes in for each candidate that fails, or for a baseline that had none beside it.
+        has_time: whether there is time for a round of that many seconds, given the number of rounds already done. If all
+            who ran have failed and somebody is left, one more round is played anyway: else there is no answer.
+        substitutes: best first; one replaces each candidate that fails, or a baseline that failed alone.
     """
     order, waiting = random.Random(seed), iter(substitutes)
     base = Entrant(baseline) if baseline is not None else None
@@ -142,20 +142,20 @@ def play_off(
 
 
 def _is_open(everyone: Iterable[Entrant]) -> bool:
-    """Whether nobody who ran is left, and somebody has yet to run."""
+    """Whether all who ran have failed, and somebody has yet to run."""
     left = [bool(entrant.outcomes) for entrant in everyone if not entrant.dropped]
     return bool(left) and not any(left)
 
 
 def failure(outcome: Outcome) -> str:
-    """Why an outcome that is not within the memory, or is none, may not be recommended."""
+    """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
     if outcome.ok:
         return "it needs more than the memory limit less headroom"
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
 
 
 def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective) -> bool:
-    """Drop who has lost; whether what remains is decided."""
+    """Drop the entrants that have lost. True when the rest is decided."""
     if objective.name == "memory" and base is not None and not base.dropped:
         for entrant in entrants:  # in pairs, since the whole machine may have become slower since the search
             speed = paired_ratio(entrant, base, samples_per_s)
@@ -181,7 +181,7 @@ def _everyone(entrants: Sequence[Entrant], base: Entrant | None) -> list[Entrant
 
 
 def _levels(everyone: Sequence[Entrant], objective: Objective) -> dict[Config, float]:
-    """Log merit of who ran, less what each round as a whole was better or worse by: not all ran in the same rounds."""
+    """Log merit of each entrant, corrected for how fast each round was as a whole: not all ran in the same rounds."""
     logs = {
         entrant.config: {n: math.log(objective.merit(outcome)) for n, outcome in entrant.outcomes.items() if outcome.ok}
         for entrant in everyone
@@ -197,7 +197,7 @@ def _leader(entrants: Sequence[Entrant], levels: Mapping[Config, float]) -> Entr
 
 
 def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objective, rounds: int) -> Standing:
-    """Choose: on a tie less memory, then fewer techniques; the baseline unless the answer beats it beyond the noise."""
+    """Choose the answer: on a tie less memory, then fewer techniques. It is the baseline unless one beats it beyond the noise."""
     _settle([entrant for entrant in entrants if entrant.outcomes], base, objective)
     remaining = [entrant for entrant in entrants if not entrant.dropped and entrant.outcomes]
     everyone = _everyone(entrants, base)
@@ -223,7 +223,7 @@ def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objectiv
 def _choose(
     entrants: Sequence[Entrant], base: Entrant | None, objective: Objective, levels: Mapping[Config, float]
 ) -> Entrant:
-    """The best, or the cheapest of those as good. A proven gain over the baseline is not given up for one that is not."""
+    """The best entrant, or the cheapest of those as good. A proven gain over the baseline is never traded for an unproven one."""
 
     def proven(entrant: Entrant) -> bool:
         against_base = None if base is None else paired_ratio(entrant, base, objective.merit)

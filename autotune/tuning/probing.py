@@ -1,8 +1,9 @@
-"""Runs proposals: a trial is begun, the config is probed, and what was found goes to the study, the history and the listener."""
+"""Runs proposals: begins a trial, probes the config, and passes the outcome to the study, the history and the listener."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autotune.proposers.cost_model import CostModel
@@ -20,12 +21,12 @@ MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 
 
 @dataclass(kw_only=True)
-class InFlight:
+class Flight:
     """A probe that runs.
 
     Attributes:
-        number: of its trial.
-        disturbed: its first run, when that was disturbed and this is the second.
+        number: the number of its trial.
+        disturbed: the outcome of its first run, if that was disturbed and this is the second.
     """
 
     number: int
@@ -39,7 +40,7 @@ class Probing:
     """Probes configs, as many at a time as the runner has slots.
 
     Args:
-        settings: of every probe; the budget sets time-outs and the slowest speed worth timing.
+        settings: for every probe; the budget adds time-outs and the slowest speed worth timing.
         interrupted: whether the user wants the search to end.
     """
 
@@ -63,7 +64,7 @@ class Probing:
         self.listener = listener
         self.interrupted = interrupted
         self.num_faults = 0
-        self._in_flight: dict[int, InFlight] = {}  # by the runner's ticket
+        self._in_flight: dict[int, Flight] = {}  # by the runner's ticket
 
     @property
     def has_free_slot(self) -> bool:
@@ -76,18 +77,31 @@ class Probing:
         return bool(self._in_flight)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
-        """Run one proposal to its end. None when the machinery failed, or time was up before it could tell anything."""
-        self.start(proposal, settings)
+        """Run one proposal to its end. None if the machinery failed, or time was up before there was a finding."""
         found = None
-        while self.is_running:
-            found = self.finish_next()
+        with self.nothing_left_running():
+            self.start(proposal, settings)
+            while self.is_running:
+                found = self.finish_next()
         return found
+
+    @contextlib.contextmanager
+    def nothing_left_running(self) -> Iterator[None]:
+        """Cancel the probes in flight, and close their trials, if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            for ticket, flight in self._in_flight.items():
+                self.runner.cancel(ticket)
+                self._give_up(flight, _cause(error))
+            self._in_flight.clear()
+            raise
 
     def start(self, proposal: Proposal, settings: ProbeSettings | None = None) -> None:
         """Begin a trial for a proposal and submit it.
 
         Args:
-            settings: the play-off's own; by default the search's, paced by the budget.
+            settings: the play-off's; by default the search's, paced by the budget.
         """
         settings = settings or self.budget.paced(self.settings, self.history)
         in_play_off = proposal.stage == PLAY_OFF
@@ -105,41 +119,39 @@ class Probing:
                 elapsed_s=self.budget.elapsed_s,
             )
         )
-        self._submit(InFlight(number=number, proposal=proposal, prediction=prediction, settings=settings))
+        self._submit(Flight(number=number, proposal=proposal, prediction=prediction, settings=settings))
 
-    def _submit(self, flight: InFlight) -> None:
+    def _submit(self, flight: Flight) -> None:
         left_s = max(1.0, self.budget.left_s)
         settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
         self.history.running.add(flight.proposal.config)
         try:
             ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings))
         except ProbeFault as fault:
-            self._fault(flight, fault)
-            return
-        except BaseException:
-            self._give_up(flight, "interrupted")
+            self._fault([flight], fault)
+        except BaseException as error:
+            self._give_up(flight, _cause(error))
             raise
-        self._in_flight[ticket] = flight
+        else:
+            self._in_flight[ticket] = flight
 
     def finish_next(self) -> Trial | None:
-        """Wait for the next probe that ends. None when the machinery failed, or it is run again since it was disturbed."""
+        """Wait for the next probe to end.
+
+        Returns:
+            Its trial; None if the machinery failed, if the probe was disturbed and runs again, or if the end of the search
+            cut it short.
+        """
         try:
             finished = self.runner.collect()
         except ProbeFault as fault:
-            flights = list(self._in_flight.values())
-            self._in_flight.clear()
-            for flight in flights:
-                self._fault(flight, fault)
+            lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
+            self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
             return None
-        except BaseException:
-            for ticket, flight in self._in_flight.items():
-                self.runner.cancel(ticket)
-                self._give_up(flight, "interrupted")
-            self._in_flight.clear()
-            raise
         assert finished is not None and isinstance(finished.result, Outcome)
         flight = self._in_flight.pop(finished.ticket)
         outcome = finished.result
+        self.budget.add_run(outcome, self.runner.num_slots)
         if flight.disturbed is not None:
             outcome = calmer(flight.disturbed, outcome)
         elif self._is_worth_another(outcome):
@@ -152,7 +164,7 @@ class Probing:
         disturbed = outcome.measurement is not None and bool(outcome.measurement.disturbances)
         return disturbed and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
 
-    def _end(self, flight: InFlight, outcome: Outcome) -> Trial | None:
+    def _end(self, flight: Flight, outcome: Outcome) -> Trial | None:
         proposal = flight.proposal
         in_play_off = proposal.stage == PLAY_OFF
         self.history.running.discard(proposal.config)
@@ -184,14 +196,19 @@ class Probing:
         )
         return trial
 
-    def _fault(self, flight: InFlight, fault: ProbeFault) -> None:
+    def _fault(self, lost: list[Flight], fault: ProbeFault) -> None:
         """Note that the machinery failed; the search gives up after a few of these."""
-        self._give_up(flight, str(fault))
+        for flight in lost:
+            self._give_up(flight, str(fault))
         self.num_faults += 1
         self.listener.on(Note(text=str(fault), warning=True))
         if self.num_faults >= MAX_FAULTS:
             raise fault
 
-    def _give_up(self, flight: InFlight, why: str) -> None:
+    def _give_up(self, flight: Flight, why: str) -> None:
         self.history.running.discard(flight.proposal.config)
         self.store.fail(flight.number, why)
+
+
+def _cause(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The recommendation: the answer, the evidence for it, and what the user has to know of it."""
+"""The recommendation: the answer, the evidence for it, and its warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.tuning import why
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.playoff import Standing, failure
 from autotune.tuning.state import Search
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
 BATCH_RULES = (
@@ -37,14 +37,14 @@ class Interrupted(AutotuneError):
     """The user interrupted the search; `result` is the best so far, or None. Exit code 130."""
 
     def __init__(self, result: Result | None) -> None:
-        super().__init__("interrupted; the study is kept and the same command goes on with it")
+        super().__init__("interrupted; the study is kept, and the same command continues it")
         self.result = result
 
 
 def recommend(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
-    """The answer of the play-off, or the best so far where there was none; None where nothing is feasible.
+    """The play-off's answer, or the best so far if there was no play-off; None if nothing is feasible.
 
-    It is kept in the study, unless the study holds an answer that a play-off confirmed and this one was not.
+    The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
     result = _result(search, exactness, standing)
     kept_before = bool(search.store.attributes().get("result", {}).get("confirmed"))
@@ -112,12 +112,9 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
 
 
 def _split(search: Search) -> dict[str, float]:
-    """Where the wall time of this search went, in seconds: the parts add up to it."""
-    trials = search.history.trials[search.history.num_earlier :]
-    training_s = sum(trial.outcome.spent_training_s for trial in trials)
-    parts = dict(search.budget.spent_s)
-    parts |= {"training": training_s, "probes": sum(trial.wall_s for trial in trials) - training_s}
-    return {**parts, "other": search.budget.elapsed_s - sum(parts.values())}
+    """The wall time of this search by purpose, in seconds; the parts add up to it."""
+    spent_s = search.budget.spent_s
+    return {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())}
 
 
 def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:
@@ -129,7 +126,7 @@ def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:
 
 
 def _ran_through(standing: Standing | None) -> Iterable[Measured]:
-    """The figures of who ran through in the play-off."""
+    """The figures of the entrants that finished the play-off."""
     if standing is None:
         return
     for entrant in standing.entrants:
@@ -140,7 +137,7 @@ def _ran_through(standing: Standing | None) -> Iterable[Measured]:
 
 
 def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tuple[Measured | None, Ratio | None]:
-    """The baseline's figures and the answer's throughput over them: from the play-off, else from the search's own probes."""
+    """The baseline's figures and the speed-up over them: from the play-off, else from the search's own probes."""
     history = search.history
     if standing is not None:
         return (standing.baseline.measured(), standing.speedup) if standing.baseline is not None else (None, None)
@@ -179,10 +176,10 @@ def _warn(
     outcomes: list[Outcome],
     baseline: Measured | None,
 ) -> None:
-    """Tell what the user has to know of the answer."""
+    """Warn the user about the answer where needed."""
     history, inspection = search.history, search.inspection
     if baseline is None:
-        search.warn(f"there is no speed-up to state, since the baseline did not run: {_baseline_failure(search)}")
+        search.warn(f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(search)}")
     if (standing is None or standing.answer is None) and search.store.attributes().get("result", {}).get("confirmed"):
         search.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
     for name, choice, found in exactness.not_compared(answer):
@@ -192,8 +189,8 @@ def _warn(
         )
     if not inspection.baseline_given:
         search.warn(
-            f"the model file states no BASELINE, so plain fp32 with batch {history.space.baseline.batch_size} was taken "
-            "for what you run today; state yours for a gain that means something"
+            f"the model file sets no BASELINE, so the gain is over plain fp32 with batch {history.space.baseline.batch_size}; "
+            "set BASELINE to what you run today for a meaningful gain"
         )
     old, new = history.space.baseline.samples_per_step, answer.samples_per_step
     if inspection.global_batch is None and new != old:
@@ -211,15 +208,14 @@ def _warn(
     if any(o.measurement and o.measurement.disturbances for o in outcomes):
         search.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
     if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
-        rounds = "round" if standing.num_rounds == 1 else "rounds"
         search.warn(
-            f"only {standing.num_rounds} {rounds} of the play-off fitted into the budget; "
-            "a larger --budget gives a surer answer"
+            f"the budget left time for only {plural(standing.num_rounds, 'round')} of the play-off; "
+            "a larger --budget gives a more certain answer"
         )
 
 
 def _baseline_failure(search: Search) -> str:
-    """Why there are no figures of the baseline."""
+    """Why the baseline has no figures."""
     again = search.history.failed_again.get(search.history.space.baseline)
     if again is not None:
         return f"in the play-off, {failure(again)}"

@@ -26,11 +26,11 @@ def search(
     """Find the best config of a task.
 
     Args:
-        source: the task; may be None where the runner has it.
+        source: the task; None if the runner has it.
         runner: runs the probes; by default processes on this machine.
 
     Raises:
-        TaskError, ConfigError, DeviceError, StudyError: the user can put it right; see the message.
+        TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
         NothingFeasible: no config ran within the limits.
         Interrupted: by Ctrl-C; carries the best so far.
     """
@@ -39,7 +39,7 @@ def search(
 
 
 def answer(search: Search) -> Result:
-    """Find the answer of a search that is open.
+    """Find the answer of an open search.
 
     Raises:
         NothingFeasible, Interrupted: as `search` does.
@@ -60,12 +60,12 @@ def answer(search: Search) -> Result:
 
 
 def find(search: Search, exactness: Exactness) -> Standing | None:
-    """Measure the baseline, explore, leave out what is not exact, and confirm the best, until one of them is confirmed.
+    """Measure the baseline, explore, leave out what is not exact, and confirm the best.
 
-    Where all of the best fail in the play-off the search goes on with what that teaches.
+    If all of the best fail in the play-off, the search learns from that and continues.
 
     Returns:
-        How the play-off ended; None when no round of it was completed, by the user's wish or for want of time.
+        How the play-off ended; None if no round was completed, because of an interrupt or for lack of time.
 
     Raises:
         NothingFeasible: no config ran within the limits.
@@ -86,7 +86,7 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
         if standing is None:
             if not search.interrupted():
                 search.warn(
-                    "no round of the play-off fitted into the time, so the answer is not confirmed; give a larger --budget"
+                    "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"
                 )
             break
     return None

@@ -1,4 +1,4 @@
-"""What the parts of a search share."""
+"""The state that the steps of a search share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Search:
     """One search over one task.
 
     Attributes:
-        asked: what whoever runs the answer has to ask for as well.
-        warnings: that go with the answer.
+        asked: the options that must be given again to run the answer.
+        warnings: the warnings of the answer.
         interrupted: whether the user wants the search to end.
     """
 
@@ -61,11 +61,11 @@ class Search:
         )
 
     def proposer(self) -> Proposer:
-        """The sampler that the user chose, at its beginning."""
+        """A new proposer for the sampler that the user chose."""
         return proposer_named(self.options.sampler, self.cost_model, self.options.seed)
 
     def undo_changes(self) -> Proposer:
-        """Proposes the best with each of its changes undone."""
+        """A proposer of the best config with each of its changes undone."""
         return UndoChanges(self.cost_model.is_likely_to_fit)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
@@ -73,7 +73,7 @@ class Search:
         return self.probing.probe(proposal, settings)
 
     def warn(self, text: str) -> None:
-        """Tell the user, now and with the answer; what was said is not said again."""
+        """Warn the user now and in the answer. A repeated warning is given once."""
         if text not in self.warnings:
             self.warnings.append(text)
             self.listener.on(Note(text=text, warning=True))

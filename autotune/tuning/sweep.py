@@ -34,7 +34,7 @@ TRACE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One more row of the table. `left` is how many this round still has."""
+    """A new row of the table. `left` is the number of configs left in this round."""
 
     row: Row
     round: int
@@ -42,12 +42,12 @@ class Progress:
 
 
 def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress], None]) -> Table:
-    """Measure every config of the grid; a table that is there already is carried on with. Its traces are written beside it.
+    """Measure every config of the grid. An existing table is continued. The traces are written beside the table.
 
     Raises:
-        TaskError, ConfigError, DeviceError: the user can put it right; see the message.
+        TaskError, ConfigError, DeviceError: the user can fix it; see the message.
         NothingFeasible: not even two samples train within the memory limit.
-        TableError: the file is no table, or was recorded of something else.
+        TableError: the file is not a table, or records something else.
     """
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
@@ -91,7 +91,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
 
 
 def _wants(known: Figure | None, options: SweepOptions) -> bool:
-    """Whether a config is to be measured once more: what failed once is not tried again."""
+    """Whether to measure a config once more. A config that failed is not tried again."""
     if known is None:
         return True
     if known.kind is not Kind.OK:
@@ -106,7 +106,7 @@ def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
 
 
 def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
-    """The space over the grid's choices alone; the baseline's own are part of any grid.
+    """The space restricted to the grid's choices. Every grid includes the baseline's choices.
 
     Raises:
         ConfigError: an unknown technique, or a choice that is not searched for this task on this device.
@@ -163,7 +163,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
 
 
 def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
-    """The table to add to: what an earlier sweep left, or a new one."""
+    """The table to add to: an earlier sweep's, or a new one."""
     if begun is None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
         return table.read(path)
     if differences := begun.header.differences(header):
         raise TableError(
-            f"the table {path} cannot be carried on with, since its measurements would not compare: "
+            f"the table {path} cannot be continued, because new measurements would not be comparable with it: "
             f"{'; '.join(differences)}. Choose another file, or move this one away"
         )
     table.mend(path)

@@ -1,4 +1,4 @@
-"""Predicting memory between the probes: traces are kept with the studies, and made in slices of the budget."""
+"""Traces configs between the probes, in slices of the budget, and keeps the traces with the studies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autotune.runners.runner import Runner
 
 
 class Tracing:
-    """The traces of a space's configs, as far as they are known by now.
+    """The traces of a space's configs so far.
 
     Args:
-        configs: gives the configs whose memory is wanted; they change with the space.
+        configs: returns the configs to trace; they change with the space.
         target: the kind of device to predict for.
         cache: where the traces of earlier searches are kept; None keeps none.
-        max_s: for all of the tracing.
+        max_s: time for all tracing.
     """
 
     def __init__(
@@ -42,15 +42,20 @@ class Tracing:
 
     @property
     def is_done(self) -> bool:
-        """Whether every config was traced, failed to be, or the time is up."""
-        return self._begun and (self.wall_s >= self.max_s or not self._missing())
+        """Whether every config was traced or could not be, or time is up."""
+        return self._begun and (self.wall_s >= self.max_s or not self.num_missing)
+
+    @property
+    def num_missing(self) -> int:
+        """How many combinations of techniques still have to be traced."""
+        return len(plan_traces(self._configs()).without(self.traces).labels())
 
     def advance(self, slice_s: float) -> None:
-        """Trace for about so many seconds, to the end of the group that is being traced then."""
+        """Trace for about `slice_s` seconds, up to the end of the current group."""
         started_s = self._runner.now_s()
         if not self._begun:
             self._begin()
-        if self._missing():
+        if self.num_missing:
             configs = list(self._configs())
             left_s = self.max_s - self.wall_s - (self._runner.now_s() - started_s)
             self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
@@ -60,7 +65,7 @@ class Tracing:
             self._kept = self.traces
 
     def _begin(self) -> None:
-        """Take over what an earlier search kept, if plain training still traces to the same."""
+        """Reuse the traces of an earlier search if plain training still traces to the same."""
         self._begun = True
         self._kept = self._cache.read() if self._cache is not None else None
         if self._kept is None:
@@ -76,6 +81,3 @@ class Tracing:
     def _trace(self, configs: list[Config], known: Traces, slice_s: float) -> None:
         left_s = max(0.0, self.max_s - self.wall_s)
         self.traces = self._runner.trace(configs, self._target, left_s, known=known, slice_s=slice_s)
-
-    def _missing(self) -> bool:
-        return bool(plan_traces(self._configs()).without(self.traces).labels())

@@ -1,4 +1,4 @@
-"""Why this answer: what each technique did, what limits the speed now, and what the user has to know. Pure functions of the study."""
+"""The reasons for an answer: the effect of each technique, the limit of the speed, and why nothing fitted. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotune.units import format_bytes
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
-OWN_STUDY = "with a study of its own (--study NAME)"  # none is resumed with another limit or headroom
+OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another limit or headroom
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
 
 
@@ -29,7 +29,7 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
     """The error to raise for an outcome of the kind `error`.
 
     Args:
-        consequence: what follows from it, appended to the cause.
+        consequence: text appended to the cause.
     """
     text = outcome.cause + (f"; {consequence}" if consequence else "")
     if outcome.own_fault:
@@ -38,16 +38,16 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
 
 
 def without_digits(cause: str) -> str:
-    """A cause without its figures, such as shapes, by which the same error differs from config to config."""
+    """A cause without digits: the same error may name other shapes in another config."""
     return re.sub(r"\d+", "", cause)
 
 
 def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
-    """What is known of every config that was feasible each time: the play-off's figures where it took part, else its one probe's.
+    """The figures of every config that was feasible each time: from the play-off if it took part, else from its one probe.
 
     Args:
-        probed: every probe of the study, those of play-offs included.
-        confirmed: who ran through in the play-off.
+        probed: every probe of the study, play-offs included.
+        confirmed: the configs that finished the play-off.
     """
     found = {
         config: measured(config, [counted[0].outcome])
@@ -58,7 +58,7 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
 
 
 def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
-    """What each choice of the answer that differs from the baseline did, from configs that differ in it alone."""
+    """The effect of each choice that differs from the baseline's, from pairs of configs that differ in it alone."""
     pairs_of = list(known.items())
     found = []
     for name, choice in answer.differences(baseline).items():
@@ -92,7 +92,7 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
-    """The memory/throughput front of what is feasible, by increasing memory."""
+    """The memory/throughput front of the feasible configs, by increasing memory."""
     points = list(known.values())
     return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
 
@@ -102,7 +102,7 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], object
     total_s = sum(found.phases_s.values())
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
     if share.get("data", 0.0) > DATA_BOUND:
-        return f"Data loading: {share['data']:.0%} of a step waits for data; faster samples or more workers would help."
+        return f"Data loading: {share['data']:.0%} of a step is spent waiting for data; faster samples or more workers would help."
     slower = [
         probe.outcome.measurement
         for probe in probed
@@ -118,14 +118,13 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], object
     )
     growing = any(found.samples_per_s > GROWING * measurement.samples_per_s for measurement in slower)
     if larger_does_not_fit and growing:
-        return f"Memory: throughput still rises with the batch, and a larger one does not fit {format_bytes(objective.usable_bytes)}."
+        usable = format_bytes(objective.usable_bytes)
+        return f"Memory: throughput still rises with the batch size, and a larger batch does not fit in {usable}."
     utilization = found.telemetry.get("gpu_utilization")
     if utilization is not None and utilization < 70:
-        return (
-            f"Launching work: the GPU was busy {utilization:.0f} % of the time, so the host cannot feed it fast enough."
-        )
+        return f"Launching work: the GPU was busy {utilization:.0f} % of the time; the host cannot feed it fast enough."
     if share.get("optimizer", 0.0) > DATA_BOUND:
-        return f"The optimizer step: {share['optimizer']:.0%} of the time; more samples per optimizer step would spread it."
+        return f"The optimizer step: it takes {share['optimizer']:.0%} of the time; more samples per optimizer step would amortise it."
     parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
     larger = [
         probe.outcome.measurement.samples_per_s
@@ -145,7 +144,8 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int) -> str:
     over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
     if over:
         return (
-            f"the smallest config that ran needs {format_bytes(min(over))} of a limit of {format_bytes(limit_bytes)} less headroom; "
+            f"the smallest config that ran needs {format_bytes(min(over))}, "
+            f"more than the limit of {format_bytes(limit_bytes)} less headroom; "
             f"raise --memory-limit or lower --headroom, {OWN_STUDY}, or make the model or the sample smaller"
         )
     if kinds <= {Kind.OOM}:
@@ -156,14 +156,14 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int) -> str:
     listed = "; ".join(
         sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
     )
-    return f"no config ran through ({listed}); `autotune probe` runs one and shows its log"
+    return f"no config finished a probe ({listed}); `autotune probe` runs one and shows its log"
 
 
 def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Objective) -> str:
     """Why the play-off left no answer, and what to try.
 
     Args:
-        failed: what ran in the search and did not in the play-off.
+        failed: the configs that ran in the search but failed in the play-off.
     """
     causes = "; ".join(f"{_named(config, baseline)}: {failure(outcome)}" for config, outcome in failed.items())
     kinds = {Kind.OOM if objective.beyond_memory(outcome) else outcome.kind for outcome in failed.values()}
@@ -171,10 +171,10 @@ def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Ob
     if Kind.OOM in kinds:
         remedies.append(f"leave more room with --headroom {min(objective.headroom + MORE_ROOM, 0.5):.0%}, {OWN_STUDY}")
     if Kind.TIMEOUT in kinds:
-        remedies.append("give probes longer with --probe-timeout")
+        remedies.append("give probes more time with --probe-timeout")
     if kinds - {Kind.OOM, Kind.TIMEOUT}:
         remedies.append("`autotune probe` runs one config and shows its log")
-    return f"none of the best configs ran through again in the play-off ({causes}); {', or '.join(remedies)}"
+    return f"none of the best configs succeeded again in the play-off ({causes}); {', or '.join(remedies)}"
 
 
 def _named(config: Config, baseline: Config) -> str:
@@ -183,12 +183,12 @@ def _named(config: Config, baseline: Config) -> str:
 
 
 def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
-    """By how much the least demanding of the failed configs was beyond the limit, as far as it can be told."""
+    """By how much the smallest failed config exceeded the limit, as far as that is known."""
     needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
     smallest = min(needs, default=0)
     if smallest <= limit_bytes:
         return f"every config ran out of memory within a limit of {format_bytes(limit_bytes)}"
     return (
-        f"the least demanding config needs at least {format_bytes(smallest)}, "
+        f"the smallest config needs at least {format_bytes(smallest)}, "
         f"{format_bytes(smallest - limit_bytes)} more than the limit of {format_bytes(limit_bytes)}"
     )

@@ -34,7 +34,7 @@ def search(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path) -> None:
     done = search(tmp_path, GOOD)
     probes = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert "combinations of techniques predicted in" in done.stderr
+    assert "note: predicted the memory of " in done.stderr
     assert all(" [expected " in line for line in probes if " search " in line)
     assert any("samples/s, " in line and "to win]" in line for line in probes)
     study = json.loads(run(tmp_path, "show", "tiny.db", "--json").stdout)
@@ -50,6 +50,6 @@ def test_traces_are_kept_for_the_next_search_of_the_task(tmp_path: Path) -> None
 
 def test_a_model_that_cannot_be_traced_is_searched_by_its_probes_alone(tmp_path: Path) -> None:
     done = search(tmp_path, GOOD + UNTRACEABLE)
-    assert "memory is learned from probes where it cannot be traced" in done.stderr
+    assert "memory cannot be traced for" in done.stderr
     probes = [line for line in done.stderr.splitlines() if line.startswith("[") and " search " in line]
     assert probes and all("[expected " in line for line in probes)

@@ -33,7 +33,7 @@ def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None:
     done = sweep(tmp_path, *SMALL, "--max-repeats", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tiny.csv: 2 configs, 2 probes; 2 ran, 0 of them known within 3.0%")
+    assert done.stdout.startswith("tiny.csv: 2 configs, 2 probes; 2 ran, 0 of them known to within 3.0%")
     assert len(done.stderr.splitlines()) == 2 and "round 1,    0 left: batch 4 x12" in done.stderr
     assert len(table.read(tmp_path / "tiny.csv").rows) == 2
 
@@ -57,4 +57,4 @@ def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "tiny.csv").write_text("name,price\ntea,3\n")
     done = sweep(tmp_path, *SMALL)
     assert (done.returncode, (tmp_path / "tiny.csv").read_text()) == (2, "name,price\ntea,3\n")
-    assert "no table of this format: it begins with 'name,price'" in done.stderr
+    assert "is not a recorded table: it begins with 'name,price'" in done.stderr

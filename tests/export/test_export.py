@@ -93,12 +93,14 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
     unsaid = export(Result(**{**vars(RESULT), "config": config}), "transformers").unsaid
     assert unsaid == {
         "channels_last": "channels_last: `TrainingArguments` has no argument for it",
-        "a_technique_of_tomorrow": "no technique of that name is installed here, so 'spline' cannot be put in words",
+        "a_technique_of_tomorrow": "no technique of that name is installed here, so 'spline' cannot be translated",
     }
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'yaml' is not an exporter; there are .*env: .*json: .*transformers: "):
+    with pytest.raises(
+        ConfigError, match=r"'yaml' is not a known exporter; expected one of .*env: .*json: .*transformers: "
+    ):
         export(RESULT, "yaml")
 
 

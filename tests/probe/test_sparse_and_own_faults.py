@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from autotune.outcome import Kind
-from autotune.probe.settings import ProbeSettings
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import measure, worker
+from autotune.probe import measure
 from autotune.probe.measure import dense_values
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners import worker
 from autotune.task import load_task
 from autotune.task.usercode import arose_in_autotune
 
@@ -22,8 +23,14 @@ MODELS = Path(__file__).parent.parent / "models"
 def probe(task, **choices):
     settings = ProbeSettings(memory_limit_bytes=None, num_steps=3, max_warmup_s=0.1)
     arguments = {"config": techniques.complete({"batch_size": 4, **choices}, global_batch=48).as_dict()}
-    arguments["settings"] = settings.to_dict()
-    return worker._probe(task, arguments, lambda stage, train_s: None)["outcome"]
+    arguments |= {"device": "cpu", "settings": settings.to_dict()}
+    return worker._probe(task, arguments, lambda progress: None)["outcome"]
+
+
+@pytest.fixture(autouse=True)
+def gpus_stay_visible(monkeypatch):
+    """A job on the CPU hides them from its process, which here is the tests' own."""
+    monkeypatch.setattr(worker, "hide_gpus", lambda: None)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
 
 def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
     text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
-    assert "the baseline did not, so there is no speed-up to state. The warnings say why." in text
+    assert "the baseline did not, so the speed-up is unknown. The warnings say why." in text
 
 
 def test_an_unconfirmed_answer_says_so(result: Result) -> None:
@@ -153,4 +153,4 @@ def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
 
 def test_where_the_time_went_is_told(result: Result) -> None:
     text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "checks": 0.0, "training": 99.1})))
-    assert "took 1m58s (import 3 s, training 1m39s), the first probe began after 4.2 s." in text
+    assert "took 1m58s (import 3 s, training 1m39s). The first probe began after 4.2 s." in text

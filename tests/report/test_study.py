@@ -54,12 +54,12 @@ def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study) -> No
     assert "came after this answer" not in text_of(study)
     assert study.result is not None
     older = replace(study, result=replace(study.result, probes=study.result.probes - 2))
-    assert "A search went on since: 2 probes came after this answer." in text_of(older)
+    assert "A search has continued since: 2 probes came after this answer." in text_of(older)
 
 
 def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:
     text = text_of(unanswered)
-    assert "No answer yet" in text and "goes on where it stopped" in _flat(text)
+    assert "No answer yet" in text and "continues where it stopped" in _flat(text)
 
 
 def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None:

@@ -115,11 +115,11 @@ def test_traces_come_from_the_file_beside_the_table(tmp_path: Path) -> None:
     table.write_traces(path, Traces(target="cpu", updates={(): update}))
     found = ReplayRunner(path).trace([config()], "cpu", 1.0)
     assert found.updates == {(): update}
-    assert found.failures == {"model: nothing switched on": "closed.traces.json holds no traces of it"}
+    assert found.failures == {"model: nothing switched on": "closed.traces.json holds no trace of it"}
 
 
 def test_a_table_without_traces_says_so(recorded: Table) -> None:
     found = ReplayRunner(recorded).trace([config()], "cpu", 1.0)
     assert not found.models and set(found.failures.values()) == {
-        "there are no traces in closed.traces.json beside the table"
+        "there is no closed.traces.json with traces beside the table"
     }

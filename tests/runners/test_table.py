@@ -206,7 +206,7 @@ def test_differences_name_what_changed_and_forgive_the_date() -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "no table of this format"),
+        ("", "is not a recorded table"),
         ("batch_size,amp\n4,off\n", "'batch_size,amp'"),
         (table.MAGIC + "\n", "not a table's metadata"),
         (table.MAGIC + '\n# {"task": "gpt"}\n', "not a table's metadata (KeyError"),

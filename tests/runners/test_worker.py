@@ -16,6 +16,8 @@ from autotune.units import GIB
 class Card(CpuDevice):
     """A device whose allocator once held more than it holds now."""
 
+    kind = "cuda"
+
     def peak_bytes(self):
         return 7 * GIB
 

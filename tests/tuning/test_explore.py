@@ -530,7 +530,7 @@ def test_the_same_error_from_three_unlike_configs_ends_the_search_with_it(tmp_pa
     runner = Erring()
     runner.own_fault = own_fault
     search = make_search(tmp_path, runner, sampler=sampler)
-    with pytest.raises(expected, match=r"expected \d+ rows; 3 unlike configs") as raised:
+    with pytest.raises(expected, match=r"expected \d+ rows; 3 different configs") as raised:
         finish(search)
     assert raised.value.frames == "line 7"
     assert len({config.replace(batch_size=1, accumulation_steps=1) for config in runner.configs}) == 3

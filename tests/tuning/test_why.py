@@ -143,4 +143,4 @@ def test_what_did_not_run_again_is_named_with_the_cause_and_its_own_remedy(kind,
 
 def test_what_needed_the_headroom_the_second_time_is_told_from_what_ran_out_of_memory():
     text = why.none_again({config(4): probed(config(4), peak_mib=980).outcome}, config(4), OBJECTIVE)
-    assert "more than the memory limit less headroom" in text and "--headroom 15%, with a study of its own" in text
+    assert "more than the memory limit less headroom" in text and "--headroom 15%, in a new study" in text

@@ -1,1 +1,1 @@
-"""What the kernels of a device allocate that fake tensors do not show."""
+"""Memory that the kernels of a device allocate and fake tensors do not show."""

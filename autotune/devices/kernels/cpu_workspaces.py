@@ -1,7 +1,7 @@
-"""What CPU kernels allocate beside what fake tensors show: scratch inside an operator, and results larger than they look.
+"""Memory that CPU kernels allocate and fake tensors do not show: scratch inside an operator, and larger results.
 
-Rules for oneDNN's operators follow what it does on processors with AVX-512, as seen in the profiler's allocation events; what
-depends on the instruction set alone (scratchpads of some 100 KiB) is left out.
+The rules for oneDNN's operators follow its behaviour on processors with AVX-512, as the profiler's allocation events show it.
+Scratchpads that depend on the instruction set (some 100 KiB) are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAGE_BYTES = 4096
 
 
 def cpu_workspace(operator: Any) -> Workspace | None:
-    """What an operator allocates and frees again on a CPU; None for nothing."""
+    """The rule for what an operator allocates and frees on a CPU; None if it allocates nothing."""
     rule = _WORKSPACES.get(operator)
     if rule is None and torch.Tag.pointwise in operator.tags:
         return _casts
@@ -48,7 +48,7 @@ def _casts(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _mean(args: tuple[Any, ...], result: Any) -> int:
-    """The mean of a short type is taken in float32, of a copy."""
+    """The mean of a short type is computed in float32, on a copy."""
     tensor = args[0]
     return 4 * tensor.numel() if tensor.dtype in (torch.float16, torch.bfloat16) else 0
 
@@ -204,9 +204,9 @@ def _lstm_gates(tensor: torch.Tensor, hidden: int) -> int:
 
 
 def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
-    """What an LSTM keeps for its backward pass, which fake tensors show empty (oneDNN's rnn_utils.cpp, set_offsets).
+    """Memory that an LSTM keeps for its backward pass; fake tensors show it empty (oneDNN's rnn_utils.cpp, set_offsets).
 
-    Gates, states and their gradients of every step, each from a page boundary on.
+    It holds gates, states and their gradients for every step, each aligned to a page.
     """
     if not args[15]:
         return []

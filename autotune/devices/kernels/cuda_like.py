@@ -1,4 +1,4 @@
-"""Makes operators on CPU tensors allocate and keep what they would on a CUDA card, for runs on fake tensors.
+"""Makes operators on CPU tensors allocate and keep memory as on a CUDA card, for runs on fake tensors.
 
 Fake tensors on `cuda` cannot run a backward pass where there is no card, so a run for a card is traced on fake `cpu` tensors. Three things
 then differ from CUDA, and are changed here:
@@ -8,7 +8,7 @@ then differ from CUDA, and are changed here:
 - the kernel behind `scaled_dot_product_attention` (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`);
 - the kernel behind `dropout`, whose mask is of booleans on CUDA (`aten/src/ATen/native/Dropout.cpp`).
 
-Recurrent layers stay what they are on a CPU: what cuDNN keeps for their backward pass is not known without it.
+Recurrent layers stay as on a CPU, because what cuDNN keeps for their backward pass is not known without it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _MASK_MULTIPLE = 16
 
 @contextmanager
 def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
-    """Replace kernels of CPU tensors by what CUDA would do, in the whole process, and undo it at the end.
+    """Replace kernels of CPU tensors by what CUDA would do, in the whole process, and restore them at the end.
 
-    Nothing but fake tensors can be run meanwhile: the kernels that are put in exist on CUDA alone.
+    Only fake tensors can run meanwhile: the new kernels exist on CUDA alone.
 
     Args:
         flash_attention: whether the card has it.

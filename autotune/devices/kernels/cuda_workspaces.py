@@ -1,4 +1,4 @@
-"""What CUDA's kernels allocate and free again inside an operator, beside its results, which fake tensors do not show."""
+"""Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     """Copies of a convolution's input, output gradient and weight in the layout that the tensor cores read.
 
     cuDNN's kernels for the two gradients read tensors with the channels last (NVIDIA, Convolutional Layers User's Guide,
-    "Tensor Layouts in Memory: NCHW vs NHWC"), so that others are transposed in the workspace. What it does beyond that is
-    not documented. Published peaks on an A100, in float32, fit best when a kernel of more than one element takes its input
-    twice (once fits nearly as well), and forward and grouped convolutions take no copies; for short types that is assumed.
+    "Tensor Layouts in Memory: NCHW vs NHWC"), so other layouts are transposed in the workspace. The rest is not documented.
+    Published float32 peaks on an A100 fit best with two copies of the input for a kernel of more than one element (one copy
+    fits nearly as well), and with no copies for forward and grouped convolutions. The same is assumed for short types.
     """
     grad_output, tensor, weight = args[:3]
     groups = args[9]

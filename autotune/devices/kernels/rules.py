@@ -1,4 +1,4 @@
-"""The form of rules for what an operator allocates."""
+"""The types of the rules for what an operator allocates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ResultRule = Callable[[tuple[Any, ...], Any], Storages]
 
 @dataclass(frozen=True)
 class Hidden:
-    """What operators allocate that fake tensors do not show.
+    """Memory that operators allocate and fake tensors do not show.
 
     Attributes:
-        workspace: the rule of an operator, or None.
-        results: by operator, where a result is larger than it seems.
+        workspace: returns the rule of an operator, or None.
+        results: the rules of operators whose results are larger than fake tensors show.
     """
 
     workspace: Callable[[Any], Workspace | None]

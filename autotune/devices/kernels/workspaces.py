@@ -1,4 +1,4 @@
-"""What operators allocate beside what fake tensors show, on any device and on one kind of device."""
+"""Memory that operators allocate and fake tensors do not show, on any device and on one kind of device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 def _safe_softmax(args: tuple[Any, ...], result: Any) -> int:
-    """Which scores are minus infinity, and which rows have no others (a composite kernel: SoftMax.cpp)."""
+    """Masks of the scores that are minus infinity and of the rows without others (a composite kernel: SoftMax.cpp)."""
     scores, dim = args[:2]
     return int(scores.numel() + scores.numel() // max(1, scores.shape[dim]))
 
@@ -28,7 +28,7 @@ def _losses(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _reduced_loss(args: tuple[Any, ...], result: Any) -> Storages:
-    """The mean or sum lies in a storage that was made for the loss of every element (likewise)."""
+    """The mean or sum lies in a storage that was allocated for the loss of every element (likewise)."""
     return [(result, _num_losses(args) * result.element_size())] if result.dim() == 0 else []
 
 
