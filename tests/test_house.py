@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +71,10 @@ def test_the_readmes_table_is_what_the_techniques_say() -> None:
     from autotune.techniques.__main__ import table
 
     assert table() in (PACKAGE.parent / "README.md").read_text()
+
+
+def test_the_process_that_searches_imports_no_torch() -> None:
+    """It would take seconds of the two processors on which the processes of the probes import it, too."""
+    rooms = "autotune.api, autotune.tuning.search, autotune.runners.local, autotune.export, autotune.report.answer"
+    code = f"import sys, {rooms}; from autotune.techniques import REGISTRY; sys.exit('torch' in sys.modules or not REGISTRY)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

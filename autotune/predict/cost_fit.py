@@ -22,7 +22,6 @@ from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 
 Probes = Sequence[tuple[Config, Outcome]]
-
 RESIDUAL_FACTORS = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))  # with prior weights
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
 TERM_NOISE = 0.35  # standard deviation of what is measured of a term alone

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from scipy.linalg import block_diag
 
 from autotune import techniques
 from autotune.predict import Array
@@ -137,6 +136,8 @@ class Layout:
                 if number == 0:
                     self._reach[name] = float(np.clip(stds.max() / MUCH, LITTLE, 1.0))
                 blocks.append(np.outer(stds, stds) * _correlation(len(active), ordered=technique.ordered))
+        from scipy.linalg import block_diag
+
         self.mean = np.array(means)
         self.covariance = np.asarray(block_diag(*blocks))
         self.precision = np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
@@ -151,15 +152,13 @@ class Layout:
         batch = np.array([config.batch_size for config in configs], dtype=float)
         samples = np.array([config.samples_per_step for config in configs], dtype=float)
         untraced = np.zeros((count, len(self._untraced)))
-        columns = {switch: column for column, switch in enumerate(self._untraced)}
         places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
         for row, config in enumerate(configs):
             choices = config.as_dict()
+            untraced[row] = [std * (choices[name] == choice) for (name, choice), std in self._untraced.items()]
             for column, name in enumerate(self._searched):
                 choice = choices[name]
                 ranks[row, column] = places[column].get(choice, -1.0)
-                if (name, choice) in self._untraced:
-                    untraced[row, columns[name, choice]] = self._untraced[name, choice]
                 for term, parameter in self._position.get((name, choice), ()):
                     features[row, term, parameter] = 1.0
         baseline = self.space.baseline

@@ -19,7 +19,6 @@ from autotune.predict.passes import Event, Pass, Purpose
 from autotune.predict.traces import PeakFit, Piece
 
 F = TypeVar("F", float, Array)
-
 NUM_MODULES = 5
 UNALIGNED_DEVIATION = 0.02  # relative, at the least, where passes differ in more than sizes
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.utils.data import IterableDataset, default_collate
 
-from autotune.task import Task
-from autotune.task.batches import tensors
+if TYPE_CHECKING:
+    from autotune.task import Task
 
 MAX_SAMPLING_S = 1.0
 NUM_SAMPLED = 2048
@@ -44,6 +44,10 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
     Raises:
         Exception: what the user's dataset or collate function raises.
     """
+    from torch.utils.data import IterableDataset, default_collate
+
+    from autotune.task.batches import tensors
+
     dataset = task.dataset()
     if dataset is None or isinstance(dataset, IterableDataset):
         return None

@@ -149,11 +149,10 @@ class _Composer:
         """A living storage of the other source that is like one of this source, and is freed in the same section."""
         source, other = self.sources[number], self.sources[1 - number]
         wanted = source.made_in[key], source.sizes[key], name
-        of_other = [at for at in self.living if at[0] != number]
-        like = (
-            at for at in of_other if (other.made_in[at[1]], other.sizes[at[1]], other.freed_in.get(at[1])) == wanted
-        )
-        return next(like, None)
+        for n, like in self.living:
+            if n != number and (other.made_in[like], other.sizes[like], other.freed_in.get(like)) == wanted:
+                return n, like
+        return None
 
     def _allocate(self, number: int, key: int) -> None:
         self.living[number, key] = self.next_key
