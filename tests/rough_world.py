@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 
 from autotune import techniques
-from autotune.predict.footprint import Breakdown, TracedPeak
 from autotune.predict.lengths import LengthDistribution
+from autotune.predict.traces import Breakdown, TracedPeak
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
 from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection

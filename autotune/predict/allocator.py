@@ -1,4 +1,4 @@
-"""How much memory CUDA's caching allocator takes from the card to serve a program's allocations.
+"""How much memory CUDA's caching allocator takes from the card to serve a program's allocations, and whole training steps'.
 
 It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch with its default settings, for one stream:
 
@@ -15,10 +15,13 @@ Segments are taken to lie one behind the other in the order in which they were m
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from autotune.predict.passes import Event
+from autotune.predict.fit import are_aligned, events_at
+from autotune.predict.passes import Event, MicroSteps, Pass, Purpose, Updates
 from autotune.units import MIB
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -27,6 +30,7 @@ _SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
 _OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 _SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
+_KEYS_PER_PASS = 2**40
 
 
 def reserved_bytes(events: Iterable[Event]) -> int:
@@ -38,27 +42,76 @@ def reserved_bytes(events: Iterable[Event]) -> int:
     allocator = _CachingAllocator()
     living: dict[int, _Block] = {}
     for key, size_bytes, allocates in events:
-        if not allocates:
-            block = living.pop(key, None)
-            if block is not None:
-                allocator.free(block)
-        elif size_bytes > 0:
+        if allocates and size_bytes > 0:
             living[key] = allocator.allocate(size_bytes)
+        elif key in living and not allocates:
+            allocator.free(living.pop(key))
     return allocator.reserved_bytes
 
 
+def reserved_factors(
+    micro: MicroSteps, updates: Updates, batch_sizes: Sequence[int]
+) -> tuple[tuple[int, float, float], ...]:
+    """(batch size, factor with one micro batch a step, factor with more).
+
+    Args:
+        micro: traced for CUDA.
+        updates: with the task's optimizer as it is.
+        batch_sizes: wanted; where the passes are not aligned it is the two that were traced.
+    """
+    both = (micro.alone[0], micro.alone[-1]), micro.beside
+    aligned = all(are_aligned(low, high) for low, high in both)
+    found = []
+    for size in batch_sizes if aligned else [traced.batch_size for traced in micro.beside]:
+        if aligned:
+            alone, beside = (events_at(size, low, high) for low, high in both)
+        else:
+            alone, beside = (next(p.events for p in passes if p.batch_size == size) for passes in both)
+        one, more = (_two_steps(micro.alone[0], passes, updates) for passes in ([alone], [alone, beside]))
+        found.append((size, _factor(one), _factor(more)))
+    return tuple(found)
+
+
+def _two_steps(start: Pass, micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
+    """A program as a probe's: the model, a step that allocates the optimizer's state in between, and another step."""
+    parameters = (key for key in start.held if start.purposes[key] is Purpose.PARAMETERS)
+    program = [Event(key, start.held[key], True) for key in parameters]
+    offsets = itertools.count(_KEYS_PER_PASS, _KEYS_PER_PASS)
+    for update in (updates.first, updates.second):
+        gradients: list[Event] = []
+        for events in micro_batches:
+            gradients += _append(program, events, next(offsets))
+        _append(program, update.events, next(offsets))
+        program += [gradient._replace(allocates=False) for gradient in gradients]
+    return program
+
+
+def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[Event]:
+    """Append a pass with keys of its own, less what it frees of others'. Returns the allocations that it does not free."""
+    living: dict[int, Event] = {}
+    for event in events:
+        if event.allocates or living.pop(event.key, None) is not None:
+            own = event._replace(key=offset + event.key)
+            program.append(own)
+            if own.allocates:
+                living[event.key] = own
+    return list(living.values())
+
+
+def _factor(events: Sequence[Event]) -> float:
+    return reserved_bytes(events) / max(itertools.accumulate(event.change_bytes for event in events))
+
+
+@dataclass(slots=True, eq=False)
 class _Block:
     """A piece of a segment, linked with the pieces before and after it in the same segment."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "size_bytes")
-
-    def __init__(self, address: int, size_bytes: int, pool: _Pool) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.free = False
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    address: int
+    size_bytes: int
+    pool: _Pool
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
 
 
 class _Pool:
@@ -95,10 +148,12 @@ class _CachingAllocator:
         self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
 
     def allocate(self, request_bytes: int) -> _Block:
-        """A block for the request."""
         size_bytes = _round_up(request_bytes, _MIN_BLOCK_BYTES)
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
-        block = pool.take_best_fit(size_bytes) or self._new_segment(_segment_bytes(size_bytes), pool)
+        block = pool.take_best_fit(size_bytes)
+        if block is None:
+            block = _Block(self.reserved_bytes, _segment_bytes(size_bytes), pool)
+            self.reserved_bytes += block.size_bytes
         if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
             _split(block, size_bytes)
         return block
@@ -116,11 +171,6 @@ class _CachingAllocator:
             block.size_bytes += after.size_bytes
             _link(block, after.after)
         block.pool.put(block)
-
-    def _new_segment(self, size_bytes: int, pool: _Pool) -> _Block:
-        block = _Block(self.reserved_bytes, size_bytes, pool)
-        self.reserved_bytes += size_bytes
-        return block
 
 
 def _split(block: _Block, size_bytes: int) -> None:

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from autotune import techniques
 from autotune.devices.targets import CPU
 from autotune.errors import TaskError
-from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.traces import Traces
+from autotune.predict.traces import Breakdown, Traces
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.space import Space
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
 LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
-
-
-class Estimator(Protocol):
-    """Where predicted peaks come from; `autotune.predict.memory.MemoryModel` is one."""
-
-    def estimate(self, config: Config) -> MemoryEstimate | None:
-        """The peak of a config; None where nothing is known."""
-
-
-class Space(Protocol):
-    """What has to be known of a search space; `autotune.space.Space` is one."""
-
-    @property
-    def choices(self) -> Mapping[str, tuple[Choice, ...]]:
-        """Per technique what is searched, in order."""
-
-    @property
-    def baseline(self) -> Config:
-        """What the user runs today."""
-
-    @property
-    def global_batch(self) -> int | None:
-        """Samples per optimizer step, or None."""
-
-    def complete(self, choices: Mapping[str, Choice]) -> Config:
-        """A full config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +130,7 @@ def answer(
     usable_bytes = int(memory_limit_bytes * (1 - headroom))
     question = Question(
         space,
-        MemoryModel(traces, inspection.outside_bytes, space),
+        MemoryModel(traces, inspection.outside_bytes, space).estimate,
         outside_bytes=inspection.outside_bytes,
         usable_bytes=usable_bytes,
         dataset_size=inspection.facts.get("dataset_size"),
@@ -184,9 +158,9 @@ def answer(
         groups=groups,
         untraced=dict(traces.failures),
         left_out={
-            name: inspection.support[name].reason
+            name: reason
             for name in techniques.REGISTRY
-            if _shapes_memory(name) and inspection.support[name].reason
+            if _shapes_memory(name) and (reason := inspection.support[name].reason)
         },
         warnings=tuple(warnings),
         trace_s=trace_s,
@@ -205,27 +179,26 @@ def _warnings(inspection: Inspection, config: PredictedPeak | None, groups: Sequ
         yield inspection.batch.reason
 
 
+@dataclass(frozen=True)
 class Question:
     """How much of a memory configs would take.
 
     Args:
+        estimate: the peak of a config; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
         usable_bytes: what a peak may be.
         dataset_size: samples in the training set, which bounds the batch; None without one.
     """
 
-    def __init__(
-        self, space: Space, estimator: Estimator, *, outside_bytes: int, usable_bytes: int, dataset_size: int | None
-    ) -> None:
-        self._space = space
-        self._estimator = estimator
-        self._outside_bytes = outside_bytes
-        self._usable_bytes = usable_bytes
-        self._dataset_size = dataset_size
+    space: Space
+    estimate: Callable[[Config], MemoryEstimate | None]
+    outside_bytes: int
+    usable_bytes: int
+    dataset_size: int | None
 
     def peak(self, config: Config) -> PredictedPeak | None:
         """The peak of a config; None where it was not traced."""
-        estimate = self._estimator.estimate(config)
+        estimate = self.estimate(config)
         if estimate is None or (breakdown := estimate.breakdown) is None:
             return None
         return PredictedPeak(
@@ -233,51 +206,56 @@ class Question:
             peak_bytes=estimate.peak_bytes,
             peak_low_bytes=estimate.low_bytes,
             peak_high_bytes=estimate.high_bytes,
-            chance_to_fit=estimate.chance_within(self._usable_bytes),
-            allocator_bytes=estimate.peak_bytes - self._outside_bytes - breakdown.total_bytes,
-            outside_bytes=self._outside_bytes,
+            chance_to_fit=estimate.chance_within(self.usable_bytes),
+            allocator_bytes=estimate.peak_bytes - self.outside_bytes - breakdown.total_bytes,
+            outside_bytes=self.outside_bytes,
             **asdict(breakdown),
         )
 
     def groups(self) -> list[GroupPrediction]:
         """Every combination that was traced; those of the same memory once, as the one with the fewest techniques."""
-        groups = []
-        found = [group for choices in combinations(self._space) if (group := self._largest(choices)) is not None]
+        found = [group for choices in self._combinations() if (group := self._largest(choices)) is not None]
+        groups = {}
         by_effort = sorted(found, key=lambda group: len(group.switched_on))
         while by_effort:
             first, *others = by_effort
             alike = [other for other in others if _alike(first, other)]
             by_effort = [other for other in others if other not in alike]
-            groups.append((found.index(first), replace(first, same_memory=tuple(other.switched_on for other in alike))))
-        return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
+            groups[found.index(first)] = replace(first, same_memory=tuple(other.switched_on for other in alike))
+        return [groups[place] for place in sorted(groups)]
+
+    def _combinations(self) -> Iterator[dict[str, Choice]]:
+        """Every combination of what is searched of the techniques that shape memory."""
+        searched = {name: choices for name, choices in self.space.choices.items() if _shapes_memory(name)}
+        for values in itertools.product(*searched.values()):
+            yield dict(zip(searched, values, strict=True))
 
     def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
         """At the largest batch size that fits, or at the smallest there is; a larger batch takes more memory."""
-        sizes = self._batch_sizes()
-        smallest = self._at(choices, sizes[0])
-        if smallest is None:
+        if self.space.global_batch is not None:
+            sizes: Sequence[int] = [int(size) for size in self.space.choices["batch_size"]]
+        else:
+            sizes = range(1, (self.dataset_size or LARGEST_BATCH) + 1)
+
+        def peak_at(batch_size: int) -> PredictedPeak | None:
+            return self.peak(self.space.complete({**choices, "batch_size": batch_size}))
+
+        def is_too_large(batch_size: int) -> bool:
+            peak = peak_at(batch_size)
+            return peak is None or peak.peak_bytes > self.usable_bytes
+
+        num_fitting = bisect_left(sizes, True, key=is_too_large)
+        peak = peak_at(sizes[max(0, num_fitting - 1)])
+        if peak is None:
             return None
-        num_fitting = bisect_left(sizes, True, key=lambda size: not self._fits(self._at(choices, size)))
-        peak = self._at(choices, sizes[num_fitting - 1]) if num_fitting else smallest
-        assert peak is not None
+        shaping = {name: choice for name, choice in peak.config.items() if _shapes_memory(name)}
         return GroupPrediction(
-            switched_on=switched_on(self._space.complete(choices)),
+            switched_on={name: choice for name, choice in shaping.items() if choice != techniques.REGISTRY[name].off},
             same_memory=(),
             peak=peak,
             fits=num_fitting > 0,
             bounded=0 < num_fitting == len(sizes),
         )
-
-    def _fits(self, peak: PredictedPeak | None) -> bool:
-        return peak is not None and peak.peak_bytes <= self._usable_bytes
-
-    def _batch_sizes(self) -> Sequence[int]:
-        if self._space.global_batch is not None:
-            return [int(size) for size in self._space.choices["batch_size"]]
-        return range(1, (self._dataset_size or LARGEST_BATCH) + 1)
-
-    def _at(self, choices: Mapping[str, Choice], batch_size: int) -> PredictedPeak | None:
-        return self.peak(self._space.complete({**choices, "batch_size": batch_size}))
 
 
 def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:
@@ -286,22 +264,6 @@ def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:
         return False
     same_batch = one.peak.config["batch_size"] == other.peak.config["batch_size"]
     return same_batch and abs(one.peak.peak_bytes - other.peak.peak_bytes) < ALIKE * one.peak.peak_bytes
-
-
-def combinations(space: Space) -> Iterator[dict[str, Choice]]:
-    """Every combination of what is searched of the techniques that shape memory."""
-    searched = {name: choices for name, choices in space.choices.items() if _shapes_memory(name)}
-    for values in itertools.product(*searched.values()):
-        yield dict(zip(searched, values, strict=True))
-
-
-def switched_on(config: Config) -> dict[str, Choice]:
-    """The choices that are not off, of techniques that shape memory."""
-    return {
-        name: config[name]
-        for name, technique in techniques.REGISTRY.items()
-        if _shapes_memory(name) and config[name] != technique.off
-    }
 
 
 def _shapes_memory(name: str) -> bool:

@@ -36,8 +36,8 @@ class TraceCache:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
         processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
-        sizes = sorted({*batch_sizes})
-        known = [facts["source_hash"], facts.get("num_parameters"), target, sizes, *versions, *processor]
+        task = [facts["source_hash"], facts.get("num_parameters")]
+        known = [*task, target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
         self._path = folder / f"{facts['name']}-{key}.json"
 

@@ -12,15 +12,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.cost_terms import Design, Layout, Residual
 from autotune.records.config import Config
+from autotune.records.outcome import Outcome
 
+Probes = Sequence[tuple[Config, Outcome]]
+RESIDUAL_FACTORS = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))  # with prior weights
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
+TERM_NOISE = 0.35  # standard deviation of what is measured of a term alone
 MAX_STEPS = 12  # of Gauss-Newton
 LARGEST_STEP = 2.0  # of a parameter, in logarithms
 SETTLED = 1e-4  # a step this small changes nothing
@@ -39,8 +43,8 @@ class Observation:
 
     config: Config
     value: float
-    noise: float
-    terms: Mapping[str, float]
+    noise: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,10 @@ class Scales:
 
     Attributes:
         noise: (standard deviation between processes, prior weight) pairs.
-        residual: (factor on the residual, prior weight) pairs.
-        term_noise: standard deviation of what is measured of a term alone.
         outliers: whether an observation far off the others counts less.
     """
 
     noise: tuple[tuple[float, float], ...]
-    residual: tuple[tuple[float, float], ...] = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))
-    term_noise: float = 0.35
     outliers: bool = True
 
 
@@ -88,18 +88,22 @@ class CostModel:
         self, layout: Layout, residual: Residual, scales: Scales, observations: Sequence[Observation] = ()
     ) -> None:
         self._layout = layout
-        self._prior_residual = residual
         self._scales = scales
         self._take(observations)
         self.residual = residual
-        self.noise = _expected(scales.noise)
-        self._fit()
+        stds, weights = np.array(scales.noise).T
+        self.noise = math.exp(weights @ np.log(stds) / weights.sum())
+        self._parameters = layout.mean.copy()
+        if len(self._values):
+            self._parameters[0] = float(np.median(self._values))
+            self._step_until_settled()
+            self._learn_scales()
+        self._step_until_settled()
 
     def posterior(self, configs: Sequence[Config]) -> Posterior:
         """The posterior of configs, observed or not."""
         design = self._layout.design(configs)
         value, slopes = design.linearised(self._parameters)
-        variance = self._layout.variance(self.residual, design)
         explained = np.zeros((len(configs), 0))
         if len(self._values):
             across = self._layout.kernel(self.residual, design, self._design)
@@ -107,21 +111,14 @@ class CostModel:
             value = value + explained @ self._whitened_residuals
             slopes = slopes - explained @ self._whitened_slopes
         effects = slopes @ self._spread
-        return Posterior(
-            value,
-            variance - (explained**2).sum(axis=1) + (effects**2).sum(axis=1),
-            self._layout,
-            self.residual,
-            design,
-            explained,
-            effects,
-        )
+        prior = self._layout.variance(self.residual, design)
+        variance = prior - (explained**2).sum(axis=1) + (effects**2).sum(axis=1)
+        return Posterior(value, variance, self._layout, self.residual, design, explained, effects)
 
     def without(self, row: int) -> CostModel:
         """The model as it would be without one of its observations; noise and residual stay as large as they were found."""
-        kept = [o for place, o in enumerate(self._observations) if place != row]
         new = copy(self)
-        new._take(kept)
+        new._take([o for place, o in enumerate(self._observations) if place != row])
         new._step_until_settled()
         return new
 
@@ -137,14 +134,6 @@ class CostModel:
         self._alone_features = np.array([self._design.features[row, term] for row, term, _ in alone])
         self._alone_values = np.array([value - self._design.scales[row, term] for row, term, value in alone])
 
-    def _fit(self) -> None:
-        self._parameters = self._layout.mean.copy()
-        if len(self._values):
-            self._parameters[0] = float(np.median(self._values))
-            self._step_until_settled()
-            self._learn_scales()
-        self._step_until_settled()
-
     def _step_until_settled(self) -> None:
         """Gauss-Newton: each step is a generalised least-squares fit of the model linearised at the last one."""
         weights = np.ones(len(self._values))
@@ -158,9 +147,9 @@ class CostModel:
             information = self._layout.precision + self._whitened_slopes.T @ self._whitened_slopes
             moment = self._layout.precision @ self._layout.mean + self._whitened_slopes.T @ aim
             if len(self._alone_values):
-                alone_weight = 1 / self._scales.term_noise**2
-                information += alone_weight * self._alone_features.T @ self._alone_features
-                moment += alone_weight * self._alone_features.T @ self._alone_values
+                weighted = self._alone_features.T / TERM_NOISE**2
+                information += weighted @ self._alone_features
+                moment += weighted @ self._alone_values
             step = np.linalg.solve(information, moment) - self._parameters
             length = float(np.abs(step).max())
             self._parameters = self._parameters + step * min(1.0, LARGEST_STEP / max(length, SETTLED))
@@ -178,25 +167,27 @@ class CostModel:
         value, slopes = self._design.linearised(self._parameters)
         deviations = self._values - value + slopes @ (self._parameters - self._layout.mean)
         shared = slopes @ self._layout.covariance @ slopes.T
-        sizes, groups = self._layout.kernels(self._prior_residual, self._design, self._design)
-        grid = [
-            (a, b, c, a_weight * b_weight * c_weight)
-            for (a, a_weight), (b, b_weight), (c, c_weight) in itertools.product(
-                self._scales.residual, self._scales.residual, self._scales.noise
-            )
-        ]
-        factors, weights = np.array(grid)[:, :3], np.array(grid)[:, 3]
-        squares = factors[:, :, None, None] ** 2
+        sizes, groups = self._layout.kernels(self.residual, self._design, self._design)
+        grid = np.array(list(itertools.product(RESIDUAL_FACTORS, RESIDUAL_FACTORS, self._scales.noise)))
         within = shared + np.diag(self._within)
-        covariances = within + squares[:, 0] * sizes + squares[:, 1] * groups + squares[:, 2] * np.eye(len(within))
-        roots = np.linalg.cholesky(covariances)
-        whitened = np.linalg.solve(roots, np.broadcast_to(deviations[:, None], (len(grid), len(within), 1)))[:, :, 0]
-        log_roots = np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
-        logs = -0.5 * (whitened**2).sum(axis=1) - log_roots + np.log(weights)
-        chances = np.exp(logs - logs.max())
-        learned = np.exp(chances @ np.log(factors) / chances.sum())
-        self.noise = float(learned[2])
-        self.residual = replace(self._prior_residual, sizes=float(learned[0]), groups=float(learned[1]))
+        of_sizes, of_groups, noise = likely_scales(grid, deviations, within, sizes, groups, np.eye(len(within)))
+        self.noise = noise
+        self.residual = replace(self.residual, sizes=of_sizes, groups=of_groups)
+
+
+def likely_scales(grid: Array, deviations: Array, within: Array, *scaled: Array) -> list[float]:
+    """Geometric means of a grid of scales, by how likely they make deviations with covariance `within + sum(scale^2 * scaled)`.
+
+    Args:
+        grid: (points, scales, 2) each scale and its prior weight.
+    """
+    scales, weights = grid[:, :, 0], grid[:, :, 1].prod(axis=1)
+    roots = np.linalg.cholesky(within + np.einsum("ps,sij->pij", scales**2, np.array(scaled)))
+    whitened = np.linalg.solve(roots, np.broadcast_to(deviations[:, None], (len(grid), len(within), 1)))[:, :, 0]
+    log_roots = np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
+    logs = np.log(weights) - 0.5 * (whitened**2).sum(axis=1) - log_roots
+    chances = np.exp(logs - logs.max())
+    return [float(scale) for scale in np.exp(chances @ np.log(scales) / chances.sum())]
 
 
 def student_weights(misfit: Array, variance: Array) -> Array:
@@ -205,8 +196,3 @@ def student_weights(misfit: Array, variance: Array) -> Array:
     Source: Lange, Little and Taylor, Robust Statistical Modeling Using the t Distribution (JASA, 1989).
     """
     return np.asarray(np.minimum(1.0, (STUDENT_FREEDOM + 1) / (STUDENT_FREEDOM + misfit**2 / variance)))
-
-
-def _expected(weighted: Sequence[tuple[float, float]]) -> float:
-    """Geometric mean of values with weights."""
-    return math.exp(sum(w * math.log(v) for v, w in weighted) / sum(w for _, w in weighted))

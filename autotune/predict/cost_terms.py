@@ -9,37 +9,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from autotune import techniques
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
-from autotune.techniques import Expectation, Factor
+from autotune.space import Space
+from autotune.techniques import Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
 SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
 UNLIKE = 0.55  # correlation that is left between residuals of configs that differ in one technique which does much
 MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first term that makes a technique one of those
+OCTAVES = 1.5  # over which departures stay alike
 LITTLE = 0.2  # as much unlike, at the least, does any other technique make two configs
-
-
-class SpaceLike(Protocol):
-    """What the models have to know of a search space."""
-
-    @property
-    def choices(self) -> Mapping[str, tuple[Choice, ...]]:
-        """Per technique what is searched, in order."""
-
-    @property
-    def baseline(self) -> Config:
-        """What the terms' sizes are stated for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +35,14 @@ class CostTerm:
     """One summand of the cost, relative to the first term at the baseline.
 
     Attributes:
-        name: what probes may have measured of it alone.
+        name: the factor of a choice's `Expectation` that acts on it.
         scale: its size at a batch size, samples per step and width of the samples in a batch, relative to the baseline's:
             (batch ratio, samples ratio, width ratio) -> factor.
-        effect: which factor of a choice's expectation acts on it.
         share: its prior, relative to the first term; of the first term itself, in units of cost.
     """
 
     name: str
     scale: Callable[[Array, Array, Array], Array]
-    effect: Callable[[Expectation], Factor]
     share: Factor
 
 
@@ -75,7 +61,6 @@ class Residual:
     bend: float
     group: float
     own: float
-    octaves: float = 1.5  # over which departures stay alike
     sizes: float = 1.0  # factor on what follows the batch size: `trend` and `bend`
     groups: float = 1.0  # factor on what combinations of techniques do: `group` and `own`
 
@@ -101,13 +86,7 @@ class Design:
     def row(self, index: int) -> Design:
         """One config alone."""
         one = slice(index, index + 1)
-        return Design(
-            scales=self.scales[one],
-            features=self.features[one],
-            octaves=self.octaves[one],
-            ranks=self.ranks[one],
-            untraced=self.untraced[one],
-        )
+        return Design(**{field.name: getattr(self, field.name)[one] for field in fields(self)})
 
     def linearised(self, parameters: Array) -> tuple[Array, Array]:
         """Logarithm of the cost (m,) and its derivatives (m, p)."""
@@ -127,9 +106,9 @@ class Layout:
     """
 
     def __init__(
-        self, terms: Sequence[CostTerm], space: SpaceLike, width: Callable[[int], float] = lambda batch_size: 1.0
+        self, terms: Sequence[CostTerm], space: Space, width: Callable[[int], float] = lambda batch_size: 1.0
     ) -> None:
-        self.terms = tuple(terms)
+        self.terms = terms
         self.space = space
         self._width = functools.cache(width)
         self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
@@ -147,7 +126,7 @@ class Layout:
             spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
             self._untraced |= {switch: spread for switch, spread in spreads.items() if spread}
             for number, term in enumerate(terms):
-                factors = [term.effect(expectation) for expectation in expected]
+                factors = [getattr(expectation, term.name) for expectation in expected]
                 if all(factor == Factor() for factor in factors):
                     continue
                 for offset, choice in enumerate(active):
@@ -157,35 +136,29 @@ class Layout:
                 if number == 0:
                     self._reach[name] = float(np.clip(stds.max() / MUCH, LITTLE, 1.0))
                 blocks.append(np.outer(stds, stds) * _correlation(len(active), ordered=technique.ordered))
-        self.mean = np.array(means)
-        self.covariance = _block_diagonal(blocks)
+        from scipy.linalg import block_diag
 
-    @cached_property
-    def precision(self) -> Array:
-        """Inverse of the prior covariance."""
-        return np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
+        self.mean = np.array(means)
+        self.covariance = np.asarray(block_diag(*blocks))
+        self.precision = np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
 
     def design(self, configs: Sequence[Config]) -> Design:
         """The configs as arrays."""
         count, num_terms = len(configs), len(self.terms)
         features = np.zeros((count, num_terms, len(self.mean)))
+        features[:, :, :num_terms] = np.eye(num_terms)
         features[:, :, 0] = 1.0  # every term is relative to the first
-        for number in range(1, num_terms):
-            features[:, number, number] = 1.0
         ranks = np.zeros((count, len(self._searched)))
-        batch, samples = np.zeros(count), np.zeros(count)
+        batch = np.array([config.batch_size for config in configs], dtype=float)
+        samples = np.array([config.samples_per_step for config in configs], dtype=float)
         untraced = np.zeros((count, len(self._untraced)))
-        columns = {switch: column for column, switch in enumerate(self._untraced)}
         places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
         for row, config in enumerate(configs):
             choices = config.as_dict()
-            batch[row] = int(choices["batch_size"])
-            samples[row] = batch[row] * int(choices["accumulation_steps"])
+            untraced[row] = [std * (choices[name] == choice) for (name, choice), std in self._untraced.items()]
             for column, name in enumerate(self._searched):
                 choice = choices[name]
                 ranks[row, column] = places[column].get(choice, -1.0)
-                if (name, choice) in self._untraced:
-                    untraced[row, columns[name, choice]] = self._untraced[name, choice]
                 for term, parameter in self._position.get((name, choice), ()):
                     features[row, term, parameter] = 1.0
         baseline = self.space.baseline
@@ -201,12 +174,11 @@ class Layout:
 
     def kernels(self, residual: Residual, a: Design, b: Design) -> tuple[Array, Array]:
         """The same before its factors: what follows the batch size, and what combinations of techniques do."""
-        near = self._nearness(residual, a, b)
-        sizes = residual.trend**2 * np.outer(a.octaves, b.octaves) + residual.bend**2 * near
-        likeness = self.likeness(residual, a, b)
+        sizes = residual.trend**2 * np.outer(a.octaves, b.octaves) + residual.bend**2 * _nearness(a, b)
+        likeness = self.likeness(a, b)
         return sizes, residual.group**2 * likeness + residual.own**2 * (likeness == 1)
 
-    def likeness(self, residual: Residual, a: Design, b: Design) -> Array:
+    def likeness(self, a: Design, b: Design) -> Array:
         """Correlation of what combinations of techniques do: 1 for a config and itself."""
         unlike = np.zeros((len(a.octaves), len(b.octaves)))
         for column, name in enumerate(self._searched):
@@ -215,11 +187,7 @@ class Layout:
             distance = np.abs(a.ranks[:, None, column] - b.ranks[None, :, column])
             unlike += self._reach[name] * (distance if techniques.is_ordered(name) else distance > 0)
         # half of a group's departure is the same at every batch size
-        return np.asarray(UNLIKE**unlike * (0.5 + 0.5 * self._nearness(residual, a, b)))
-
-    def _nearness(self, residual: Residual, a: Design, b: Design) -> Array:
-        """Of batch sizes. Rough, since caches and kernels change from one size to the next."""
-        return np.asarray(np.exp(-np.abs(a.octaves[:, None] - b.octaves[None, :]) / residual.octaves))
+        return np.asarray(UNLIKE**unlike * (0.5 + 0.5 * _nearness(a, b)))
 
     def variance(self, residual: Residual, a: Design) -> Array:
         """The kernel's diagonal."""
@@ -227,20 +195,15 @@ class Layout:
         return np.asarray(residual.sizes**2 * sizes + residual.groups**2 * (residual.group**2 + residual.own**2))
 
 
+def _nearness(a: Design, b: Design) -> Array:
+    """Of batch sizes. Rough, since caches and kernels change from one size to the next."""
+    return np.asarray(np.exp(-np.abs(a.octaves[:, None] - b.octaves[None, :]) / OCTAVES))
+
+
 def _correlation(count: int, *, ordered: bool) -> Array:
     ranks = np.arange(count)
     distance = np.abs(ranks[:, None] - ranks[None, :])
     return np.asarray(RANK_CORRELATION**distance if ordered else np.where(distance == 0, 1.0, CATEGORY_CORRELATION))
-
-
-def _block_diagonal(blocks: Sequence[Array]) -> Array:
-    size = sum(len(block) for block in blocks)
-    whole = np.zeros((size, size))
-    at = 0
-    for block in blocks:
-        whole[at : at + len(block), at : at + len(block)] = block
-        at += len(block)
-    return whole
 
 
 def _places(choices: Sequence[Choice], *, ordered: bool) -> dict[Choice, float]:

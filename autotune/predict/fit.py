@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.passes import Event, Pass, Purpose
 from autotune.predict.traces import PeakFit, Piece
 
+F = TypeVar("F", float, Array)
 NUM_MODULES = 5
 UNALIGNED_DEVIATION = 0.02  # relative, at the least, where passes differ in more than sizes
 
@@ -29,15 +30,15 @@ def fit_peak(passes: Sequence[Pass], *, deviation: float = 0.0) -> PeakFit:
         passes: at two batch sizes at least, in increasing order. The first and the last are fitted, the others check it.
         deviation: relative, that is known from elsewhere.
     """
-    low, *between, high = (_Series(traced) for traced in passes)
-    if all(low.same_events(other) for other in (*between, high)):
+    low, *between, high = map(_Series, passes)
+    if are_aligned(*passes):
         pieces = tuple(_piece(low, high, position, position) for position in _envelope(low, high))
     else:
         pieces = (_piece(low, high, low.peak, high.peak),)
         deviation = max(deviation, UNALIGNED_DEVIATION)
     for check in between:
-        expected = max(piece.total_bytes(check.batch_size) for piece in pieces)
-        deviation = max(deviation, abs(expected / check.peak_bytes - 1))
+        expected = max(piece.total_bytes(check.traced.batch_size) for piece in pieces)
+        deviation = max(deviation, abs(expected / float(check.totals.max()) - 1))
     return PeakFit(pieces=pieces, batch_sizes=tuple(p.batch_size for p in passes), deviation=deviation)
 
 
@@ -53,27 +54,30 @@ def fit_volume(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
     small = [event.size_bytes for event in low.events if event.allocates]
     if not are_aligned(low, high):  # what is there in the same size is taken to be constant
         same = Counter(small) & Counter(large)
-        grown = (Counter(large) - same).items()
-        return (
-            *((float(size), 0.0, count) for size, count in same.items()),
-            *((0.0, size / high.batch_size, count) for size, count in grown),
-        )
-    found = []
-    for (a, b), count in Counter(zip(small, large, strict=True)).items():
-        slope = (b - a) / (high.batch_size - low.batch_size)
-        found.append((a - slope * low.batch_size, slope, count))
-    return tuple(found)
+        constant = [(float(size), 0.0, count) for size, count in same.items()]
+        grown = [(0.0, size / high.batch_size, count) for size, count in (Counter(large) - same).items()]
+        return (*constant, *grown)
+    pairs = Counter(zip(small, large, strict=True))
+    return tuple((*line(passes, a, b), count) for (a, b), count in pairs.items())
 
 
 def excess_at_peak(update: Pass) -> tuple[float, ...]:
     """Bytes by purpose at the peak of a pass, beyond those held when it began."""
     series = _Series(update)
-    return tuple(float(x) for x in series.living[:, series.peak] - series.living[:, 0])
+    return tuple((series.living[:, series.peak] - series.living[:, 0]).tolist())
 
 
-def are_aligned(low: Pass, high: Pass) -> bool:
-    """Whether two passes do the same, in other sizes."""
-    return _Series(low).same_events(_Series(high))
+def are_aligned(*passes: Pass) -> bool:
+    """Whether passes do the same, in other sizes."""
+    first, *others = ([(event.allocates, p.purposes[event.key]) for event in p.events] for p in passes)
+    return all(other == first for other in others)
+
+
+def line(passes: Sequence[Pass], low: F, high: F) -> tuple[F, F]:
+    """Constant and slope in the batch size of figures at the first and the last of some passes."""
+    low_size, high_size = passes[0].batch_size, passes[-1].batch_size
+    slope = (high - low) / (high_size - low_size)
+    return low - slope * low_size, slope
 
 
 def events_at(batch_size: int, low: Pass, high: Pass) -> Sequence[Event]:
@@ -90,73 +94,41 @@ class _Series:
 
     def __init__(self, traced: Pass) -> None:
         self.traced = traced
-        self.batch_size = traced.batch_size
-        self.purposes = [traced.purposes[event.key] for event in traced.events]
-        self.signs = [event.allocates for event in traced.events]
-
-    def same_events(self, other: _Series) -> bool:
-        """Whether both passes do the same, in other sizes."""
-        return self.signs == other.signs and self.purposes == other.purposes
-
-    @cached_property
-    def living(self) -> Array:
-        """Living bytes, purposes by positions."""
-        changes = np.zeros((len(Purpose), len(self.signs) + 1))
-        for key, size_bytes in self.traced.held.items():
-            changes[self.traced.purposes[key], 0] += size_bytes
-        sizes = [event.size_bytes if event.allocates else -event.size_bytes for event in self.traced.events]
-        changes[self.purposes, range(1, len(sizes) + 1)] = sizes
-        living: Array = changes.cumsum(axis=1)
-        return living
-
-    @cached_property
-    def totals(self) -> Array:
-        """Living bytes by position."""
-        totals: Array = self.living.sum(axis=0)
-        return totals
-
-    @property
-    def peak(self) -> int:
-        """Position of the peak."""
-        return int(self.totals.argmax())
-
-    @property
-    def peak_bytes(self) -> float:
-        """Living bytes at the peak."""
-        return float(self.totals.max())
+        changes = np.zeros((len(Purpose), len(traced.events) + 1))
+        for key, size_bytes in traced.held.items():
+            changes[traced.purposes[key], 0] += size_bytes
+        for position, event in enumerate(traced.events, start=1):
+            changes[traced.purposes[event.key], position] = event.change_bytes
+        self.living = np.asarray(changes.cumsum(axis=1))  # bytes, purposes by positions
+        self.totals = np.asarray(self.living.sum(axis=0))
+        self.peak = int(self.totals.argmax())  # its position
 
     def modules(self, position: int) -> Counter[str]:
         """Bytes of the activations that live at a position, by module."""
         held: Counter[str] = Counter()
         for event in self.traced.events[:position]:
             if event.key in self.traced.modules:
-                held[self.traced.modules[event.key]] += event.size_bytes if event.allocates else -event.size_bytes
+                held[self.traced.modules[event.key]] += event.change_bytes
         return held
 
 
 def _piece(low: _Series, high: _Series, at_low: int, at_high: int) -> Piece:
     """Through what lives at a position of one pass and at a position of the other."""
-    span = high.batch_size - low.batch_size
-    slopes = (high.living[:, at_high] - low.living[:, at_low]) / span
-    constants = low.living[:, at_low] - slopes * low.batch_size
+    passes = low.traced, high.traced
+    constants, slopes = line(passes, low.living[:, at_low], high.living[:, at_high])
     of_low, of_high = low.modules(at_low), high.modules(at_high)
-    modules = []
-    for name, _ in of_high.most_common(NUM_MODULES):
-        slope = (of_high[name] - of_low[name]) / span
-        modules.append((name, of_low[name] - slope * low.batch_size, slope))
+    largest = [name for name, _ in of_high.most_common(NUM_MODULES)]
     return Piece(
-        constant=tuple(float(x) for x in constants),
-        per_sample=tuple(float(x) for x in slopes),
-        modules=tuple(modules),
+        constant=tuple(constants.tolist()),
+        per_sample=tuple(slopes.tolist()),
+        modules=tuple((name, *line(passes, of_low[name], of_high[name])) for name in largest),
     )
 
 
 def _envelope(low: _Series, high: _Series) -> list[int]:
     """Positions whose sums are the largest of all at some batch size from 1 on."""
-    slopes = (high.totals - low.totals) / (high.batch_size - low.batch_size)
-    constants = low.totals - slopes * low.batch_size
-    at_one = constants + slopes
-    position = int(np.lexsort((slopes, at_one))[-1])
+    constants, slopes = line((low.traced, high.traced), low.totals, high.totals)
+    position = int(np.lexsort((slopes, constants + slopes))[-1])
     found = [position]
     while (steeper := np.flatnonzero(slopes > slopes[position])).size:
         crossings = (constants[position] - constants[steeper]) / (slopes[steeper] - slopes[position])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
 from typing import Any
 
 from autotune import techniques
 from autotune.devices.targets import CPU, Target
-from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume
-from autotune.predict.lengths import LengthDistribution, sample_lengths
+from autotune.predict.allocator import reserved_factors
+from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, line
+from autotune.predict.lengths import sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
-from autotune.predict.plan import Plan, allocator_sizes, config_of, traced_sizes
+from autotune.predict.plan import Plan, allocator_sizes, traced_sizes
 from autotune.predict.recomputed import recompute
-from autotune.predict.reserved import reserved_factors
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.task import Task
@@ -40,7 +40,11 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         except TraceError as error:
             found = Traces(target=target, failures={label: str(error)})
         yield {"traces": found.to_dict()}
-    if plan.lengths and (lengths := _lengths(task)) is not None:
+    lengths = None
+    if plan.lengths:
+        with contextlib.suppress(Exception):  # the user's code may not be made for single samples
+            lengths = sample_lengths(task)
+    if lengths is not None:
         yield {"traces": Traces(target=target, lengths=lengths).to_dict()}
 
 
@@ -49,18 +53,20 @@ class _Job:
         self.task = task
         self.plan = plan
         self.target = target
-        self.micro_steps_of: dict[Group, MicroSteps] = {}
-        self.traces_of: dict[Group, ModelTrace] = {}
+        # groups need each other's
+        self.updates = cache(self._updates)
+        self.micro_steps = cache(self._micro_steps)
+        self.model_trace = cache(self._model_trace)
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group."""
-        updates = self.plain_updates if not group else self.tracer.updates(config_of(group), self.low)
-        trace = UpdateTrace(
-            state_bytes=_state_bytes(updates),
-            first=excess_at_peak(updates.first),
-            later=excess_at_peak(updates.second),
-        )
+        first, second = self.updates(group)
+        state_bytes = float(sum(second.held[key] for key in second.held if second.purposes[key] is Purpose.OPTIMIZER))
+        trace = UpdateTrace(state_bytes=state_bytes, first=excess_at_peak(first), later=excess_at_peak(second))
         return Traces(target=self.target, updates={group: trace})
+
+    def _updates(self, group: Group) -> Updates:
+        return self.tracer.updates(techniques.complete(dict(group)), self.sizes[0])
 
     def model(self, group: Group) -> Traces:
         """Trace the micro batches of one group, or of one that takes the same memory.
@@ -68,39 +74,34 @@ class _Job:
         Raises:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
-        if reason := techniques.untraceable(config_of(group), "cpu" if self.target == CPU else "cuda"):
+        if reason := techniques.untraceable(techniques.complete(dict(group)), "cpu" if self.target == CPU else "cuda"):
             raise TraceError(reason)
-        alike = _traced_as(group)
-        if alike not in self.traces_of:
-            self.traces_of[alike] = self.model_trace(alike)
-        return Traces(target=self.target, models={group: self.traces_of[alike]})
+        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
 
-    def model_trace(self, group: Group) -> ModelTrace:
-        """What the micro batches of one group hold."""
+    def _model_trace(self, group: Group) -> ModelTrace:
         micro = self.micro_steps(group)
-        factors: tuple[tuple[int, float, float], ...] = ()
-        if self.target != CPU:
-            factors = reserved_factors(micro, self.plain_updates, allocator_sizes(self.plan.batch_sizes))
-        alone = fit_peak(micro.alone, deviation=self.deviation if group else 0.0)
+        on_gpu = self.target != CPU
+        low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
+        simulated = allocator_sizes(self.plan.batch_sizes)
+        # how far a batch size between the two traced ones was off, with nothing switched on
+        deviation = self.model_trace(()).alone.deviation if group else 0.0
+        alone = fit_peak(micro.alone, deviation=deviation)
         return ModelTrace(
             alone=alone,
             beside=fit_peak(micro.beside, deviation=alone.deviation),
             before_update=fit_start(micro.beside),
-            input_bytes=self.line_through(micro.input_bytes),
+            input_bytes=line(micro.alone, low_bytes, high_bytes),
             volume=fit_volume(micro.alone),
-            reserved=factors,
+            reserved=reserved_factors(micro, self.updates(()), simulated) if on_gpu else (),
         )
 
-    def micro_steps(self, group: Group) -> MicroSteps:
+    def _micro_steps(self, group: Group) -> MicroSteps:
         """The micro batches of one group: traced, or put together from those of others."""
-        if group not in self.micro_steps_of:
-            found = self.recomputed(group)
-            if found is None:
-                found = self.tracer.micro_steps(config_of(group), self.low, self.high, check=not group)
-            self.micro_steps_of[group] = found
-        return self.micro_steps_of[group]
+        return self._recomputed(group) or self.tracer.micro_steps(
+            techniques.complete(dict(group)), *self.sizes, check=not group
+        )
 
-    def recomputed(self, group: Group) -> MicroSteps | None:
+    def _recomputed(self, group: Group) -> MicroSteps | None:
         """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
         for name, choice in group:
             found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
@@ -113,16 +114,6 @@ class _Job:
         return None
 
     @cached_property
-    def deviation(self) -> float:
-        """How far a batch size between the two traced ones was off, with nothing switched on."""
-        return fit_peak(self.micro_steps(()).alone).deviation
-
-    def line_through(self, values: Sequence[int]) -> tuple[float, float]:
-        """Constant and slope of figures at the traced batch sizes, by the first and the last."""
-        slope = (values[-1] - values[0]) / (self.high - self.low)
-        return values[0] - slope * self.low, slope
-
-    @cached_property
     def tracer(self) -> Tracer:
         return Tracer(self.task, self.target)
 
@@ -133,33 +124,8 @@ class _Job:
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
 
-    @property
-    def low(self) -> int:
-        return self.sizes[0]
-
-    @property
-    def high(self) -> int:
-        return self.sizes[1]
-
-    @cached_property
-    def plain_updates(self) -> Updates:
-        return self.tracer.updates(config_of(()), self.low)
-
-
-def _lengths(task: Task) -> LengthDistribution | None:
-    """None also where the user's code was not made for single samples."""
-    with contextlib.suppress(Exception):
-        return sample_lengths(task)
-    return None
-
 
 def _traced_as(group: Group) -> Group:
     """The group that stands for this one in tracing."""
-    found = ((techniques.REGISTRY[name], choice) for name, choice in group)
-    alike = ((technique, technique.traced_as(choice)) for technique, choice in found)
-    return tuple((technique.name, choice) for technique, choice in alike if choice != technique.off)
-
-
-def _state_bytes(updates: Updates) -> float:
-    second = updates.second
-    return float(sum(size for key, size in second.held.items() if second.purposes[key] is Purpose.OPTIMIZER))
+    alike = [(name, techniques.REGISTRY[name].traced_as(choice)) for name, choice in group]
+    return tuple((name, choice) for name, choice in alike if choice != techniques.REGISTRY[name].off)

@@ -9,24 +9,22 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from autotune.predict.array import Array
-from autotune.predict.cost_fit import CostModel, Observation, Scales
-from autotune.predict.cost_terms import CostTerm, Design, Layout, Residual, SpaceLike
-from autotune.predict.footprint import Breakdown, TracedPeak
-from autotune.predict.lengths import LengthDistribution
+from autotune.predict import Array
+from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, likely_scales
+from autotune.predict.cost_terms import CostTerm, Layout, Residual
+from autotune.predict.traces import Breakdown, TracedPeak, Traces
 from autotune.records.config import Config
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind
+from autotune.space import Space
 from autotune.techniques import Factor
 from autotune.units import MIB
 
-Probes = Sequence[tuple[Config, Outcome]]
+PeakBytes = Sequence[tuple[Config, int]]
 
 Z95 = 1.96
-
 # Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
@@ -43,13 +41,8 @@ PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
 TERMS = (
-    CostTerm(name="activations", scale=lambda b, s, w: b, effect=lambda e: e.activations, share=Factor(spread=1e3)),
-    CostTerm(
-        name="state",
-        scale=lambda b, s, w: np.ones_like(b),
-        effect=lambda e: e.state,
-        share=Factor(typical=0.5, spread=4.0),
-    ),
+    CostTerm(name="activations", scale=lambda b, s, w: b, share=Factor(spread=1e3)),
+    CostTerm(name="state", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.5, spread=4.0)),
 )
 RESIDUAL = Residual(trend=0.03, bend=0.03, group=0.08, own=0.01)
 # what takes far more memory than others really does
@@ -59,17 +52,6 @@ LARGEST_SURPRISE = 5.0
 LARGEST_BYTES = 2**62  # a figure beyond says only that nothing is known; it fits a 64-bit integer
 FARTHEST = 1e3  # standard deviations from what is expected to a bound
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
-
-
-class PeakSource(Protocol):
-    """Where traced peaks come from, and what else is known of a task without running it."""
-
-    @property
-    def lengths(self) -> LengthDistribution | None:
-        """Of the training set's samples, where they are known."""
-
-    def peak(self, config: Config) -> TracedPeak | None:
-        """The allocator's peak of a config; None when it could not be traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +85,8 @@ class MemoryEstimate:
         """Probability that the peak is at most `limit_bytes`."""
         if limit_bytes <= 0 or self.peak_bytes <= 0 or self.log_std <= 0:
             return float(self.peak_bytes <= limit_bytes)
-        return normal_cdf((math.log(limit_bytes) - math.log(self.peak_bytes)) / self.log_std)
+        z = (math.log(limit_bytes) - math.log(self.peak_bytes)) / self.log_std
+        return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
 class MemoryModel:
@@ -114,14 +97,17 @@ class MemoryModel:
         outside_bytes: what a process holds before the model is built, on the scale of the limit.
     """
 
-    def __init__(self, peaks: PeakSource | None, outside_bytes: int, space: SpaceLike, probes: Probes = ()) -> None:
+    def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._space = space
+        measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
+        # what a config needs at the least, where it was told
+        failed = [(c, least) for c, o in probes if o.kind is Kind.OOM and (least := o.peak_bytes + o.attempted_bytes)]
         self._traced: _Traced | None = None
-        if peaks is not None and not _are_refuted(peaks, probes):
-            self._traced = _Traced(peaks, outside_bytes, space, probes)
-        self._untraced = _Untraced(outside_bytes, space, probes)
+        if peaks is not None and not _are_refuted(peaks, measured):
+            self._traced = _Traced(peaks, outside_bytes, space, measured, failed)
+        self._untraced = _Untraced(outside_bytes, space, measured, failed)
 
     def fitted(self, probes: Probes) -> MemoryModel:
         """A new model that has seen exactly these probes; what ran out of memory is evidence, too."""
@@ -133,175 +119,138 @@ class MemoryModel:
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
         """The peak of each config."""
-        found: list[MemoryEstimate | None] = [None] * len(configs)
-        if self._traced is not None:
-            found = self._traced.estimates(configs)
-        rest = [row for row, estimate in enumerate(found) if estimate is None]
-        for row, estimate in zip(rest, self._untraced.estimates([configs[row] for row in rest]), strict=True):
-            found[row] = estimate
-        return found
+        found = self._traced.estimates(configs) if self._traced is not None else {}
+        found |= self._untraced.estimates([config for config in configs if config not in found])
+        return [found.get(config) for config in configs]
+
+
+class _Rows:
+    """Traced configs as arrays.
+
+    Attributes:
+        line: what a process is expected to hold, less what is outside.
+        held: for tensors, of that.
+        features: (configs, 3) what the line's three figures multiply, times how little they are known.
+    """
+
+    def __init__(self, layout: Layout, found: Sequence[tuple[Config, TracedPeak]]) -> None:
+        self.design = layout.design([config for config, _ in found])
+        self.held = np.array([_held(trace) for _, trace in found])
+        self.line = FIXED_BYTES + self.held
+        stds = [(FIXED_STD_BYTES, SHARE_STD * t.peak_bytes, KEPT_STD * t.volume_bytes) for _, t in found]
+        self.features = np.array(stds, dtype=float).reshape(-1, 3)
 
 
 class _Traced:
     """A line from traced peaks to the process's, and departures from it that similar configs share in part."""
 
-    def __init__(self, peaks: PeakSource, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
+    def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
-        seen = [(peak, config, outcome) for config, outcome in probes if (peak := peaks.peak(config))]
-        exact = [(p, c, o.measurement.peak_bytes) for p, c, o in seen if o.measurement is not None]
-        failed = [
-            (p, c, min(_least_bytes(o), outside_bytes + int(LARGEST_SURPRISE * _line([p])[0])))
-            for p, c, o in seen
-            if o.kind is Kind.OOM and _least_bytes(o)
+        exact = [((c, t), float(held - outside_bytes), _noise(t)) for c, held in measured if (t := peaks.peak(c))]
+        out_of_memory = [
+            ((c, t), min(least - outside_bytes, LARGEST_SURPRISE * (FIXED_BYTES + _held(t))), _noise(t))
+            for c, least in failed
+            if (t := peaks.peak(c))
         ]
-        surprises = [(p, c, least) for p, c, least in failed if least - outside_bytes > _line([p])[0]]
+        surprises = [row for row in out_of_memory if row[1] > FIXED_BYTES + _held(row[0][1])]
         self._take([*exact, *surprises])
         self._learn_scales()
         self._take(exact)
-        for trace, config, least in failed:
-            self._add_beyond(trace, config, least - outside_bytes)
+        for known, least, noise in out_of_memory:
+            mean, variance = self._predict([known])
+            value, bound_noise = beyond(float(mean[0]), float(variance[0]) + noise, least)
+            if math.isfinite(bound_noise):
+                exact.append((known, value, bound_noise))
+                self._take(exact)
 
-    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
-        traces = [self._peaks.peak(config) for config in configs]
-        known = [(t, c) for t, c in zip(traces, configs, strict=True) if t is not None]
-        if not known:
-            return [None] * len(configs)
-        mean, variance = self._predict([t for t, _ in known], [c for _, c in known])
-        filled = iter(zip(known, mean, variance, strict=True))
-        return [None if trace is None else self._estimate(*next(filled)) for trace in traces]
+    def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
+        known = [(config, trace) for config in configs if (trace := self._peaks.peak(config)) is not None]
+        found = {}
+        for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
+            least = self._outside_bytes + trace.breakdown.parameters_bytes
+            peak = max(least, self._outside_bytes + mean)
+            log_std = math.sqrt(max(0.0, variance) + _noise(trace)) / peak
+            found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std, breakdown=trace.breakdown)
+        return found
 
-    def _estimate(self, known: tuple[TracedPeak, Config], mean: float, variance: float) -> MemoryEstimate:
-        trace = known[0]
-        least = self._outside_bytes + trace.breakdown.parameters_bytes
-        peak = max(least, self._outside_bytes + mean)
-        return MemoryEstimate(
-            peak_bytes=int(peak),
-            log_std=math.sqrt(max(0.0, variance) + self._noise_of(trace)) / peak,
-            breakdown=trace.breakdown,
-        )
-
-    def _take(self, found: Sequence[tuple[TracedPeak, Config, int]]) -> None:
-        self._traces = [trace for trace, _, _ in found]
-        self._configs = [config for _, config, _ in found]
-        self._values = [float(peak_bytes - self._outside_bytes) for _, _, peak_bytes in found]
-        self._noise = [self._noise_of(trace) for trace in self._traces]
+    def _take(self, found: Sequence[tuple[tuple[Config, TracedPeak], float, float]]) -> None:
+        """Take (config and trace, value, variance of the noise) for what is known."""
+        self._seen = _Rows(self._layout, [known for known, _, _ in found])
+        self._departures = np.array([value for _, value, _ in found]) - self._seen.line
+        self._noise = np.array([noise for _, _, noise in found])
 
     def _learn_scales(self) -> None:
         """From how well the fit does: a library may hold far more for a choice or a group than anything that is traced."""
-        if not self._values:
+        if not len(self._noise):
             return
-        design = self._layout.design(self._configs)
-        typical_bytes = float(_held(self._traces).mean())
-        grid = list(itertools.product(GROUP_STDS, UNTRACED_STDS))
-        logs = []
-        for (self._group_std, group_weight), (share, weight) in grid:
-            self._untraced_std_bytes = share * typical_bytes
-            kernel = self._kernel(self._traces, design, self._traces, design)
-            root = np.linalg.cholesky(kernel + np.diag(self._noise))
-            whitened = np.linalg.solve(root, np.array(self._values) - _line(self._traces))
-            log_likelihood = -0.5 * float(whitened @ whitened) - float(np.log(np.diag(root)).sum())
-            logs.append(math.log(group_weight * weight) + log_likelihood)
-        weights = np.exp(np.array(logs) - max(logs))
-        stds = np.log([(group, share) for (group, _), (share, _) in grid])
-        self._group_std, share = np.exp(weights @ stds / weights.sum())
+        typical_bytes = float(self._seen.held.mean())
+        grid = np.array(list(itertools.product(GROUP_STDS, UNTRACED_STDS)))
+        of_line, of_groups, of_choices = self._kernels(self._seen, self._seen)
+        within, of_choices = of_line + np.diag(self._noise), typical_bytes**2 * of_choices
+        self._group_std, share = likely_scales(grid, self._departures, within, of_groups, of_choices)
         self._untraced_std_bytes = share * typical_bytes
 
-    def _predict(self, traces: Sequence[TracedPeak], configs: Sequence[Config]) -> tuple[Array, Array]:
+    def _predict(self, known: Sequence[tuple[Config, TracedPeak]]) -> tuple[Array, Array]:
         """Mean and variance of the peak less what is outside, one process's noise apart."""
-        mean = _line(traces)
-        design = self._layout.design(configs)
+        rows = _Rows(self._layout, known)
+        mean = rows.line
         variance = (
-            (_features(traces) ** 2).sum(axis=1)
-            + (self._group_std * _held(traces)) ** 2
-            + (self._untraced_std_bytes) ** 2 * (design.untraced**2).sum(axis=1)
+            (rows.features**2).sum(axis=1)
+            + (self._group_std * rows.held) ** 2
+            + self._untraced_std_bytes**2 * (rows.design.untraced**2).sum(axis=1)
         )
-        if self._values:
-            seen = self._layout.design(self._configs)
-            kernel = self._kernel(self._traces, seen, self._traces, seen)
-            root = np.linalg.cholesky(kernel + np.diag(self._noise))
-            shared = self._kernel(self._traces, seen, traces, design)
-            across = np.linalg.solve(root, shared)
-            mean = mean + across.T @ np.linalg.solve(root, np.array(self._values) - _line(self._traces))
+        if len(self._noise):
+            root = self._root()
+            across = np.linalg.solve(root, self._kernel(self._seen, rows))
+            mean = mean + across.T @ np.linalg.solve(root, self._departures)
             variance = variance - (across**2).sum(axis=0)
         return mean, variance
 
-    def _kernel(self, a: Sequence[TracedPeak], a_design: Design, b: Sequence[TracedPeak], b_design: Design) -> Array:
-        likeness = self._layout.likeness(RESIDUAL, a_design, b_design)
-        shared = a_design.untraced @ b_design.untraced.T
-        of_line = _features(a) @ _features(b).T
-        return np.asarray(
-            of_line
-            + np.outer(_held(a), _held(b)) * self._group_std**2 * likeness
-            + (self._untraced_std_bytes) ** 2 * shared
-        )
+    def _root(self) -> Array:
+        """Cholesky factor of the covariance of what was seen."""
+        return np.asarray(np.linalg.cholesky(self._kernel(self._seen, self._seen) + np.diag(self._noise)))
 
-    def _noise_of(self, trace: TracedPeak) -> float:
-        """Variance of one process's peak around the line."""
-        held_share = math.hypot(PROBE_STD, trace.uncertainty)
-        return float(PROBE_STD_BYTES**2 + (held_share * _held([trace])[0]) ** 2)
+    def _kernel(self, a: _Rows, b: _Rows) -> Array:
+        of_line, of_groups, of_choices = self._kernels(a, b)
+        return np.asarray(of_line + self._group_std**2 * of_groups + self._untraced_std_bytes**2 * of_choices)
 
-    def _add_beyond(self, trace: TracedPeak, config: Config, least: float) -> None:
-        mean, variance = self._predict([trace], [config])
-        value, noise = beyond(float(mean[0]), float(variance[0]) + self._noise_of(trace), least)
-        if math.isfinite(noise):
-            self._traces.append(trace)
-            self._configs.append(config)
-            self._values.append(value)
-            self._noise.append(noise)
+    def _kernels(self, a: _Rows, b: _Rows) -> tuple[Array, Array, Array]:
+        """The same before its scales: the line, what groups of techniques do, and what choices do that no trace shows."""
+        of_groups = np.outer(a.held, b.held) * self._layout.likeness(a.design, b.design)
+        return a.features @ b.features.T, of_groups, a.design.untraced @ b.design.untraced.T
 
 
-def _are_refuted(peaks: PeakSource, probes: Probes) -> bool:
+def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
     """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
     return any(
-        outcome.measurement is not None
-        and (peak := peaks.peak(config)) is not None
-        and LARGEST_SURPRISE * outcome.measurement.peak_bytes < _line([peak])[0]
-        for config, outcome in probes
+        (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < FIXED_BYTES + _held(peak)
+        for config, peak_bytes in measured
     )
 
 
-def _sizes(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.peak_bytes for trace in traces], dtype=float)
-
-
-def _volumes(traces: Sequence[TracedPeak]) -> Array:
-    return np.array([trace.volume_bytes for trace in traces], dtype=float)
-
-
-def _held(traces: Sequence[TracedPeak]) -> Array:
+def _held(trace: TracedPeak) -> float:
     """What a process is expected to hold for its tensors."""
-    return np.asarray((1 + SHARE) * _sizes(traces) + KEPT * _volumes(traces))
+    return (1 + SHARE) * trace.peak_bytes + KEPT * trace.volume_bytes
 
 
-def _line(traces: Sequence[TracedPeak]) -> Array:
-    """What a process with a traced peak is expected to hold, less what is outside."""
-    return np.asarray(FIXED_BYTES + _held(traces))
-
-
-def _features(traces: Sequence[TracedPeak]) -> Array:
-    """What the line's three figures multiply, times how little they are known: (traces, 3)."""
-    fixed = np.full(len(traces), float(FIXED_STD_BYTES))
-    return np.column_stack([fixed, SHARE_STD * _sizes(traces), KEPT_STD * _volumes(traces)])
+def _noise(trace: TracedPeak) -> float:
+    """Variance of one process's peak around the line."""
+    return float(PROBE_STD_BYTES**2 + (math.hypot(PROBE_STD, trace.uncertainty) * _held(trace)) ** 2)
 
 
 class _Untraced:
     """State and activations learned from probes alone."""
 
-    def __init__(self, outside_bytes: int, space: SpaceLike, probes: Probes) -> None:
+    def __init__(self, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._outside_bytes = outside_bytes
         layout = Layout(TERMS, space)
-        seen = [
-            Observation(config=c, value=self._log(o.measurement.peak_bytes), noise=0.0, terms={})
-            for c, o in probes
-            if o.measurement is not None
-        ]
-        failed = [(c, _least_bytes(o)) for c, o in probes if o.kind is Kind.OOM and _least_bytes(o)]
+        seen = [Observation(config=c, value=self._log(held)) for c, held in measured]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
-            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD, terms={})]
+            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD)]
         self._any = bool(seen)
         self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
@@ -309,19 +258,19 @@ class _Untraced:
             variance = float(posterior.variance[0]) + self._model.noise**2
             value, noise = beyond(float(posterior.mean[0]), variance, self._log(least))
             if math.isfinite(noise):
-                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise), terms={}))
+                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise)))
                 self._model = CostModel(layout, RESIDUAL, SCALES, seen)
 
-    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
+    def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
         if not self._any or not configs:
-            return [None] * len(configs)
+            return {}
         posterior = self._model.posterior(configs)
-        found: list[MemoryEstimate | None] = []
-        for mean, variance in zip(posterior.mean, posterior.variance, strict=True):
+        found = {}
+        for config, mean, variance in zip(configs, posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_bytes + trained
             log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak
-            found.append(MemoryEstimate(peak_bytes=int(peak), log_std=log_std))
+            found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std)
         return found
 
     def _log(self, peak_bytes: float) -> float:
@@ -345,13 +294,3 @@ def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
         return mean, math.inf
     noise = 1 / (1 / new_variance - 1 / variance)
     return noise * (new_mean / new_variance - mean / variance), noise
-
-
-def normal_cdf(z: float) -> float:
-    """Probability that a standard normal is at most `z`."""
-    return 0.5 * math.erfc(-z / math.sqrt(2))
-
-
-def _least_bytes(outcome: Outcome) -> int:
-    """What a config that ran out of memory needs at the least; 0 when it was not told."""
-    return outcome.peak_bytes + outcome.attempted_bytes

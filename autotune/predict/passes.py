@@ -21,6 +21,11 @@ class Event(NamedTuple):
     size_bytes: int
     allocates: bool
 
+    @property
+    def change_bytes(self) -> int:
+        """By which the living storages grow."""
+        return self.size_bytes if self.allocates else -self.size_bytes
+
 
 class Purpose(IntEnum):
     """What a storage is for; `Breakdown` describes each."""
@@ -61,16 +66,13 @@ class MicroSteps:
     Attributes:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
-        input_bytes: of the input batch, as far as it counts, at each batch size.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
-    input_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
+class Updates(NamedTuple):
     """Updates of the parameters: the first one, in which the optimizer allocates its state, and the second."""
 
     first: Pass

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autotune import techniques
-from autotune.predict.traces import Group, Traces, group_of, model_label, update_label
+import numpy as np
+
+from autotune.predict.traces import Group, Traces, decode, group_of, model_label, update_label
 from autotune.records.config import Config
 from autotune.techniques import Phase
 
@@ -35,12 +36,11 @@ class Plan:
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
-        return Plan(
-            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in traces.failures),
-            updates=tuple(
-                g for g in self.updates if g not in traces.updates and update_label(g) not in traces.failures
-            ),
-            batch_sizes=self.batch_sizes,
+        failed = traces.failures
+        return replace(
+            self,
+            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in failed),
+            updates=tuple(g for g in self.updates if g not in traces.updates and update_label(g) not in failed),
             lengths=self.lengths and traces.lengths is None,
         )
 
@@ -50,39 +50,22 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
-        return {
-            "models": [list(group) for group in self.models],
-            "updates": [list(group) for group in self.updates],
-            "batch_sizes": list(self.batch_sizes),
-            "lengths": self.lengths,
-        }
+        return asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
         """What `to_dict` gave, after JSON."""
-        return Plan(
-            models=tuple(tuple((n, c) for n, c in group) for group in data["models"]),
-            updates=tuple(tuple((n, c) for n, c in group) for group in data["updates"]),
-            batch_sizes=tuple(data["batch_sizes"]),
-            lengths=data["lengths"],
-        )
+        found: Plan = decode(Plan, data)
+        return found
 
 
 def plan_traces(configs: Iterable[Config]) -> Plan:
     """What to trace for `configs`, in their order. With nothing switched on comes first: all others are compared with it."""
-    models: dict[Group, None] = {(): None}
-    updates: dict[Group, None] = {(): None}
-    sizes = set()
-    for config in configs:
-        models.setdefault(group_of(config, Phase.MODEL))
-        updates.setdefault(group_of(config, Phase.OPTIMIZER))
-        sizes.add(config.batch_size)
-    return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sorted(sizes)))
-
-
-def config_of(group: Group) -> Config:
-    """A config with that group alone switched on."""
-    return techniques.complete(dict(group))
+    configs = list(configs)
+    models = dict.fromkeys([(), *(group_of(config, Phase.MODEL) for config in configs)])
+    updates = dict.fromkeys([(), *(group_of(config, Phase.OPTIMIZER) for config in configs)])
+    sizes = sorted({config.batch_size for config in configs})
+    return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sizes))
 
 
 def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, int]:
@@ -102,7 +85,5 @@ def allocator_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Of many batch sizes the smallest, the largest and some between them, in equal ratios."""
     if len(batch_sizes) <= MAX_ALLOCATOR_SIZES:
         return tuple(batch_sizes)
-    steps = MAX_ALLOCATOR_SIZES - 1
-    low, ratio = batch_sizes[0], batch_sizes[-1] / batch_sizes[0]
-    wanted = [low * ratio ** (step / steps) for step in range(MAX_ALLOCATOR_SIZES)]
+    wanted = np.geomspace(batch_sizes[0], batch_sizes[-1], MAX_ALLOCATOR_SIZES)
     return tuple(sorted({min(batch_sizes, key=lambda size: abs(math.log(size / at))) for at in wanted}))

@@ -36,7 +36,7 @@ def recompute(
     beside = _compose(none.beside, each.beside, segments, num_blocks)
     if alone is None or beside is None:
         return None
-    return MicroSteps(alone=alone, beside=beside, input_bytes=(each.input_bytes[0], each.input_bytes[-1]))
+    return MicroSteps(alone=alone, beside=beside)
 
 
 def _compose(
@@ -57,10 +57,10 @@ def _compose(
     composer.play(1, MIDDLE)
     for block in reversed(range(num_blocks)):
         if block in whole and whole[block] < block:
-            for again in range(whole[block], block + 1):
-                composer.play(0, ("forward", again), kept_for=range(whole[block], block + 1))
-        alone = whole.get(block) == block
-        composer.play(alone, ("backward", block))
+            segment = range(whole[block], block + 1)
+            for again in segment:
+                composer.play(0, ("forward", again), kept_for=[("backward", b) for b in segment])
+        composer.play(whole.get(block) == block, ("backward", block))
     return composer.result()
 
 
@@ -74,45 +74,38 @@ class _Source:
     def can_be_cut(self, num_blocks: int) -> bool:
         """Whether every block runs once, in order, and the passes are the same in other sizes."""
         blocks = [block for _, block in self.low.marks]
-        own = {event.key for event in self.low.events if event.allocates}
         return (
             blocks == [*range(num_blocks + 1), *reversed(range(num_blocks))]
             and self.low.marks == self.high.marks
             and are_aligned(self.low, self.high)
-            and all(event.key in own for event in self.low.events)
+            and all(event.key in self.sizes for event in self.low.events)
         )
 
     @cached_property
-    def ranges(self) -> dict[Section, range]:
-        """Section -> its events."""
+    def sections(self) -> dict[Section, tuple[Event, ...]]:
+        """The events of each section."""
         positions = [position for position, _ in self.low.marks]
         num_blocks = len(positions) // 2
         names = [START, *(("forward", block) for block in range(num_blocks)), MIDDLE]
         names += [("backward", block) for block in reversed(range(num_blocks))]
         edges = [0, *positions, len(self.low.events)]
-        return {name: range(a, b) for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
-
-    @cached_property
-    def made_at(self) -> dict[int, int]:
-        """Key of a storage -> place of its allocation among the events."""
-        return {event.key: place for place, event in enumerate(self.low.events) if event.allocates}
-
-    @cached_property
-    def freed_in(self) -> dict[int, Section]:
-        """Key of a storage -> the section that frees it."""
-        events = self.low.events
-        return {events[i].key: name for name, places in self.ranges.items() for i in places if not events[i].allocates}
+        return {name: self.low.events[a:b] for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
 
     @cached_property
     def made_in(self) -> dict[int, Section]:
         """Key of a storage -> the section that allocates it."""
-        events = self.low.events
-        return {events[i].key: name for name, places in self.ranges.items() for i in places if events[i].allocates}
+        return {event.key: name for name, events in self.sections.items() for event in events if event.allocates}
 
-    def sizes(self, key: int) -> tuple[int, int]:
-        """Bytes of a storage at both batch sizes."""
-        place = self.made_at[key]
-        return self.low.events[place].size_bytes, self.high.events[place].size_bytes
+    @cached_property
+    def freed_in(self) -> dict[int, Section]:
+        """Key of a storage -> the section that frees it."""
+        return {event.key: name for name, events in self.sections.items() for event in events if not event.allocates}
+
+    @cached_property
+    def sizes(self) -> dict[int, tuple[int, int]]:
+        """Key of a storage -> its bytes at both batch sizes."""
+        pairs = zip(self.low.events, self.high.events, strict=True)
+        return {low.key: (low.size_bytes, high.size_bytes) for low, high in pairs if low.allocates}
 
 
 class _Composer:
@@ -125,42 +118,40 @@ class _Composer:
         self.living: dict[tuple[int, int], int] = {}  # (source, key there) -> new key
         self.next_key = max(each.low.held, default=0) + 1
 
-    def play(self, number: int, name: Section, kept_for: range | None = None) -> None:
+    def play(self, number: int, name: Section, kept_for: Sequence[Section] | None = None) -> None:
         """Append a section of a source.
 
         Args:
-            kept_for: where it is run again, the blocks that need its results in their backward pass.
+            kept_for: where it is run again, the sections that need its results.
         """
-        number = int(number)
         source = self.sources[number]
-        for place in source.ranges[name]:
-            key, _, allocates = source.low.events[place]
+        for key, _, allocates in source.sections[name]:
             if allocates:
                 freed_in = source.freed_in.get(key)
-                if kept_for is None or freed_in == name or _is_backward(freed_in, kept_for):
+                if kept_for is None or freed_in == name or freed_in in kept_for:
                     self._allocate(number, key)
             elif (number, key) in self.living:
                 self._free(number, key)
-            elif (other := self._counterpart(number, key, name)) is not None:
-                self._free(*other)
-        for other in [at for at in self.living if at[0] != number and self.sources[at[0]].freed_in.get(at[1]) == name]:
-            if kept_for is None:
-                self._free(*other)
+            elif (like := self._counterpart(number, key, name)) is not None:
+                self._free(*like)
+        if kept_for is None:
+            other = 1 - number
+            for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
+                self._free(other, key)
 
     def drop_output(self, block: int) -> None:
         """Free what a block's forward pass hands to the next one and keeps no longer than until then."""
-        for at in [at for at in self.living if at[0] == 1 and self.sources[1].made_in[at[1]] == ("forward", block)]:
-            if self.sources[1].freed_in.get(at[1]) == ("backward", block + 1):
-                self._free(*at)
+        each, span = self.sources[1], (("forward", block), ("backward", block + 1))
+        for key in [key for n, key in self.living if n == 1 and (each.made_in[key], each.freed_in.get(key)) == span]:
+            self._free(1, key)
 
     def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
         """A living storage of the other source that is like one of this source, and is freed in the same section."""
         source, other = self.sources[number], self.sources[1 - number]
-        made_in, sizes = source.made_in[key], source.sizes(key)
-        for at in self.living:
-            alike = at[0] != number and other.made_in[at[1]] == made_in and other.sizes(at[1]) == sizes
-            if alike and other.freed_in.get(at[1]) == name:
-                return at
+        wanted = source.made_in[key], source.sizes[key], name
+        for n, like in self.living:
+            if n != number and (other.made_in[like], other.sizes[like], other.freed_in.get(like)) == wanted:
+                return n, like
         return None
 
     def _allocate(self, number: int, key: int) -> None:
@@ -174,7 +165,7 @@ class _Composer:
 
     def result(self) -> tuple[Pass, Pass]:
         """The pass at both batch sizes."""
-        sizes = {new: self.sources[number].sizes(key) for new, (number, key) in self.origin.items()}
+        sizes = {new: self.sources[number].sizes[key] for new, (number, key) in self.origin.items()}
         low, high = (
             replace(
                 base,
@@ -190,7 +181,3 @@ class _Composer:
     def _of_origin(self, attribute: str) -> dict[int, Any]:
         known = [getattr(source.low, attribute) for source in self.sources]
         return {new: known[number][key] for new, (number, key) in self.origin.items() if key in known[number]}
-
-
-def _is_backward(section: Section | None, blocks: range) -> bool:
-    return section is not None and section[0] == "backward" and section[1] in blocks

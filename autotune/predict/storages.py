@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -13,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autotune.devices.kernels.rules import Hidden
+from autotune.predict.fake_run import SUBSTITUTES
 from autotune.predict.passes import Event
-from autotune.predict.substitutes import SUBSTITUTES
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
@@ -47,12 +46,10 @@ class StorageTracker(TorchDispatchMode):
         self.in_backward = False
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
-        self._paused = False
         self._living: dict[int, _Reference] = {}  # by the address of the storage
         self.last_key = 0
-        self._sum: tuple[_Reference, _Reference | None] | None = (
-            None  # of an addition just made: its result, first operand
-        )
+        # of an addition just made: its result, first operand
+        self._sum: tuple[_Reference, _Reference | None] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,8 +90,6 @@ class StorageTracker(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> None:
         """Record the storages of a tensor, unless they are known and have the size that they had."""
-        if self._paused:
-            return
         if type(tensor) is FakeTensor and tensor.layout is torch.strided:
             self._see_dense(tensor)
         else:
@@ -119,15 +114,6 @@ class StorageTracker(TorchDispatchMode):
         """Take note that the storage of a dense tensor lies in other memory, and so does what looks at it."""
         self._see_dense(tensor, real_bytes=0)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """See nothing."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """The keys of the tensors' storages, as far as they were seen."""
         parts = (part for tensor in tensors for part in dense_parts(tensor))
@@ -135,7 +121,7 @@ class StorageTracker(TorchDispatchMode):
 
     def living(self) -> dict[int, int]:
         """Key -> bytes of all storages that are held now, in the order of their allocation."""
-        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=_key)}
+        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=lambda r: r.key)}
 
     def _allocate(self, size_bytes: int) -> int:
         self.last_key += 1
@@ -199,13 +185,8 @@ def _address(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata) if dense else 0
 
 
-def _key(reference: _Reference) -> int:
-    return reference.key
-
-
 def _plausible_value(tensor: Any) -> bool | int | float | complex:
-    constant = getattr(tensor, "constant", None)
-    if constant is not None:
+    if (constant := getattr(tensor, "constant", None)) is not None:
         return constant.item()  # type: ignore[no-any-return]
     if tensor.dtype is torch.bool:
         return False

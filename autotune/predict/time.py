@@ -5,34 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.predict.array import Array
-from autotune.predict.cost_fit import CostModel, Observation, Posterior, Scales
-from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual, SpaceLike
+from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
+from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
 from autotune.predict.lengths import LengthDistribution
 from autotune.records.config import Config
-from autotune.records.outcome import Measurement, Outcome
+from autotune.records.outcome import Measurement
+from autotune.space import Space
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
 # compute * w + launch / b + update / s + data.
 TERMS = (
-    CostTerm(name="compute", scale=lambda b, s, w: w, effect=lambda e: e.compute, share=Factor(spread=1e3)),
-    CostTerm(
-        name="launch", scale=lambda b, s, w: 1 / b, effect=lambda e: e.launch, share=Factor(typical=0.03, spread=4.0)
-    ),
-    CostTerm(
-        name="update", scale=lambda b, s, w: 1 / s, effect=lambda e: e.update, share=Factor(typical=0.03, spread=3.0)
-    ),
-    CostTerm(
-        name="data",
-        scale=lambda b, s, w: np.ones_like(b),
-        effect=lambda e: e.data,
-        share=Factor(typical=0.02, spread=4.0),
-    ),
+    CostTerm(name="compute", scale=lambda b, s, w: w, share=Factor(spread=1e3)),
+    CostTerm(name="launch", scale=lambda b, s, w: 1 / b, share=Factor(typical=0.03, spread=4.0)),
+    CostTerm(name="update", scale=lambda b, s, w: 1 / s, share=Factor(typical=0.03, spread=3.0)),
+    CostTerm(name="data", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.02, spread=4.0)),
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
@@ -68,27 +59,6 @@ class SpeedEstimate:
         return self.samples_per_s * _exp(Z95 * self.log_std)
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The posterior of several configs' throughputs together. Logarithms; arrays of one figure a config."""
-
-    posterior: Posterior
-
-    @property
-    def log_mean(self) -> Array:
-        """Means of the log throughputs."""
-        return -self.posterior.mean
-
-    @property
-    def log_variance(self) -> Array:
-        """Variances of the log throughputs."""
-        return self.posterior.variance
-
-    def log_covariance_with(self, index: int) -> Array:
-        """Covariances with the config at `index`: what two configs have in common does not tell them apart."""
-        return self.posterior.covariance_with(index)
-
-
 class TimeModel:
     """Throughput of any config of a space, from priors and the probes so far.
 
@@ -96,18 +66,12 @@ class TimeModel:
         lengths: of the training set's samples: larger micro batches are padded more.
     """
 
-    def __init__(
-        self,
-        space: SpaceLike,
-        probes: Sequence[tuple[Config, Outcome]] = (),
-        *,
-        lengths: LengthDistribution | None = None,
-    ) -> None:
+    def __init__(self, space: Space, probes: Probes = (), lengths: LengthDistribution | None = None) -> None:
         self._baseline = space.baseline
         self._layout = Layout(TERMS, space, lengths.mean_width) if lengths else Layout(TERMS, space)
         self._fit(probes)
 
-    def fitted(self, probes: Sequence[tuple[Config, Outcome]]) -> TimeModel:
+    def fitted(self, probes: Probes) -> TimeModel:
         """A new model that has seen exactly these probes. Those that did not run through tell nothing of time."""
         new = copy(self)
         new._fit(probes)
@@ -118,44 +82,39 @@ class TimeModel:
 
         A process that something disturbed unseen may be far off, and nothing else would tell of it.
         """
-        return [self._without(row) for row in range(len(self._seen)) if self._shows_something_alone(row)]
+        found = []
+        for row, config in enumerate(self._seen):
+            others = self._seen[:row] + self._seen[row + 1 :]
+            switched = {name: c for name, c in config.differences(self._baseline).items() if name not in SIZES}
+            if any(all(other[name] != choice for other in others) for name, choice in switched.items()):
+                new = copy(self)
+                new._seen, new._model = others, self._model.without(row)
+                found.append(new)
+        return found
 
     @property
     def noise(self) -> float:
         """Standard deviation of the log throughput between one process and another, as far as it is known."""
         return self._model.noise
 
-    def speeds(self, configs: Sequence[Config]) -> Speeds:
-        """All that is known of several configs together."""
-        return Speeds(self._model.posterior(configs))
+    def speeds(self, configs: Sequence[Config]) -> Posterior:
+        """The log throughputs of several configs together: what two have in common does not tell them apart."""
+        found = self._model.posterior(configs)  # of the log seconds per sample
+        return replace(found, mean=-found.mean)
 
     def estimate(self, configs: Sequence[Config]) -> list[SpeedEstimate]:
         """Each config by itself. Before any probe only ratios between configs mean something."""
         speeds = self.speeds(configs)
         return [
             SpeedEstimate(samples_per_s=_exp(mean), log_std=math.sqrt(max(0.0, variance)))
-            for mean, variance in zip(speeds.log_mean, speeds.log_variance, strict=True)
+            for mean, variance in zip(speeds.mean, speeds.variance, strict=True)
         ]
 
-    def _fit(self, probes: Sequence[tuple[Config, Outcome]]) -> None:
+    def _fit(self, probes: Probes) -> None:
         measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
         seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
         self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
-
-    def _without(self, row: int) -> TimeModel:
-        new = copy(self)
-        new._seen = self._seen[:row] + self._seen[row + 1 :]
-        new._model = self._model.without(row)
-        return new
-
-    def _shows_something_alone(self, row: int) -> bool:
-        others = self._seen[:row] + self._seen[row + 1 :]
-        return any(
-            choice != self._baseline[name] and all(other[name] != choice for other in others)
-            for name, choice in self._seen[row].choices
-            if name not in SIZES
-        )
 
 
 def _exp(log: float) -> float:
@@ -166,12 +125,11 @@ def _observation(config: Config, measured: Measurement) -> Observation:
     low, high = measured.samples_per_s_low, measured.samples_per_s_high
     within = math.log(high / low) / 2 / Z95 if 0 < low <= high < math.inf else UNKNOWN_NOISE
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
+    noise = math.hypot(within, extra)
     # term / (samples / samples per step) is its size at the baseline's samples per step
     terms = {
         term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
         for term, phase in PHASES.items()
         if phase in measured.phases_s
     }
-    return Observation(
-        config=config, value=-math.log(measured.samples_per_s), noise=math.hypot(within, extra), terms=terms
-    )
+    return Observation(config=config, value=-math.log(measured.samples_per_s), noise=noise, terms=terms)

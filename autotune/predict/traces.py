@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from autotune.predict.footprint import Breakdown, TracedPeak
+import numpy as np
+
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
 from autotune.records.config import Choice, Config
@@ -27,12 +29,62 @@ def group_of(config: Config, phase: Phase) -> Group:
 
 def model_label(group: Group) -> str:
     """A group of techniques that act on the model, in words."""
-    return "model: " + (", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on")
+    return f"model: {_in_words(group)}"
 
 
 def update_label(group: Group) -> str:
     """A group of techniques that act on the optimizer, in words."""
-    return "optimizer: " + (", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on")
+    return f"optimizer: {_in_words(group)}"
+
+
+def _in_words(group: Group) -> str:
+    return ", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """What the allocator holds at the moment of its peak, by purpose.
+
+    Attributes:
+        parameters_bytes: parameters and buffers of the model.
+        gradients_bytes: gradients of the parameters.
+        optimizer_bytes: the optimizer's state.
+        activations_bytes: what the forward pass keeps for the backward pass.
+        temporaries_bytes: everything else: inputs, results in flight, the optimizer's scratch space.
+        modules: (name, bytes) of the modules whose forward passes hold most of the activations, largest first.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporaries_bytes: int
+    modules: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all purposes."""
+        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return held_bytes + self.activations_bytes + self.temporaries_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedPeak:
+    """The allocator's peak over whole training steps of one config, found by tracing it without running it.
+
+    Attributes:
+        peak_bytes: on a CPU the largest sum of living tensors; on CUDA what the caching allocator has reserved for them.
+        uncertainty: relative standard deviation of `peak_bytes` as far as the fit in the batch size goes: near 0 at a
+            batch size that was traced, larger between and beyond where storages were seen not to be affine.
+        breakdown: of the living tensors at the peak.
+        volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
+            not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
+    """
+
+    peak_bytes: int
+    uncertainty: float
+    breakdown: Breakdown
+    volume_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +115,7 @@ class PeakFit:
     """The peak of a pass at any batch size: the largest of some lines.
 
     Attributes:
-        lines: at least one.
+        pieces: these lines, at least one.
         batch_sizes: that were traced, in increasing order.
         deviation: relative, of the fit at the batch sizes that were traced to check it.
     """
@@ -115,16 +167,14 @@ class ModelTrace:
         """Factor from living storages to reserved memory, and its relative standard deviation."""
         if not self.reserved:
             return 1.0, 0.0
-        points = [(size, beside if accumulates else alone) for size, alone, beside in self.reserved]
-        for size, factor in points:
-            if size == batch_size:
-                return factor, 0.0
-        below = [point for point in points if point[0] < batch_size] or points[:1]
-        above = [point for point in points if point[0] > batch_size] or points[-1:]
-        (low, low_factor), (high, high_factor) = below[-1], above[0]
-        share = 0.0 if low == high else math.log(batch_size / low) / math.log(high / low)
-        spread = max(factor for _, factor in points) - min(factor for _, factor in points)
-        return low_factor + share * (high_factor - low_factor), max(spread / 4, abs(high_factor - low_factor) / 2)
+        sizes, alone, beside = zip(*self.reserved, strict=True)
+        factors = beside if accumulates else alone
+        if batch_size in sizes:
+            return factors[sizes.index(batch_size)], 0.0
+        place = bisect_left(sizes, batch_size)
+        spread, nearby_spread = np.ptp(factors), np.ptp(factors[max(0, place - 1) : place + 1])
+        factor = np.interp(math.log(batch_size), np.log(sizes), factors)
+        return float(factor), max(float(spread) / 4, float(nearby_spread) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,24 +224,29 @@ class Traces:
         if model is None or update is None:
             return None
         size, accumulates = config.batch_size, config.accumulation_steps > 1
-        fit = model.beside if accumulates and _larger(model.beside, model.alone, size) else model.alone
+        fits = (model.beside, model.alone) if accumulates else (model.alone,)
+        fit = max(fits, key=lambda fit: fit.at(size).total_bytes(size))
         piece = fit.at(size)
         during = piece.by_purpose(size)
         during[Purpose.OPTIMIZER] += update.state_bytes
         before = model.before_update.by_purpose(size)
-        first = [a + b for a, b in zip(before, update.first, strict=True)]
-        later = [a + b for a, b in zip(before, update.later, strict=True)]
+        first, later = ([a + b for a, b in zip(before, more, strict=True)] for more in (update.first, update.later))
         later[Purpose.OPTIMIZER] += update.state_bytes
         parts = max((during, first, later), key=sum)
         parts[Purpose.TEMPORARIES] += (config.accumulation_steps - 1) * (
             model.input_bytes[0] + model.input_bytes[1] * size
         )
         factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates)
-        modules = [(name, round(constant + slope * size)) for name, constant, slope in piece.modules]
+        modules = piece.modules if parts is during else ()
+        held_by = [(name, round(constant + slope * size)) for name, constant, slope in modules]
+        breakdown = Breakdown(
+            **{f"{purpose.name.lower()}_bytes": round(parts[purpose]) for purpose in Purpose},
+            modules=tuple(sorted(held_by, key=lambda pair: -pair[1])),
+        )
         return TracedPeak(
             peak_bytes=round(sum(parts) * factor),
             uncertainty=math.hypot(fit.uncertainty(size) if parts is during else 0.0, factor_deviation),
-            breakdown=_breakdown(parts, modules if parts is during else []),
+            breakdown=breakdown,
             volume_bytes=0 if model.reserved else model.volume_bytes(size),
         )
 
@@ -205,14 +260,9 @@ class Traces:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data."""
-        return {
-            "format": FORMAT,
-            "target": self.target,
-            "models": [[list(group), asdict(trace)] for group, trace in self.models.items()],
-            "updates": [[list(group), asdict(trace)] for group, trace in self.updates.items()],
-            "failures": dict(self.failures),
-            "lengths": list(self.lengths.quantiles) if self.lengths else None,
-        }
+        data = asdict(self)
+        pairs = {name: list(data[name].items()) for name in ("models", "updates")}
+        return {"format": FORMAT, **data, **pairs, "lengths": self.lengths and self.lengths.quantiles}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Traces:
@@ -222,8 +272,8 @@ class Traces:
                 raise ValueError(f"format {data['format']!r} is not {FORMAT}")
             return Traces(
                 target=data["target"],
-                models={_group(group): _decode(ModelTrace, trace) for group, trace in data["models"]},
-                updates={_group(group): _decode(UpdateTrace, trace) for group, trace in data["updates"]},
+                models={decode(Group, group): decode(ModelTrace, trace) for group, trace in data["models"]},
+                updates={decode(Group, group): decode(UpdateTrace, trace) for group, trace in data["updates"]},
                 failures=dict(data["failures"]),
                 lengths=LengthDistribution(tuple(data["lengths"])) if data["lengths"] else None,
             )
@@ -231,33 +281,13 @@ class Traces:
             raise ValueError(f"these are no traces: {error}") from error
 
 
-def _larger(one: PeakFit, other: PeakFit, batch_size: int) -> bool:
-    return one.at(batch_size).total_bytes(batch_size) >= other.at(batch_size).total_bytes(batch_size)
-
-
-def _breakdown(parts: list[float], modules: list[tuple[str, int]]) -> Breakdown:
-    parameters, gradients, optimizer, activations, temporaries = (round(part) for part in parts)
-    return Breakdown(
-        parameters_bytes=parameters,
-        gradients_bytes=gradients,
-        optimizer_bytes=optimizer,
-        activations_bytes=activations,
-        temporaries_bytes=temporaries,
-        modules=tuple(sorted(modules, key=lambda pair: -pair[1])),
-    )
-
-
-def _group(pairs: list[list[Any]]) -> Group:
-    return tuple((str(name), choice) for name, choice in pairs)
-
-
-def _decode(kind: Any, data: Any) -> Any:
+def decode(kind: Any, data: Any) -> Any:
     """Rebuild frozen dataclasses and tuples from what JSON made of them."""
     if isinstance(kind, type) and is_dataclass(kind):
-        return kind(**{name: _decode(hint, data[name]) for name, hint in get_type_hints(kind).items()})
+        return kind(**{name: decode(hint, data[name]) for name, hint in get_type_hints(kind).items()})
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
         if kinds[-1] is Ellipsis:
-            return tuple(_decode(kinds[0], item) for item in data)
-        return tuple(_decode(each, item) for each, item in zip(kinds, data, strict=True))
+            return tuple(decode(kinds[0], item) for item in data)
+        return tuple(decode(each, item) for each, item in zip(kinds, data, strict=True))
     return data

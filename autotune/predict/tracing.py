@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -19,9 +20,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.kernels.workspaces import hidden_allocations
 from autotune.devices.targets import CPU, Target
 from autotune.errors import AutotuneError
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
@@ -54,19 +57,15 @@ class Tracer:
     """
 
     def __init__(self, task: Task, target: Target) -> None:
-        try:
+        with _explained():
             dataset = task.dataset()
             widest = task.widest()
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
         self._task = task
-        self._session_task = replace(
-            task, global_batch=None, train_dataset=None if dataset is None else lambda: dataset
-        )
+        self._session_task = replace(task, global_batch=None)
         if dataset is not None:
+            self._session_task = replace(self._session_task, train_dataset=lambda: dataset)
             self._session_task.use_widest(widest)
         self._target = target
-        self._device = CpuDevice()
         self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._batches: dict[int, Any] = {}
         self._model: torch.nn.Module | None = None
@@ -102,21 +101,17 @@ class Tracer:
             with self._run(techniques.complete({})):
                 pass
         assert self._model is not None
-        try:
+        with _explained():
             return technique.recomputation(self._task, self._model, choice)
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
 
     @contextmanager
     def _run(self, config: Config) -> Iterator[_Run]:
-        try:
-            with fake_run(self._mode, self._target) as tracker:
-                run = _Run(self._session(config), tracker, self._mode, self._target)
-                self._model = run.session.model
-                with run.observed():
-                    yield run
-        except Exception as error:
-            raise TraceError(_reason(error)) from error
+        tracker = StorageTracker(hidden_allocations(self._target))
+        with _explained(), fake_run(self._mode, self._target), tracker:
+            run = _Run(self._session(config), tracker, self._mode, self._target)
+            self._model = run.session.model
+            with run.observed():
+                yield run
 
     def input_bytes(self, batch_size: int) -> int:
         """Bytes of an input batch. Raises TraceError."""
@@ -126,32 +121,25 @@ class Tracer:
     def batch(self, batch_size: int) -> Any:
         """An input batch, as a probe makes it. Raises TraceError."""
         if batch_size not in self._batches:
-            try:
+            with _explained():
                 self._batches[batch_size] = self._task.batch(batch_size)
-            except Exception as error:
-                raise TraceError(_reason(error)) from error
         return self._batches[batch_size]
 
     def _session(self, config: Config) -> Session:
-        config = without_loader(config)
+        off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
+        config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         try:
-            return prepare(self._session_task, config, device=self._device)
+            return prepare(self._session_task, config, device=CpuDevice())
         except (AutotuneError, techniques.UnsupportedError):
             raise
         except Exception:  # building the model needs real values; its parameters' shapes do for the rest
             task = replace(self._session_task, build_model=self._built_for_real)
-            return prepare(task, config, device=self._device)
+            return prepare(task, config, device=CpuDevice())
 
     def _built_for_real(self) -> torch.nn.Module:
         with unset_fake_temporarily():
             model = self._task.build_model()
         return to_fake(model, self._mode)
-
-
-def without_loader(config: Config) -> Config:
-    """The config with everything off that acts on the loading of data, batch size and accumulation included."""
-    off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
-    return config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
 
 
 class _Run:
@@ -171,12 +159,10 @@ class _Run:
 
     def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
-        alone, beside, input_bytes = [], [], []
+        alone, beside = [], []
         ends = min(batches), max(batches)
         for size, batch in batches.items():
-            before_bytes = sum(self.tracker.living().values())
             inputs = self._inputs(batch)
-            input_bytes.append(sum(self.tracker.living().values()) - before_bytes)
             alone.append(self._micro_step(size, inputs))
             if size in ends:
                 beside.append(self._micro_step(size, inputs))
@@ -184,7 +170,7 @@ class _Run:
             del inputs
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             alone[0] = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
-        return MicroSteps(alone=tuple(alone), beside=tuple(beside), input_bytes=tuple(input_bytes))
+        return MicroSteps(alone=tuple(alone), beside=tuple(beside))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
         """The updates of two training steps, with the same gradients."""
@@ -202,7 +188,7 @@ class _Run:
 
     def _inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
-        with self.tracker.paused():
+        with _disable_current_modes():
             fake = map_tensors(self.mode.from_tensor, batch)
         for tensor in tensors(fake):
             (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
@@ -247,7 +233,9 @@ class _Run:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Mark where forward passes begin and end; on a GPU copy the inputs and take the optimizer's default there."""
+        """Tell the tracker where forward passes begin and end, and which module's runs, also where the backward pass runs it
+        again. On a GPU, copy the inputs and take the optimizer's default there.
+        """
         session, loss = self.session, self.session.loss
 
         def inputs_of(micro_batch: Any) -> Any:
@@ -266,17 +254,7 @@ class _Run:
             for group in session.optimizer.param_groups:
                 if group.get("foreach", False) is None and group.get("fused") is None:
                     group["foreach"] = True
-        session.loss = marked  # type: ignore[method-assign]
-        try:
-            with self._module_scopes():
-                yield
-        finally:
-            del session.loss
-
-    @contextmanager
-    def _module_scopes(self) -> Iterator[None]:
-        """Tell the tracker which module's forward pass runs, also where the backward pass runs it again."""
-        names = {id(module): name for name, module in self.session.model.named_modules()}
+        names = {id(module): name for name, module in session.model.named_modules()}
         outer: list[str | None] = []
 
         def enter(module: torch.nn.Module, inputs: Any) -> None:
@@ -295,27 +273,28 @@ class _Run:
                 for tensor in [tensor for tensor in tensors(output) if tensor.requires_grad][:1]:
                     tensor.register_hook(lambda gradient: self._mark(block))
 
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
+        with (
+            mock.patch.object(session, "loss", marked),
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
     """The blocks that a technique may recompute."""
-    for technique in techniques.REGISTRY.values():
-        if (found := technique.recomputation(session.task, session.model, technique.off)) is not None:
-            return found.blocks
-    return ()
+    found = (t.recomputation(session.task, session.model, t.off) for t in techniques.REGISTRY.values())
+    return next((recomputation.blocks for recomputation in found if recomputation is not None), ())
 
 
-def _reason(error: BaseException) -> str:
-    """One line for a log."""
-    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
-        return f"what {error.func} returns depends on the values of a tensor"
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, AutotuneError | techniques.UnsupportedError):
-        return first_line
-    return f"{type(error).__name__}: {first_line}"[:300]
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever happens is a `TraceError`, which says it in one line."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError)
+        raise TraceError(first_line if is_ours else f"{type(error).__name__}: {first_line}"[:300]) from error

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from autotune import techniques
-from autotune.predict.array import Array
+from autotune.predict import Array
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.time import TimeModel
 from autotune.records.batch_plan import ACCUMULATION
@@ -156,7 +156,7 @@ class _Fitted:
         }
         if not feasible:
             return []
-        speeds = self.time.speeds(list(feasible)).log_mean
+        speeds = self.time.speeds(list(feasible)).mean
         peaks = np.log([measurement.peak_bytes for measurement in feasible.values()])
         merits = self.speed_weight * speeds - self.memory_weight * peaks
         return [list(feasible)[row] for row in np.argsort(-merits, kind="stable")]
@@ -202,7 +202,7 @@ class _Fitted:
 
     def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
         """Expected log merit, up to a constant: only the order of the configs matters."""
-        merit = self.speed_weight * self.time.speeds(configs).log_mean
+        merit = self.speed_weight * self.time.speeds(configs).mean
         return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
 
     def _gain(
@@ -213,9 +213,9 @@ class _Fitted:
         measured = self.seen[self.best].measurement
         assert measured is not None
         speeds = time.speeds([*configs, self.best])
-        shared = speeds.log_covariance_with(len(configs))
-        gain = self.speed_weight * (speeds.log_mean - speeds.log_mean[-1])
-        variance = self.speed_weight**2 * (speeds.log_variance + speeds.log_variance[-1] - 2 * shared)
+        shared = speeds.covariance_with(len(configs))
+        gain = self.speed_weight * (speeds.mean - speeds.mean[-1])
+        variance = self.speed_weight**2 * (speeds.variance + speeds.variance[-1] - 2 * shared)
         log_peaks = np.log([peak.peak_bytes if peak else measured.peak_bytes for peak in peaks])
         stds = np.array([peak.log_std if peak else UNKNOWN_MEMORY_STD for peak in peaks])
         gain = gain[:-1] + self.memory_weight * (math.log(measured.peak_bytes) - log_peaks)
@@ -227,7 +227,7 @@ class _Fitted:
             return np.ones(len(configs))
         needed = math.log(MEMORY_SPEED_TOLERANCE * self.objective.baseline_samples_per_s)
         speeds = self.time.speeds(configs)
-        return _normal_cdf((speeds.log_mean - needed) / np.sqrt(speeds.log_variance + self.time.noise**2))
+        return _normal_cdf((speeds.mean - needed) / np.sqrt(speeds.variance + self.time.noise**2))
 
     def _chance_to_run(self, configs: Sequence[Config]) -> Array:
         """Chance that a config does not fail for any reason but memory.

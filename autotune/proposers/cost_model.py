@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.predict.memory import MemoryModel, PeakSource
+from autotune.predict.memory import MemoryModel
 from autotune.predict.time import TimeModel
+from autotune.predict.traces import Traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.design import StartingDesign
@@ -34,7 +35,7 @@ class CostModel:
 
     def __init__(
         self,
-        peaks: Callable[[], PeakSource | None],
+        peaks: Callable[[], Traces | None],
         outside_bytes: int,
         seed: int = 0,
         tell: Callable[[str], None] = lambda text: None,
@@ -43,7 +44,7 @@ class CostModel:
         self._outside_bytes = outside_bytes
         self._seed = seed
         self._tell = tell
-        self._last: tuple[Space, PeakSource | None, Acquisition] | None = None
+        self._last: tuple[Space, Traces | None, Acquisition] | None = None
         self._fallback = StartingDesign()
         self._is_told = False
 

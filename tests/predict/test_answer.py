@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune import techniques
 from autotune.predict.answer import GroupPrediction, Question
-from autotune.predict.footprint import Breakdown
 from autotune.predict.memory import MemoryEstimate
+from autotune.predict.traces import Breakdown
 from autotune.records.batch_plan import divisors
 from autotune.records.config import Choice, Config
 from autotune.units import GIB, MIB
@@ -64,7 +64,11 @@ class Known:
 def question(known: Known, usable_bytes: int = 10 * GIB, **options: Any) -> Question:
     space = SmallSpace(options.pop("global_batch", 48))
     return Question(
-        space, known, outside_bytes=OUTSIDE, usable_bytes=usable_bytes, dataset_size=options.pop("dataset_size", None)
+        space,
+        known.estimate,
+        outside_bytes=OUTSIDE,
+        usable_bytes=usable_bytes,
+        dataset_size=options.pop("dataset_size", None),
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.predict.footprint import TracedPeak
 from autotune.predict.memory import MemoryEstimate, MemoryModel, beyond
+from autotune.predict.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome

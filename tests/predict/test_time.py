@@ -119,7 +119,7 @@ def test_errors_that_two_configs_share_cancel(space: Space) -> None:
     model = TimeModel(space).fitted([ran(space.baseline, 50.0)])
     pair = [space.complete({"amp": "fp16", "batch_size": size}) for size in (8, 12)]
     speeds = model.speeds(pair)
-    variance, covariance = speeds.log_variance, speeds.log_covariance_with(0)
+    variance, covariance = speeds.variance, speeds.covariance_with(0)
     difference = variance[0] + variance[1] - 2 * covariance[1]
     assert difference < 0.1 * variance[1]
     assert covariance[0] == pytest.approx(variance[0])

@@ -10,8 +10,9 @@ from statistics import median
 
 import pytest
 
-from autotune.predict.memory import MemoryModel, PeakSource
+from autotune.predict.memory import MemoryModel
 from autotune.predict.time import TimeModel
+from autotune.predict.traces import Traces
 from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Choice, Config
@@ -39,14 +40,14 @@ def plain_space() -> Space:
     return build_space(inspection(), fix={}, include=(), exclude=())[0]
 
 
-def acquisition(space: Space, peaks: PeakSource | None, goal: Objective | None = None) -> Acquisition:
+def acquisition(space: Space, peaks: Traces | None, goal: Objective | None = None) -> Acquisition:
     return Acquisition(space, goal or objective(), TimeModel(space), MemoryModel(peaks, OUTSIDE_BYTES, space))
 
 
 def search(
     prober: ClosedFormRunner,
     space: Space,
-    peaks: PeakSource | None,
+    peaks: Traces | None,
     goal: Objective | None = None,
     run: Callable[[Config], Outcome] | None = None,
 ) -> Probes:
