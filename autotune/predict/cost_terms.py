@@ -149,12 +149,12 @@ class Layout:
         features[:, :, :num_terms] = np.eye(num_terms)
         features[:, :, 0] = 1.0  # every term is relative to the first
         ranks = np.zeros((count, len(self._searched)))
-        batch = np.array([config.batch_size for config in configs], dtype=float)
-        samples = np.array([config.samples_per_step for config in configs], dtype=float)
+        rows = [config.as_dict() for config in configs]
+        batch = np.array([choices["batch_size"] for choices in rows], dtype=float)
+        samples = batch * np.array([choices["accumulation_steps"] for choices in rows], dtype=float)
         untraced = np.zeros((count, len(self._untraced)))
         places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
-        for row, config in enumerate(configs):
-            choices = config.as_dict()
+        for row, choices in enumerate(rows):
             untraced[row] = [std * (choices[name] == choice) for (name, choice), std in self._untraced.items()]
             for column, name in enumerate(self._searched):
                 choice = choices[name]
