@@ -166,7 +166,7 @@ def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
     fix = [
         part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
     ]
-    result = search("faulty.py", "--budget", "20s", "--sampler", "grid", "--include", "amp", *fix, cwd=tmp_path)
+    result = search("faulty.py", "--budget", "60s", "--sampler", "grid", "--include", "amp", *fix, cwd=tmp_path)
     assert result["outcomes"]["nonfinite"] == 1
     assert result["config"]["amp"] != "fp16"
 

@@ -103,7 +103,7 @@ def test_a_table_of_something_else_is_not_carried_on(folder: Path, swept: list[P
 
 def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tiny.csv").write_text("mine\n")
-    with pytest.raises(TableError, match="no table"):
+    with pytest.raises(TableError, match="is not a recorded table"):
         sweep(TaskSource.of(TINY), options(tmp_path), lambda progress: None)
     assert (tmp_path / "tiny.csv").read_text() == "mine\n"
 
