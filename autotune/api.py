@@ -33,7 +33,6 @@ from autotune.tuning.opening import inspection_failed
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 
-INSPECT_TIMEOUT_S = 600.0
 LOGS = Path("studies")
 
 
@@ -152,7 +151,7 @@ def predict(
     with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
         only = None if config is None else _complete(config, runner.stated)
         absent = None if gpu is None else info
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=INSPECT_TIMEOUT_S, absent=absent)
+        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=sweeping.INSPECT_TIMEOUT_S, absent=absent)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from autotune.records.formats import known_fields
 
 
 class Kind(StrEnum):
@@ -117,15 +119,15 @@ class Outcome:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Outcome:
         """Rebuild an outcome from `to_dict`'s data; keys of newer versions are ignored."""
-        known = _known(Outcome, data)
+        known = known_fields(Outcome, data)
         known["kind"] = Kind(known["kind"])
         if known.get("measurement"):
-            measured = _known(Measurement, known["measurement"])
+            measured = known_fields(Measurement, known["measurement"])
             for name in ("block_samples_per_s", "disturbances"):
                 measured[name] = tuple(measured.get(name, ()))
             known["measurement"] = Measurement(**measured)
         if known.get("bound"):
-            known["bound"] = Bound(**_known(Bound, known["bound"]))
+            known["bound"] = Bound(**known_fields(Bound, known["bound"]))
         return Outcome(**known)
 
 
@@ -134,8 +136,3 @@ def calmer(first: Outcome, second: Outcome) -> Outcome:
     if first.measurement and second.measurement and second.measurement.contention < first.measurement.contention:
         return second
     return first
-
-
-def _known(cls: type, data: dict[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    return {key: value for key, value in data.items() if key in names}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autotune.records.config import Choice
-from autotune.records.formats import require_readable
+from autotune.records.formats import known_fields, require_readable
 
 FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
 
@@ -122,7 +122,7 @@ class Result:
             StudyError: it was written in a later format.
         """
         require_readable("the answer", data.get("format", 1), FORMAT)
-        data = {**_known(Result, data), "format": FORMAT}
+        data = {**known_fields(Result, data), "format": FORMAT}
         for name, cls in (("finalists", Measured), ("front", Measured), ("effects", Effect), ("checks", Check)):
             data[name] = tuple(_record(cls, item) for item in data.get(name, ()))
         if data.get("baseline"):
@@ -132,13 +132,7 @@ class Result:
 
 def _record(cls: type[Any], data: dict[str, Any]) -> Any:
     made = Dropped if "dropped" in data else cls
-    return made(**_tuples(_known(made, data)))
-
-
-def _known(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The items that a record has a field for: earlier versions may have written others."""
-    names = {item.name for item in fields(cls)}
-    return {name: value for name, value in data.items() if name in names}
+    return made(**_tuples(known_fields(made, data)))
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,12 @@ class Tracing:
         self._cache = cache
         self._kept: Traces | None = None
         self._begun = False
+        self._is_complete = False
 
     @property
     def is_done(self) -> bool:
         """Whether every config was traced or could not be, or time is up."""
-        return self._begun and (self.wall_s >= self.max_s or not self.num_missing)
+        return self._is_complete or (self._begun and self.wall_s >= self.max_s)
 
     @property
     def num_missing(self) -> int:
@@ -59,6 +60,7 @@ class Tracing:
             configs = list(self._configs())
             left_s = self.max_s - self.wall_s - (self._runner.now_s() - started_s)
             self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
+        self._is_complete = not self.num_missing
         self.wall_s += self._runner.now_s() - started_s
         if self._cache is not None and self.traces.models != (self._kept.models if self._kept else {}):
             self._cache.write(self.traces)
