@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from autotune.records.result import Measured
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -20,3 +22,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
         if not front or points[index][1] > points[front[-1]][1]:
             front.append(index)
     return front
+
+
+def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
+    """The configs that no other beats in both memory and throughput, by increasing memory."""
+    points = list(measured)
+    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))

@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from autotune.errors import StudyError
 from autotune.records.config import Choice
 from autotune.records.formats import require_readable
-from autotune.records.front import pareto_front
+from autotune.records.front import front_of
 from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
@@ -96,8 +96,7 @@ class Study:
 
     def front_configs(self) -> tuple[Measured, ...]:
         """The memory/throughput front: the feasible configs that no other beats in both, by increasing memory."""
-        found = self.measured_configs()
-        return tuple(found[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in found]))
+        return front_of(self.measured_configs())
 
 
 def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from autotune.errors import AutotuneError, OwnFault, TaskError
 from autotune.records.config import Config
-from autotune.records.front import pareto_front
+from autotune.records.front import front_of
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Effect, Measured
@@ -93,8 +93,7 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
     """The memory/throughput front of the feasible configs, by increasing memory."""
-    points = list(known.values())
-    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
+    return front_of(known.values())
 
 
 def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective) -> str:
