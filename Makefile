@@ -10,7 +10,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-avx2 lint bench bench-searches bench-memory bench-peers clean
+.PHONY: help demo test test-avx2 lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -22,6 +22,9 @@ demo: $(VENV)/.installed  ## search on a shipped case study
 
 test: $(VENV)/.installed-dev  ## run the tests; PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev  ## all tests, also those that take minutes
+	$(MAKE) test PYTEST_ARGS='-m "" --timeout 900'
 
 # ONEDNN_MAX_CPU_ISA=AVX2 makes a processor with bf16 arithmetic behave like one that emulates it.
 test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic once more, with less of it
@@ -41,8 +44,14 @@ bench: $(VENV)/.installed-dev  ## what a search itself costs
 bench-searches: $(VENV)/.installed-dev  ## search strategies over the recorded tables
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.searches $(BENCH_ARGS)
 
+bench-play-off: $(VENV)/.installed-dev  ## power and coverage of the play-off, over closed forms
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.play_off $(BENCH_ARGS)
+
 bench-memory: $(VENV)/.installed-dev  ## predicted memory against what was measured
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.memory $(BENCH_ARGS)
+
+bench-first-contact: $(VENV)/.installed-dev  ## searches on tasks and processors that did not shape the package
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.first_contact $(BENCH_ARGS)
 
 bench-peers: $(VENV)/.installed-bench  ## other tuners on the same models; BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
 	OMP_NUM_THREADS=1 $(RUN)/python tests/benchmarks/peers.py $(BENCH_ARGS)

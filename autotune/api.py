@@ -15,15 +15,17 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.predict.answer import MemoryPrediction, answer
 from autotune.predict.cache import FOLDER, TraceCache
+from autotune.predict.traces import Traces
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
+from autotune.records.inspection import Inspection
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions, takes
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
+from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner, Stated
-from autotune.runners.table import Table
 from autotune.space import build_space
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -32,6 +34,7 @@ from autotune.tuning.events import Listener
 from autotune.tuning.opening import inspection_failed
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
+from autotune.units import format_seconds
 
 LOGS = Path("studies")
 
@@ -58,34 +61,50 @@ def search(
 
 
 @takes(ProbeOptions)
-def probe(task: Task | str | Path, config: Mapping[str, Choice], *, logs: Path = LOGS, **options: Any) -> Outcome:
+def probe(
+    task: Task | str | Path,
+    config: Mapping[str, Choice],
+    *,
+    logs: Path = LOGS,
+    on_warning: Callable[[str], None] = lambda warning: None,
+    **options: Any,
+) -> Outcome:
     """Run one config once in a process of its own, as a search's probe does, until its throughput is known within 2 %.
 
     Args:
         task: as in `search`.
         config: a config dict; what it does not name is off.
         logs: folder for what the user's code prints.
+        on_warning: is told what the user should know about how the task was read.
         **options
 
     Raises:
-        AutotuneError: as `search` does. What happens in the run itself is in the outcome.
+        AutotuneError: as `search` does; a `ConfigError` for a technique that does not apply. What happens in the run
+            itself is in the outcome.
     """
-    return _run_one(task, config, ProbeOptions.of(options, total_bytes=_total_bytes), 0, logs)
+    return _run_one(task, config, ProbeOptions.of(options, total_bytes=_total_bytes), 0, logs, on_warning)
 
 
 @takes(VerifyOptions)
-def verify(task: Task | str | Path, config: Mapping[str, Choice], *, logs: Path = LOGS, **options: Any) -> Outcome:
+def verify(
+    task: Task | str | Path,
+    config: Mapping[str, Choice],
+    *,
+    logs: Path = LOGS,
+    on_warning: Callable[[str], None] = lambda warning: None,
+    **options: Any,
+) -> Outcome:
     """A long run of one config with real data: `probe` for exactly `steps` optimizer steps.
 
     Args:
-        task, config, logs: as in `probe`.
+        task, config, logs, on_warning: as in `probe`.
         **options
 
     Raises:
         AutotuneError: as `probe` does.
     """
     asked = VerifyOptions.of(options, total_bytes=_total_bytes)
-    return _run_one(task, config, asked, asked.num_steps, logs)
+    return _run_one(task, config, asked, asked.num_steps, logs, on_warning)
 
 
 def _run_one(
@@ -94,7 +113,9 @@ def _run_one(
     options: ProbeOptions | VerifyOptions,
     num_steps: int,
     logs: Path,
+    on_warning: Callable[[str], None],
 ) -> Outcome:
+    techniques.complete(config)  # refuses a typo before anything takes seconds
     source = _source(task, options.global_batch)
     local = LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs")
     free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
@@ -104,7 +125,24 @@ def _run_one(
             num_steps=num_steps,
             timeout_s=options.timeout_s,
         )
-        return runner.probe(_complete(config, runner.stated), settings)
+        complete = _complete(config, runner.stated)
+        inspection = runner.inspect(memory_limit_bytes=settings.memory_limit_bytes, timeout_s=settings.timeout_s)
+        if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
+            _require_support(complete, inspection)
+            for warning in inspection.facts["warnings"]:
+                on_warning(warning)
+        return runner.probe(complete, settings)
+
+
+def _require_support(config: Config, inspection: Inspection) -> None:
+    """Raise ConfigError for a technique of the config that does not apply. A number need not be among those searched."""
+    switched = {}
+    for name, technique in techniques.REGISTRY.items():
+        support = inspection.support_of(name)
+        applies = {*support.choices, *support.optional} - {technique.off}
+        if config[name] != technique.off and not (technique.ordered and applies):
+            switched[name] = config[name]
+    build_space(inspection, fix=switched, include=(), exclude=())
 
 
 @takes(SweepOptions)
@@ -147,6 +185,7 @@ def predict(
     info = _target(gpu, device)
     asked = PredictOptions.of(options, total_bytes=lambda device: info.total_bytes)
     limit = asked.memory_limit_bytes or info.free_bytes
+    techniques.complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
     with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
         only = None if config is None else _complete(config, runner.stated)
@@ -160,10 +199,11 @@ def predict(
         cache = TraceCache(logs / FOLDER, inspection.facts, target, [config.batch_size for config in configs])
         tracing = Tracing(runner, lambda: configs, target, cache, asked.timeout_s)
         tracing.advance(asked.timeout_s)
+    late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")
     return answer(
         inspection,
         space,
-        tracing.traces,
+        tracing.traces.merged(Traces(target=target, failures=late)),
         only,
         memory_limit_bytes=limit,
         headroom=asked.headroom,
@@ -199,17 +239,6 @@ def _source(task: Task | str | Path, global_batch: int | None) -> TaskSource:
 
 
 def _complete(config: Mapping[str, Choice], stated: Stated) -> Config:
-    """A full config, with the baseline's batch where it names none.
-
-    Raises:
-        ConfigError: it does not keep the global batch.
-    """
-    given = stated.global_batch
-    complete = techniques.complete(techniques.with_baseline_batch(config, stated.baseline), global_batch=given)
-    if given is not None and complete.samples_per_step != given:
-        raise ConfigError(
-            f"batch_size {complete.batch_size} x accumulation_steps {complete.accumulation_steps} is {complete.samples_per_step} "
-            f"samples per optimizer step, but the global batch is {given}; leave accumulation_steps out of the config, "
-            f"or ask for a global batch of {complete.samples_per_step} (--global-batch {complete.samples_per_step})"
-        )
-    return complete
+    """A full config, with the baseline's batch where it names none. Raises ConfigError."""
+    choices = techniques.with_baseline_batch(config, stated.baseline)
+    return techniques.complete(choices, global_batch=stated.global_batch)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 
 from autotune import techniques
 from autotune.devices import Device, open_device
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, TaskError
 from autotune.records.config import Choice, Config
 from autotune.task import Task, load_task
-from autotune.task.batches import StepBatch, map_tensors, split
+from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.techniques.build import Build
 
 
@@ -24,7 +25,7 @@ class Session:
 
     Attributes:
         model: the model on its device, in training mode.
-        optimizer: the task's own, with the config's implementation.
+        optimizer: the task's own, with the config's implementation; for a `train_step` all that the task configures.
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
         config: the config that was applied.
         device: the torch device.
@@ -41,16 +42,21 @@ class Session:
         self.loader = StepLoader(build)
         self._forward_contexts = tuple(build.forward_contexts)
         self._batch_transforms = tuple(build.batch_transforms)
+        self._one_micro_batch = build.one_micro_batch
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step on all the samples of `batch`.
 
         Args:
-            batch: a batch of `loader`, or any batch on any device, which is split into micro batches along its first
-                dimension. A batch with fewer samples than a full step is weighted correctly.
+            batch: a batch of `loader`, or one like the task's own on any device, which is cut into micro batches. A batch
+                with fewer samples than a full step is weighted correctly.
 
         Returns:
             The mean loss over the samples: a scalar on the device, without gradient. Reading it waits for the device.
+
+        Raises:
+            TaskError: the batch has to be cut, and cannot be.
+            ConfigError: the batch has to be cut, and a technique of the config takes whole batches only.
         """
         loss = self.accumulate(batch)
         self.update()
@@ -64,8 +70,17 @@ class Session:
         batch would do. If none has a term, loss and gradient are those that the task's loss gives for no terms, as in
         plain training: NaN and zero for torch's cross entropy.
         """
-        micro_batches = batch if isinstance(batch, StepBatch) else split(batch, self.config.batch_size)
-        shares = _shares([self.task.weight(micro) for micro in micro_batches])
+        if self.task.takes_whole_steps:
+            return self._whole_step(batch)
+        micro_batches = batch if isinstance(batch, StepBatch) else self._split(batch)
+        if len(micro_batches) > 1 and self._one_micro_batch:
+            raise ConfigError(
+                f"this batch makes {len(micro_batches)} micro batches, but {self._one_micro_batch}; step on at most "
+                f"{self.config.batch_size} samples"
+            )
+        shares = [1.0]
+        if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
+            shares = _shares(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
         total = torch.zeros((), device=self.device)
         for micro, share in zip(micro_batches, shares, strict=True):
             if share == 0:  # the mean over nothing is NaN, and zero times that as well
@@ -79,16 +94,33 @@ class Session:
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
-        micro_batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), micro_batch)
+        with self._ready(micro_batch) as ready:
+            return self.task.loss(self.model, ready)
+
+    def _whole_step(self, batch: Any) -> torch.Tensor:
+        """The task's own `train_step`, updates included."""
+        (batch,) = batch if isinstance(batch, StepBatch) else (batch,)
+        with self._ready(batch) as ready:
+            return self.task.whole_step(self.model, self.optimizer, ready)
+
+    @contextmanager
+    def _ready(self, micro_batch: Any) -> Iterator[Any]:
+        """The micro batch on the device as techniques want it, and their contexts around what is done with it."""
+        micro_batch = to_device(micro_batch, self.device)
         for transform in self._batch_transforms:
             micro_batch = transform(micro_batch)
         with ExitStack() as stack:
             for context in self._forward_contexts:
                 stack.enter_context(context())
-            return self.task.loss(self.model, micro_batch)
+            yield micro_batch
 
     def update(self) -> None:
-        """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`."""
+        """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
+
+        Nothing is left to do for a task that takes whole steps of its own.
+        """
+        if self.task.takes_whole_steps:
+            return
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.task.max_grad_norm is not None:
@@ -99,6 +131,18 @@ class Session:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _split(self, batch: Any) -> StepBatch:
+        try:
+            return split(batch, self.task.cuts(), self.config.batch_size)
+        except CannotCutError as error:
+            if self.config.accumulation_steps == 1:
+                return StepBatch([(batch, self.config.batch_size)])
+            raise TaskError(
+                f"this batch cannot be cut into {self.config.accumulation_steps} micro batches: it holds {error}; step on "
+                "what session.loader yields, or give the micro batches that you made: "
+                "`session.step(StepBatch((make_batch(n), n) for ...))` with autotune.task.batches.StepBatch"
+            ) from None
 
 
 def _shares(weights: list[float]) -> list[float]:
@@ -114,6 +158,7 @@ class StepLoader:
         self._config = build.config
         self._task = build.task
         dataset = build.task.dataset()
+        self._batch_streams = tuple(build.batch_streams)
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
         if dataset is not None:
             iterable = isinstance(dataset, torch.utils.data.IterableDataset)
@@ -121,18 +166,13 @@ class StepLoader:
                 dataset,
                 batch_size=build.config.batch_size,
                 shuffle=None if iterable else True,
-                collate_fn=build.task.collate_fn,
+                collate_fn=_Counted(build.task.collate_fn or torch.utils.data.default_collate),
                 **build.loader_options,
             )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        group = StepBatch()
-        for micro in self.micro_batches():
-            group.append(micro)
-            if len(group) == self._config.accumulation_steps:
-                yield group
-                group = StepBatch()
-        if group:
+        micro_batches = self.micro_batches()
+        while group := StepBatch(itertools.islice(micro_batches, self._config.accumulation_steps)):
             yield group
 
     def __len__(self) -> int:
@@ -140,13 +180,26 @@ class StepLoader:
             raise TypeError("a task without a dataset makes batches without end")
         return -(-len(self._micro_loader) // self._config.accumulation_steps)
 
-    def micro_batches(self) -> Iterator[Any]:
-        """Yield single micro batches, before they are grouped."""
+    def micro_batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield single micro batches, before they are grouped, and how many samples each holds."""
         if self._micro_loader is not None:
-            yield from self._micro_loader
+            batches: Iterator[tuple[Any, int]] = iter(self._micro_loader)
+            for stream in self._batch_streams:
+                batches = stream(batches)
+            yield from batches
         else:
             while True:
-                yield self._task.batch(self._config.batch_size)
+                yield self._task.batch(self._config.batch_size), self._config.batch_size
+
+
+class _Counted:
+    """A collate function that also returns the number of samples, which a batch need not show."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+        return self._collate(samples), len(samples)
 
 
 def prepare(
@@ -174,15 +227,13 @@ def prepare(
     if global_batch is not None:
         task = replace(task, global_batch=global_batch)
     if not isinstance(config, Config | Mapping):
-        raise ConfigError(f"{config!r} is no config; expected a dict such as the config of a search's result")
+        raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
     choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
     config = techniques.complete(choices, global_batch=task.global_batch)
-    if not config.plan.keeps(task.global_batch):
-        raise ConfigError(
-            f"batch_size {config.batch_size} x accumulation_steps {config.accumulation_steps} is "
-            f"{config.samples_per_step} samples per optimizer step, but the task's global batch is {task.global_batch}; "
-            "choose a batch_size that divides it and leave accumulation_steps out, or give "
-            f"global_batch={config.samples_per_step}"
+    if config.accumulation_steps > 1 and task.takes_whole_steps:
+        raise techniques.UnsupportedError(
+            f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
+            f"once; give batch_size={config.samples_per_step}"
         )
     build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
     build.device.enter()
@@ -197,5 +248,8 @@ def prepare(
 
 def _apply(build: Build, phase: techniques.Phase) -> None:
     for technique in techniques.REGISTRY.values():
-        if technique.phase is phase and build.config[technique.name] != technique.off:
-            technique.apply(build, build.config[technique.name])
+        choice = build.config[technique.name]
+        if technique.phase is phase and choice != technique.off:
+            if technique.reaches_into_step and build.task.takes_whole_steps:
+                raise techniques.UnsupportedError(f"{technique.name}={choice}: {techniques.REACHES_INTO_STEP}")
+            technique.apply(build, choice)

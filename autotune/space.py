@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.units import plural
 
 
 class SpaceExhausted(Exception):
@@ -31,6 +32,8 @@ class Space:
             since its distributions must not change from one search to the next.
         baseline: always part of the space.
         accumulations: the accumulation steps that may be used.
+        fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
+        device_kind: `cpu` or `cuda`.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -38,6 +41,8 @@ class Space:
     baseline: Config
     global_batch: int | None
     accumulations: frozenset[Choice]
+    fixed: Mapping[str, Choice]
+    device_kind: str
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -63,6 +68,10 @@ class Space:
             and not any(config[name] != t.off and t.is_redundant(config) for name, t in techniques.REGISTRY.items())
         )
 
+    def answers(self, config: Config) -> bool:
+        """Whether a config belongs to the space and keeps to what the user fixed."""
+        return self.contains(config) and all(config[name] == choice for name, choice in self.fixed.items())
+
     def __iter__(self) -> Iterator[Config]:
         for values in itertools.product(*self.choices.values()):
             config = self.complete(dict(zip(self.choices, values, strict=True)))
@@ -71,7 +80,7 @@ class Space:
 
     def tracing(self) -> Iterator[Config]:
         """Configs whose traces cover the space: the baseline, each combination of the techniques of one phase that shape
-        memory, and each batch size.
+        memory, and each batch size. Choices that cannot be traced are left out.
         """
         yield self.baseline
         together: dict[techniques.Phase, list[str]] = {}
@@ -79,8 +88,16 @@ class Space:
             if technique.shapes_memory:
                 together.setdefault(technique.phase, []).append(name)
         for names in (*together.values(), [BATCH_SIZE]):
-            for values in itertools.product(*(self.choices[name] for name in names)):
+            traced = ([c for c in self.choices[name] if not self.untraceable(name, c)] for name in names)
+            for values in itertools.product(*traced):
                 yield self.complete(dict(zip(names, values, strict=True)))
+
+    def untraceable(self, name: str, choice: Choice) -> str:
+        """Why the memory of configs with this choice is learned from probes alone; empty where it can be traced."""
+        technique = techniques.REGISTRY.get(name)
+        if technique is None or choice in (technique.off, self.baseline[name]):
+            return ""
+        return technique.untraceable(choice, self.device_kind)
 
     @property
     def num_combinations(self) -> int:
@@ -152,6 +169,19 @@ class Space:
             yield from (self.complete({**config.as_dict(), name: choice}) for choice in near)
 
 
+def require_possible(fix: Mapping[str, Any], include: Iterable[str], exclude: Iterable[str]) -> dict[str, Choice]:
+    """What is fixed, if it and the other names are possible for any task. This takes no inspection of one.
+
+    Raises:
+        ConfigError: an unknown technique or choice, or contradicting options.
+    """
+    for name in (*fix, *include, *exclude):
+        techniques.known(name)
+    if twice := {*exclude} & {*fix, *include}:
+        raise ConfigError(f"{min(twice)!r} is both excluded and fixed or included; leave one of the options out")
+    return {name: techniques.validate(name, choice) for name, choice in fix.items()}
+
+
 def build_space(
     inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> tuple[Space, list[str]]:
@@ -163,11 +193,7 @@ def build_space(
     Raises:
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
     """
-    for name in (*fix, *include, *exclude):
-        techniques.known(name)
-    if twice := set(exclude) & {*fix, *include}:
-        raise ConfigError(f"{min(twice)!r} is both excluded and fixed or included; leave one of the options out")
-    fixed = {name: techniques.validate(name, choice) for name, choice in fix.items()}
+    fixed = require_possible(fix, include, exclude)
     baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
@@ -183,6 +209,8 @@ def build_space(
             searched = (baseline[name],)
         elif support.optional and name not in include and support.reason:
             notes.append(f"{name}: {support.reason}; --include {name} searches it all the same")
+        elif name in include and len(searched) == 1 and support.reason:
+            notes.append(f"{name} has nothing to search here: {support.reason}")
         choices[name] = searched
         if len(everything) > 1 and len(searched) > 1:
             supported[name] = everything
@@ -198,6 +226,8 @@ def build_space(
         baseline=baseline,
         global_batch=inspection.global_batch,
         accumulations=accumulations,
+        fixed=fixed,
+        device_kind=inspection.device.kind,
     )
     return space, notes
 
@@ -220,7 +250,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
         dataset_size = inspection.facts.get("dataset_size")
         if dataset_size is not None and int(choice) > dataset_size:
             raise ConfigError(
-                f"batch_size={choice} is more than the training set's {dataset_size} samples; fix a smaller one"
+                f"batch_size={choice} is more than the training set's {plural(dataset_size, 'sample')}; fix a smaller one"
             )
     elif choice not in supported:
         reason = inspection.support_of(name).reason

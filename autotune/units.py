@@ -79,6 +79,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def format_per_s(number: float, unit: str) -> str:
+    """`1.05e11, "FLOP"` -> `105 GFLOP/s`: decimal units, three significant figures."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}/s"
+    return f"{number:.3g} {unit}/s"
+
+
 def format_exact_bytes(num_bytes: int) -> str:
     """`1610612736` -> `1536MiB`: the shortest text that means exactly so many bytes."""
     for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
@@ -97,6 +105,8 @@ def format_exact_seconds(seconds: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `12.3 ms`, `75` -> `1m15s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:

@@ -11,6 +11,7 @@ from typing import Any
 from autotune import techniques
 from autotune.predict.traces import Traces
 from autotune.proposers.cost_model import CostModel
+from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, Inspection, Support
@@ -20,7 +21,7 @@ from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.instant import InstantRunner
-from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
+from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of
@@ -66,6 +67,8 @@ class ClosedFormRunner(InstantRunner):
 
     def result_of(self, job: Job) -> JobResult:
         match job:
+            case CalibrateJob():
+                return NOT_MEASURED
             case InspectJob():
                 return inspection()
             case ProbeJob():

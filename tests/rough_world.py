@@ -70,6 +70,7 @@ class NoisyPeaks:
 
     prober: ClosedFormRunner
     lengths: LengthDistribution | None = None
+    target: str = "cpu"
 
     def peak(self, config: Config) -> TracedPeak:
         group = config.replace(batch_size=1, accumulation_steps=1)

@@ -15,7 +15,7 @@ TINY = Path(__file__).parent / "models" / "tiny.py"
 def test_a_config_of_another_global_batch_is_refused_with_how_to_run_it(tmp_path: Path) -> None:
     config = {"batch_size": 16, "accumulation_steps": 6}
     with pytest.raises(
-        ConfigError, match=r"96 samples per optimizer step.*is 48.*global batch of 96 \(--global-batch 96\)"
+        ConfigError, match=r"96 samples per optimizer step.*is 48.*global batch of 96 \(--global-batch 96"
     ):
         api.probe(TINY, config, device="cpu", logs=tmp_path)
 
@@ -25,3 +25,17 @@ def test_an_unknown_sampler_is_refused_before_anything_runs(tmp_path: Path, monk
     with pytest.raises(ConfigError, match=r"'psychic' is not known; expected one of .*cost-model.*tpe"):
         api.search(TINY, device="cpu", sampler="psychic")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_number_that_applies_need_not_be_among_those_searched(tmp_path: Path) -> None:
+    """Of 12 blocks a search tries 1, 2, 3, 4, 6 and 12 segments at most."""
+    (tmp_path / "deep.py").write_text(
+        "import torch\n"
+        "def build_model():\n"
+        "    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(12)]\n"
+        "    return torch.nn.Sequential(torch.nn.Sequential(*blocks), torch.nn.Linear(8, 2))\n"
+        "def make_batch(n):\n"
+        "    return torch.randn(n, 8), torch.randint(2, (n,))\n"
+    )
+    outcome = api.probe(tmp_path / "deep.py", {"batch_size": 4, "checkpoint_segments": 5}, device="cpu", logs=tmp_path)
+    assert outcome.ok, outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,3 +79,9 @@ def test_the_process_that_searches_imports_no_torch() -> None:
     rooms = "autotune.api, autotune.tuning.search, autotune.runners.local, autotune.export, autotune.report.answer"
     code = f"import sys, {rooms}; from autotune.techniques import REGISTRY; sys.exit('torch' in sys.modules or not REGISTRY)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_text_leaves_the_plural_to_its_reader() -> None:
+    """`units.plural` writes `1 round` and `2 rounds`."""
+    texts = [text for path in PACKAGE.rglob("*.py") for _, text in strings(ast.parse(path.read_text()))]
+    assert not [text for text in texts if re.search(r"[a-z]\(e?s\)(?!\))", text)]

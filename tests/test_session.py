@@ -201,7 +201,7 @@ def test_accumulation_follows_from_the_global_batch():
 
 
 def test_the_global_batch_never_moves_silently():
-    with pytest.raises(ConfigError, match="is 8 samples per optimizer step, but the task's global batch is 12"):
+    with pytest.raises(ConfigError, match="is 8 samples per optimizer step, but the global batch is 12"):
         prepare(task_of(global_batch=12), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
     with pytest.raises(ConfigError, match="does not divide the global batch 12"):
         prepare(task_of(global_batch=12), {"batch_size": 5}, device="cpu")
@@ -275,3 +275,12 @@ def test_another_global_batch_than_the_tasks_own_can_be_prepared():
     assert sum(len(x) for x, _ in next(iter(session.loader))) == 24
     assert session.config.samples_per_step == session.task.global_batch == 24
     assert prepare(task_of(global_batch=12), {"batch_size": 4}, device="cpu", global_batch=24).config == session.config
+
+
+def test_the_terms_of_a_lone_micro_batch_are_not_counted_which_would_wait_for_the_device():
+    def loss_weight(batch):
+        raise AssertionError("counted")
+
+    task = task_of(loss_weight=loss_weight)
+    session = prepare(task, {"batch_size": 4}, device="cpu")
+    assert session.step(task.batch(4)).isfinite()

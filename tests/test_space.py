@@ -70,6 +70,12 @@ def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
     assert max(config.accumulation_steps for config in included) == 96
 
 
+def test_what_was_asked_for_and_cannot_be_searched_is_told_with_the_reason():
+    support = support_with(amp=Support(choices=("off",), reason="a step in it would hardly end here"))
+    _, notes = build_space(inspection(support=support), fix={}, include=("amp",), exclude=())
+    assert "amp has nothing to search here: a step in it would hardly end here" in notes
+
+
 def test_what_is_left_out_is_told_with_the_way_to_include_it():
     _, notes = build_space(inspection(batch=NORMALISED), fix={}, include=(), exclude=())
     assert any("BatchNorm" in note and "--include accumulation_steps" in note for note in notes)

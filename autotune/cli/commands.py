@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from autotune.cli.parser import given
 from autotune.errors import ConfigError, StudyError
 from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
 from autotune.records.outcome import Kind, Outcome
+
+EXAMPLE = '{"batch_size": 16}'
 
 
 def search(options: argparse.Namespace) -> int:
@@ -66,7 +69,9 @@ def probe(options: argparse.Namespace) -> int:
     from autotune import api
 
     config = _config(options.config)
-    return _show_outcome(api.probe(options.model, config, **given(options, ProbeOptions)), config, options)
+    return _show_outcome(
+        api.probe(options.model, config, on_warning=_warn, **given(options, ProbeOptions)), config, options
+    )
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -74,7 +79,13 @@ def verify(options: argparse.Namespace) -> int:
     from autotune import api
 
     config = _config(options.config)
-    return _show_outcome(api.verify(options.model, config, **given(options, VerifyOptions)), config, options)
+    return _show_outcome(
+        api.verify(options.model, config, on_warning=_warn, **given(options, VerifyOptions)), config, options
+    )
+
+
+def _warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
@@ -186,6 +197,27 @@ def devices(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def doctor(options: argparse.Namespace) -> int:
+    """`autotune doctor`: what a search assumes, proven on this machine."""
+    from autotune import doctor
+    from autotune.doctor.verdicts import State
+    from autotune.report.document import document
+
+    def tell(name: str) -> None:
+        print(f"checking {name}", file=sys.stderr, flush=True)
+
+    lines = list(doctor.examine(options.device, tell))
+    if options.json:
+        print(document(doctor.plain(lines)))
+    else:
+        _print(doctor.sections(lines))
+    code = NOTHING_FEASIBLE if any(line.state is State.BROKEN for line in lines) else ANSWERED
+    sys.stdout.flush()
+    if multiprocessing.active_children():  # one is stuck in the driver, and Python would wait for it before it ends
+        os._exit(code)
+    return code
+
+
 def init(options: argparse.Namespace) -> int:
     """`autotune init`: a starting file."""
     from autotune.task.template import write_template
@@ -204,6 +236,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sweep": sweep,
     "predict": predict,
     "devices": devices,
+    "doctor": doctor,
     "init": init,
 }
 
@@ -224,19 +257,22 @@ def _config(text: str) -> dict[str, Any]:
     try:
         content = text if is_json else Path(text).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {text!r} is neither a JSON object nor a text file: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"--config {text!r} cannot be read: {why}; expected a file, or an object such as {EXAMPLE}"
+        ) from None
     try:
         config = json.loads(content)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--config {text!r} is not valid JSON: {error}") from None
+        raise ConfigError(
+            f"--config {text!r} is not valid JSON: {error}; expected an object such as {EXAMPLE}"
+        ) from None
     if isinstance(config, dict) and isinstance(config.get("result"), dict):  # of `show --json`
         config = config["result"]
     if isinstance(config, dict) and isinstance(config.get("config"), dict):
         config = config["config"]
     if not isinstance(config, dict):
-        raise ConfigError(
-            f'--config {text!r} is a JSON {type(config).__name__}; expected an object such as {{"batch_size": 16}}'
-        )
+        raise ConfigError(f"--config {text!r} is a JSON {type(config).__name__}; expected an object such as {EXAMPLE}")
     return config
 
 

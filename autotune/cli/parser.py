@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import pkgutil
-import sys
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,26 +32,42 @@ class UsageError(AutotuneError):
     """The command line is not one of ours."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse's own ends the process."""
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse's own prints its usage and ends the process."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
+        """Refuse the arguments."""
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What was given, with a near option for one that does not exist."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = self.commands[options.command]
+            flags = re.findall(r"--[a-z-]+", command.format_help())
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise UsageError(
+                f"{unknown[0]!r} is not an argument of `{command.prog}`{meant}; see `{command.prog} --help`"
+            )
+        return options
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> Parser:
     """The parser of every command; `command` in the result names the one that was given. It raises UsageError.
 
     An option of the table that was not given is absent from the result: `given` finds those that were.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="autotune",
         description="Find the fastest way to train a PyTorch model on this machine, by really training it.",
         epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"autotune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.commands = commands.choices
 
     def command(name: str, help: str, options: type[RunOptions] | None = None) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
@@ -95,6 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
     devices = command("devices", "memory, utilisation, temperature, power, processes")
     devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     _add_json(devices)
+    doctor = command("doctor", "prove on this machine, in a minute, what a search assumes")
+    doctor.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)")
+    _add_json(doctor)
     init = command("init", "write a commented model.py that runs as it is")
     init.add_argument("file", nargs="?", default="model.py", metavar="FILE")
     return parser
@@ -139,7 +159,9 @@ def _add_json(parser: Any) -> None:
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study_file", metavar="STUDY", help="a database file, or a storage URL with --study")
+    parser.add_argument(
+        "study_file", metavar="STUDY", help="a database file, its name without studies/ and .db, or a storage URL"
+    )
     parser.add_argument("--study", metavar="NAME", help="which study, if the file holds several")
 
 

@@ -1,4 +1,4 @@
-"""The devices to train on, behind one protocol. Opening one creates no CUDA context and imports no torch."""
+"""The devices to train on, behind one protocol. Opening one creates no CUDA context here and imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from importlib import metadata, util
 from pathlib import Path
 
 from autotune.devices import nvml
+from autotune.devices.asked import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.devices.base import Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
 
-__all__ = ["Device", "DeviceInfo", "Telemetry", "available", "open_device"]
+__all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device"]
 
 
 def available() -> list[Device]:
@@ -28,13 +29,14 @@ def open_device(name: str) -> Device:
 
     Args:
         name: `cpu`, `cuda` (the first GPU), `cuda:1`, or `auto`: the first GPU where there is one and the installed
-            torch can use it (if it cannot, the CPU's notes say so), else the CPU.
+            torch can use it, else the CPU. If it cannot, or there is a sign of a GPU that neither NVML nor torch finds,
+            the CPU's notes say so.
 
     Raises:
         DeviceError: there is no such device, or the installed torch cannot use it.
     """
     if name == "cpu":
-        return _cpu(num_gpus=0)
+        return CpuDevice()
     num_gpus = _num_gpus()
     if name == "auto":
         return CudaDevice(0) if num_gpus and torch_has_cuda() else _cpu(num_gpus=num_gpus)
@@ -43,39 +45,57 @@ def open_device(name: str) -> Device:
         raise DeviceError(f"{name!r} is not a device; expected one of auto, {_listed(num_gpus)}")
     index = int(match[1] or 0)
     if not num_gpus:
-        raise DeviceError(f"there is no device {name!r}: {nvml.why_no_gpu()}; use --device cpu to train on the CPU")
+        why = _why_not_used() or nvml.why_no_gpu()
+        raise DeviceError(f"there is no device {name!r}: {why}; use --device cpu to train on the CPU")
     if index >= num_gpus:
         raise DeviceError(f"there is no device {name!r}; this machine has {_listed(num_gpus)}")
     if not torch_has_cuda():
-        raise DeviceError(f"the device {name!r} cannot be used: {_no_cuda_build()}")
+        raise DeviceError(f"the device {name!r} cannot be used: {_why_not_used(num_gpus)}")
     return CudaDevice(index)
 
 
+def device_named(name: str) -> Device:
+    """The device of a name that `open_device` gave it. The GPUs are not counted, which can initialise the driver."""
+    return CpuDevice() if name == "cpu" else CudaDevice(int(name.removeprefix("cuda:")))
+
+
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA. Does not import it."""
+    """Whether the installed torch was built with CUDA, or with ROCm, which it shows as CUDA. Does not import it."""
     if "torch" in sys.modules:
-        return sys.modules["torch"].version.cuda is not None
+        version = sys.modules["torch"].version
+        return version.cuda is not None or version.hip is not None
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     text = (Path(spec.origin).parent / "version.py").read_text()
-    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
+    return re.search(r"^(?:cuda|hip)\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
 
 
 def _cpu(*, num_gpus: int) -> CpuDevice:
-    return CpuDevice(notes=(f"the GPU is not used: {_no_cuda_build()}",) if num_gpus and not torch_has_cuda() else ())
+    """The CPU; with a note if it is not the user's choice and there is a GPU."""
+    return CpuDevice(notes=(f"the GPU is not used: {why}",) if (why := _why_not_used(num_gpus)) else ())
 
 
 def _num_gpus() -> int:
+    """How many GPUs CUDA shows: as NVML says, or as torch does where NVML is missing."""
     connection = nvml.connect()
-    return len(connection.visible_gpus()) if isinstance(connection, nvml.Nvml) else 0
+    if isinstance(connection, nvml.Nvml):
+        return len(connection.visible_gpus())
+    if not torch_has_cuda() or not is_there_a_sign_of_a_gpu():
+        return 0
+    return sys.modules["torch"].cuda.device_count() if "torch" in sys.modules else len(ask_torch().gpus)
 
 
-def _no_cuda_build() -> str:
-    return (
-        f"the installed torch {metadata.version('torch')} was built without CUDA; install a CUDA build "
-        "(https://pytorch.org/get-started/locally)"
-    )
+def _why_not_used(num_gpus: int = 0) -> str:
+    """Why a GPU that is there, or that there is a sign of, cannot be trained on; empty where there is none."""
+    if not num_gpus and (isinstance(nvml.connect(), nvml.Nvml) or not is_there_a_sign_of_a_gpu()):
+        return ""
+    if not torch_has_cuda():
+        return (
+            f"the installed torch {metadata.version('torch')} was built without CUDA; install a CUDA build "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    return "" if num_gpus else f"{nvml.why_no_gpu()}, and torch finds none ({ask_torch().why or 'it does not say why'})"
 
 
 def _listed(num_gpus: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.devices.cpu import CpuDevice
-from autotune.devices.cuda import TYPICAL_CONTEXT_BYTES
+from autotune.devices.outside import TYPICAL_CONTEXT_BYTES
 from autotune.records.device import DeviceInfo
 
 

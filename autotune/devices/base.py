@@ -40,6 +40,9 @@ class Device(Protocol):
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty where there are none."""
 
+    def settle(self) -> None:
+        """Wait, for seconds at most, until the device has back what processes held that have ended."""
+
     # in a probe's own process
     @property
     def torch_device(self) -> torch.device:
@@ -52,7 +55,7 @@ class Device(Protocol):
         """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
 
     def start_measuring(self) -> None:
-        """Reset the counters that `contention` reads."""
+        """Reset the counters that `contention` and `memory_detail` read."""
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device; nothing on a CPU."""
@@ -70,11 +73,17 @@ class Device(Protocol):
         peak would not do, since memory held before may have been freed.
         """
 
+    def is_crowded(self, attempted_bytes: int) -> bool:
+        """Whether an allocation of so many bytes (0: unknown) failed just now although the limit allows it: others hold the memory."""
+
     def memory_detail(self) -> dict[str, float]:
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""
 
     def contention(self) -> float:
         """Share of the time since `start_measuring` in which others held the processors or the GPU; 0 if unknown."""
+
+    def slowdowns(self) -> tuple[str, ...]:
+        """Why the device is slower than it can be for long now (heat, say), in words; a cap on its power is no reason."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a real failed allocation."""

@@ -17,7 +17,7 @@ from autotune.devices.base import Telemetry
 from autotune.devices.contention import ProcessorWatch
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes
+from autotune.units import MIB, format_bytes, plural
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class CpuDevice:
         notes = self._notes
         quota = cgroup.num_processors()
         if quota is not None and threads > quota + 0.5:
-            note = f"the control group allows {quota:g} processors, but torch uses {threads} threads; "
+            note = f"the control group allows {quota:g} processor{'' if quota == 1 else 's'}, but torch uses {plural(threads, 'thread')}; "
             notes += (note + f"set OMP_NUM_THREADS={max(1, round(quota))}",)
         return DeviceInfo(
             name=self.name,
@@ -87,6 +87,9 @@ class CpuDevice:
         return Telemetry(
             values={"load_1m": load_1m, "load_5m": load_5m, "used_bytes": used_bytes, "total_bytes": info.total_bytes}
         )
+
+    def settle(self) -> None:
+        """Do nothing: the kernel has a process's memory back when it is reaped."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -149,6 +152,10 @@ class CpuDevice:
         by_limit_bytes = 0 if self._limit_bytes is None else self._limit_bytes - attempted_bytes
         return max(self.current_bytes(), by_limit_bytes)
 
+    def is_crowded(self, attempted_bytes: int) -> bool:
+        """Never: the limit is the process's own, and the kernel kills where the machine has no memory left."""
+        return False
+
     def memory_detail(self) -> dict[str, float]:
         """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`
         (peak).
@@ -168,6 +175,10 @@ class CpuDevice:
     def contention(self) -> float:
         """Share of the wall time since `start_measuring` in which others held the processors this process wanted."""
         return self._watch.share(num_threads())
+
+    def slowdowns(self) -> tuple[str, ...]:
+        """Always empty: a processor's clock is not read."""
+        return ()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its chain, is a real failed allocation."""

@@ -1,36 +1,34 @@
-"""A CUDA GPU as a device. `info` and `telemetry` use the driver's management library and create no CUDA context."""
+"""A CUDA GPU (or ROCm's, which torch shows alike) as a device. `info` and `telemetry` create no context where NVML is there."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from autotune.devices import nvml, oom, procfs
+from autotune.devices import oom
 from autotune.devices.base import Telemetry
+from autotune.devices.instruments import Instruments, has_context
+from autotune.devices.outside import OutsideMemory
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes, plural
+from autotune.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-# a context and its libraries where nothing can measure them; 287 to 667 MB are published
-TYPICAL_CONTEXT_BYTES = 512 * MIB
 # how near its limit, or the whole card its end, must be to blame memory for a library's failure
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 512 * MIB, 0.05
+_RELEASE_S = 2.0  # within which a driver has taken back what a process held that has ended
+_RELEASED_BYTES = 64 * MIB  # the card's use is back where it was, within so much
+_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what no neighbour needs to explain
 
 
 class CudaDevice:
     """One GPU.
 
     The limit and the peak cover everything that this process has on the card: what torch's allocator has reserved, and
-    what lies outside it (the CUDA context, loaded kernels, library handles, buffers of NCCL and the like). The part
-    outside is what the driver attributes to this process beyond the reserved bytes. In a container that hides processes
-    it is the growth of the whole card's use since before the context. Without NVML it is the growth since the context
-    was created, plus a typical context.
+    what lies outside it (`autotune.devices.outside`).
 
     Args:
         index: position among the devices that CUDA_VISIBLE_DEVICES leaves, in CUDA's order.
@@ -41,12 +39,14 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
         self._index = index
+        self._instruments = Instruments(index)
         self._entered = False
         self._limit_bytes: int | None = None
-        self._others_bytes: int | None = None  # on the card before this process's context, where known
-        self._outside_peak_bytes = 0
+        self._outside = OutsideMemory()
+        self._rest_bytes: int | None = None  # the card's use when nothing of ours ran
         self._oom_kills = oom.kernel_oom_kills()
         self._measured_since_us = time.time_ns() // 1000
+        self._counted_before: dict[str, int] = {}
 
     def info(self) -> DeviceInfo:
         """Describe the GPU now.
@@ -54,33 +54,25 @@ class CudaDevice:
         Raises:
             DeviceError: it is not there, or the driver does not answer.
         """
-        connection, gpu = self._gpu()
-        memory = connection.memory(gpu)
-        if memory is None:
-            raise DeviceError(f"the driver does not report the memory of {self.name} ({gpu.name}); check nvidia-smi")
-        used_bytes, total_bytes = memory
-        return DeviceInfo(
-            name=self.name,
-            model=gpu.name,
-            total_bytes=total_bytes,
-            free_bytes=max(0, total_bytes - used_bytes),
-            driver=connection.driver(),
-            capability=connection.capability(gpu),
-            torch_version=metadata.version("torch"),
-            notes=self._notes(connection, gpu),
-        )
+        return self._instruments.info()
 
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty if the driver does not answer."""
-        try:
-            connection, gpu = self._gpu()
-        except DeviceError:
-            return Telemetry()
-        telemetry = connection.telemetry(gpu, without=_own_processes())
-        if self._has_context() and self._own_bytes(connection, gpu) is None:
-            # process numbers of another namespace: one of these may be this process itself
-            telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
-        return telemetry
+        return self._instruments.telemetry()
+
+    def settle(self) -> None:
+        """Wait, for two seconds at most, until the card's use is back where it was before anything of ours ran.
+
+        What is still held then belongs to others, and is where it has to come back to the next time.
+        """
+        deadline = time.monotonic() + _RELEASE_S
+        used_bytes = self._instruments.used_bytes()
+        while used_bytes is not None and self._rest_bytes is not None and time.monotonic() < deadline:
+            if used_bytes <= self._rest_bytes + _RELEASED_BYTES:
+                break
+            time.sleep(0.02)
+            used_bytes = self._instruments.used_bytes()
+        self._rest_bytes = used_bytes
 
     @property
     def torch_device(self) -> torch.device:
@@ -90,7 +82,11 @@ class CudaDevice:
         return torch.device("cuda", self._index)
 
     def enter(self) -> None:
-        """Make this GPU the current one of the process, create a context and load what every training run loads."""
+        """Make this GPU the current one of the process, create a context and load what every training run loads.
+
+        Raises:
+            DeviceError: torch cannot use it: the driver is too old, or torch has no kernels for it.
+        """
         import torch
 
         self._enter()
@@ -99,10 +95,10 @@ class CudaDevice:
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
 
-        The memory outside is measured now, with a context and cuBLAS loaded. `peak_bytes` shows its later growth.
+        The memory outside is measured now, with a context and libraries loaded. `peak_bytes` shows its later growth.
 
         Raises:
-            DeviceError: the context alone is larger than the limit.
+            DeviceError: the context alone is larger than the limit, or torch cannot use the GPU.
         """
         import torch
 
@@ -119,8 +115,13 @@ class CudaDevice:
         self._limit_bytes = limit_bytes
 
     def start_measuring(self) -> None:
-        """Measure contention from now on. The memory peak is not reset: it covers the whole run."""
+        """Count contention, allocation retries and swallowed OOMs from now on.
+
+        The memory peak is not reset: it covers the whole run. Retries while warming up are left out, since cuDNN's search
+        for the fastest algorithm runs out of memory on purpose.
+        """
         self._measured_since_us = time.time_ns() // 1000
+        self._counted_before = self._counts()
 
     def synchronize(self) -> None:
         """Wait for all work queued on the GPU."""
@@ -134,7 +135,7 @@ class CudaDevice:
 
         self._enter()
         self._outside_bytes()
-        return torch.cuda.max_memory_reserved(self._index) + self._outside_peak_bytes
+        return torch.cuda.max_memory_reserved(self._index) + self._outside.peak_bytes
 
     def current_bytes(self) -> int:
         """Live tensors plus what lies outside the allocator.
@@ -156,43 +157,53 @@ class CudaDevice:
         self._enter()
         return torch.cuda.memory_reserved(self._index) + self._outside_bytes()
 
+    def is_crowded(self, attempted_bytes: int) -> bool:
+        """Whether the card has clearly less free than the limit leaves this process, and that would have been enough."""
+        import torch
+
+        if self._limit_bytes is None or not self._entered:
+            return False
+        free_bytes, _ = torch.cuda.mem_get_info(self._index)
+        left_bytes = self._limit_bytes - self.held_bytes(attempted_bytes)
+        needless_bytes = max(_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE * self._limit_bytes)
+        return attempted_bytes <= left_bytes and free_bytes < left_bytes - needless_bytes
+
     def memory_detail(self) -> dict[str, float]:
-        """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; counts `num_alloc_retries`, `num_ooms`."""
+        """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`."""
         import torch
 
         self._enter()
         self._outside_bytes()
-        statistics = torch.cuda.memory_stats(self._index)
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(self._index),
             "reserved_bytes": torch.cuda.max_memory_reserved(self._index),
-            "outside_bytes": self._outside_peak_bytes,
-            "num_alloc_retries": statistics.get("num_alloc_retries", 0),
-            "num_ooms": statistics.get("num_ooms", 0),
+            "outside_bytes": self._outside.peak_bytes,
+            **{name: count - self._counted_before.get(name, 0) for name, count in self._counts().items()},
         }
 
     def contention(self) -> float:
         """Share of the GPU's time that other processes took since `start_measuring`; 0 if the driver cannot tell."""
-        try:
-            connection, gpu = self._gpu()
-        except DeviceError:
-            return 0.0
-        if self._own_bytes(connection, gpu) is None:  # then this process cannot be told from others
-            return 0.0
-        own = _own_processes()
-        shares = connection.utilization_by_process(gpu, self._measured_since_us)
-        return min(1.0, sum(share for pid, share in shares.items() if pid not in own))
+        return self._instruments.contention(self._measured_since_us)
+
+    def slowdowns(self) -> tuple[str, ...]:
+        """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
+        return self._instruments.slowdowns()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its chain, is a real failed allocation, on the card or on the host."""
         return oom.is_out_of_memory(error, scarce=self._is_scarce)
 
     def _is_scarce(self) -> bool:
-        """The process stands at its limit, the card is full, or the kernel has killed a process for memory."""
+        """The process stands at its limit, the card is full, or the kernel has killed a process for memory.
+
+        It allocates nothing: where there is no context yet, none is made.
+        """
         import torch
 
         if oom.kernel_oom_kills() > self._oom_kills:
             return True
+        if not self._entered:
+            return False
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
             held_bytes = torch.cuda.max_memory_reserved(self._index) + self._outside_bytes()
@@ -208,93 +219,51 @@ class CudaDevice:
 
         if self._entered:
             return
-        if not self._has_context():
-            self._others_bytes = self._card_used_bytes()
-        torch.cuda.set_device(self._index)
-        weight = torch.ones(16, 16, device=self.torch_device, requires_grad=True)
-        torch.autograd.backward((weight @ weight).sum())
-        torch.cuda.synchronize(self._index)
-        del weight
+        if not has_context():
+            self._outside.before_bytes = self._instruments.used_bytes()
+        try:
+            torch.cuda.set_device(self._index)
+            _load_libraries(self.torch_device)
+        except Exception as error:
+            if oom.is_out_of_memory(error):
+                raise
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DeviceError(
+                f"torch {metadata.version('torch')} cannot use {self.name}: {said}; update the driver or install a torch "
+                "build for this GPU (https://pytorch.org/get-started/locally), or use --device cpu"
+            ) from error
         self._entered = True
-        if self._others_bytes is None:
-            ours_bytes = TYPICAL_CONTEXT_BYTES + torch.cuda.memory_reserved(self._index)
-            self._others_bytes = max(0, (self._card_used_bytes() or 0) - ours_bytes)
         self._outside_bytes()
 
     def _outside_bytes(self) -> int:
         """What this process has on the card outside torch's allocator now."""
         import torch
 
-        self._enter()
-        own_bytes = None
-        connection = nvml.connect()
-        if isinstance(connection, nvml.Nvml):
-            _, gpu = self._gpu()
-            own_bytes = self._own_bytes(connection, gpu)
-            shared = len(connection.processes(gpu)) > 1
-            if own_bytes is None and shared and self._outside_peak_bytes:
-                return self._outside_peak_bytes  # the card's growth may be another process's
-        if own_bytes is None:
-            own_bytes = (self._card_used_bytes() or 0) - (self._others_bytes or 0)
-        outside_bytes = max(0, own_bytes - torch.cuda.memory_reserved(self._index))
-        self._outside_peak_bytes = max(self._outside_peak_bytes, outside_bytes)
-        return outside_bytes
+        booked_bytes, shared = self._instruments.booked_bytes()
+        return self._outside.now_bytes(
+            reserved_bytes=torch.cuda.memory_reserved(self._index),
+            booked_bytes=booked_bytes,
+            card_bytes=self._instruments.used_bytes(),
+            shared=shared,
+        )
 
-    def _card_used_bytes(self) -> int | None:
-        """Memory in use on the card by all processes. Before there is a context, only NVML can tell."""
-        connection = nvml.connect()
-        if isinstance(connection, nvml.Nvml):
-            _, gpu = self._gpu()
-            if memory := connection.memory(gpu):
-                return memory[0]
-        if not self._has_context():
-            return None
-        free_bytes, total_bytes = sys.modules["torch"].cuda.mem_get_info(self._index)
-        return int(total_bytes - free_bytes)
+    def _counts(self) -> dict[str, int]:
+        import torch
 
-    def _gpu(self) -> tuple[nvml.Nvml, nvml.Gpu]:
-        connection = nvml.connect()
-        if isinstance(connection, str):
-            raise DeviceError(f"{self.name} cannot be described: {connection}; check nvidia-smi")
-        gpus = connection.visible_gpus()
-        if self._has_context():  # then CUDA itself says which one it is
-            properties = sys.modules["torch"].cuda.get_device_properties(self._index)
-            uuid = str(getattr(properties, "uuid", ""))
-            gpus_by_uuid = [gpu for gpu in connection.boards() + gpus if uuid and gpu.uuid.endswith(uuid)]
-            if gpus_by_uuid:
-                return connection, gpus_by_uuid[-1]
-        if self._index >= len(gpus):
-            raise DeviceError(
-                f"{self.name} is not there: the driver shows {plural(len(gpus), 'GPU')}; check CUDA_VISIBLE_DEVICES"
-            )
-        return connection, gpus[self._index]
-
-    def _own_bytes(self, connection: nvml.Nvml, gpu: nvml.Gpu) -> int | None:
-        """Memory that the driver attributes to this process; None if it does not list the process."""
-        pid = os.getpid()
-        return next((process.used_bytes for process in connection.processes(gpu) if process.pid == pid), None)
-
-    def _has_context(self) -> bool:
-        return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
-
-    def _notes(self, connection: nvml.Nvml, gpu: nvml.Gpu) -> tuple[str, ...]:
-        notes = []
-        if others := self.telemetry().processes:
-            held_bytes = sum(used_bytes for _, used_bytes, _ in others)
-            names = ", ".join(sorted({name for _, _, name in others if name})) or "names unknown"
-            number = f"{len(others)} other process{'es hold' if len(others) > 1 else ' holds'}"
-            notes.append(f"{number} {format_bytes(held_bytes)} of {self.name} ({names}); they disturb the timing")
-        if gpu.is_mig:
-            notes.append(
-                f"{self.name} is a MIG instance ({gpu.name}): temperature and power are those of the whole GPU"
-            )
-        in_pci_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        if not in_pci_order and len({board.name for board in connection.boards()}) > 1:
-            notes.append(
-                "the GPUs differ and CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID to be certain"
-            )
-        return tuple(notes)
+        statistics = torch.cuda.memory_stats(self._index)
+        return {name: int(statistics.get(name, 0)) for name in ("num_alloc_retries", "num_ooms")}
 
 
-def _own_processes() -> frozenset[int]:
-    return frozenset((os.getpid(), *procfs.descendants()))
+def _load_libraries(device: torch.device) -> None:
+    """Run a little of what every training run needs: a product with and without a bias (cuBLAS, cuBLASLt), a convolution (cuDNN).
+
+    Their handles and kernels lie outside the allocator, and would grow after the limit was set.
+    """
+    import torch
+
+    ones = torch.ones(16, 16, device=device, requires_grad=True)
+    product = torch.nn.functional.linear(ones @ ones, ones, torch.ones(16, device=device))
+    if torch.version.hip is None:  # MIOpen would search for its fastest kernel, which takes seconds
+        product = torch.nn.functional.conv2d(product.view(1, 1, 16, 16), torch.ones(1, 1, 3, 3, device=device))
+    torch.autograd.backward(product.sum())
+    torch.cuda.synchronize(device)

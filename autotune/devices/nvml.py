@@ -37,11 +37,13 @@ class Gpu:
     Attributes:
         handle: NVML's handle.
         board: handle of the physical GPU, which has the instruments; without MIG the same as `handle`.
+        uuids: its own and its board's, either of which CUDA may name it by, without a prefix.
     """
 
     handle: Any
     board: Any
     uuid: str
+    uuids: tuple[str, ...]
     name: str
     is_mig: bool = False
 
@@ -62,7 +64,7 @@ class Nvml:
         module: `pynvml`, as nvidia-ml-py provides it.
 
     Raises:
-        Exception: the module's NVMLError if there is no driver.
+        Exception: whatever the module raises if there is no driver, or one that it does not know.
     """
 
     def __init__(self, module: Any) -> None:
@@ -81,6 +83,11 @@ class Nvml:
             if handle is not None:
                 boards.append(self._describe(handle, handle))
         return boards
+
+    def differ(self) -> bool:
+        """Whether CUDA may number the GPUs in another order than NVML: unlike ones, the fastest first."""
+        in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        return not in_bus_order and len({board.name for board in self.boards()}) > 1
 
     def visible_gpus(self, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES (indices, or the beginnings of UUIDs), in its order.
@@ -119,13 +126,20 @@ class Nvml:
         major, minor = self._read("nvmlDeviceGetCudaComputeCapability", gpu.board) or (0, 0)
         return int(major), int(minor)
 
+    def power_limit_w(self, gpu: Gpu) -> float:
+        """Watts that the GPU may draw; 0 if unknown."""
+        return _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)) or 0.0
+
+    def used_by_process(self, gpu: Gpu) -> dict[int, int | None]:
+        """Bytes that the driver books on each process that computes on the GPU, this one included where it does."""
+        listed = self._read("nvmlDeviceGetComputeRunningProcesses", gpu.handle)
+        if listed is None:  # a driver before 510 knows the call by its older name
+            listed = self._read("nvmlDeviceGetComputeRunningProcesses_v2", gpu.handle) or ()
+        return {int(entry.pid): _optional_int(entry.usedGpuMemory) for entry in listed}
+
     def processes(self, gpu: Gpu) -> list[GpuProcess]:
-        """Processes that compute on the GPU, this one included where it does."""
-        listed = self._read("nvmlDeviceGetComputeRunningProcesses", gpu.handle) or ()
-        return [
-            GpuProcess(int(entry.pid), _optional_int(entry.usedGpuMemory), self._process_name(int(entry.pid)))
-            for entry in listed
-        ]
+        """The same processes, with their names."""
+        return [GpuProcess(pid, used, self._process_name(pid)) for pid, used in self.used_by_process(gpu).items()]
 
     def utilization_by_process(self, gpu: Gpu, since_us: int) -> dict[int, float]:
         """Share of the multiprocessors' time (0 to 1) that each process took since then; empty where not supported.
@@ -155,12 +169,12 @@ class Nvml:
             "total_bytes": total_bytes,
             "temperature_c": self._read("nvmlDeviceGetTemperature", gpu.board, _TEMPERATURE_GPU),
             "power_w": _watts(self._read("nvmlDeviceGetPowerUsage", gpu.board)),
-            "power_limit_w": _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)),
+            "power_limit_w": self.power_limit_w(gpu) or None,
             "sm_clock_mhz": self._read("nvmlDeviceGetClockInfo", gpu.board, _CLOCK_SM),
         }
         return Telemetry(
             values={name: float(value) for name, value in readings.items() if value is not None},
-            throttle_reasons=self._throttle_reasons(gpu),
+            throttle_reasons=self.throttle_reasons(gpu),
             processes=tuple(
                 (process.pid, process.used_bytes or 0, process.name)
                 for process in self.processes(gpu)
@@ -168,7 +182,8 @@ class Nvml:
             ),
         )
 
-    def _throttle_reasons(self, gpu: Gpu) -> tuple[str, ...]:
+    def throttle_reasons(self, gpu: Gpu) -> tuple[str, ...]:
+        """Why the clock is lower than asked for now, in words."""
         bits = self._read("nvmlDeviceGetCurrentClocksEventReasons", gpu.board)
         if bits is None:  # the name before driver 535
             bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", gpu.board)
@@ -190,7 +205,9 @@ class Nvml:
         uuid, name = _text(self._read("nvmlDeviceGetUUID", handle)), _text(self._read("nvmlDeviceGetName", handle))
         is_mig = uuid.startswith("MIG-")
         name = name or _text(self._read("nvmlDeviceGetName", board))
-        return Gpu(handle=handle, board=board, uuid=uuid, name=name, is_mig=is_mig)
+        uuids = uuid, _text(self._read("nvmlDeviceGetUUID", board))
+        bare = tuple(known.removeprefix("MIG-").removeprefix("GPU-") for known in uuids)
+        return Gpu(handle=handle, board=board, uuid=uuid, uuids=bare, name=name, is_mig=is_mig)
 
     def _process_name(self, pid: int) -> str:
         name = _text(self._read("nvmlSystemGetProcessName", pid))
@@ -200,10 +217,13 @@ class Nvml:
         return os.path.basename(name.split(" ")[0])
 
     def _read(self, function: str, *arguments: Any) -> Any:
-        """Call NVML; None where this driver, GPU or module does not have it."""
+        """Call NVML; None where this driver, GPU or module does not have it.
+
+        Any exception means that: not all that the module raises is an NVMLError (NVMLLibraryMismatchError is not).
+        """
         try:
             return getattr(self._module, function)(*arguments)
-        except (self._module.NVMLError, AttributeError):
+        except Exception:
             return None
 
 
@@ -222,7 +242,7 @@ def _connect() -> Nvml | str:
     pynvml = importlib.import_module("pynvml")
     try:
         return Nvml(pynvml)
-    except pynvml.NVMLError as error:
+    except Exception as error:
         absent = type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
         return "no NVIDIA driver is installed" if absent else f"the NVIDIA driver does not answer: {error}"
 

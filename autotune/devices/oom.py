@@ -20,6 +20,7 @@ _ALLOCATION_FAILED = re.compile(
     r"(?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
     r"|std::bad_alloc\Z"
     r"|CUDA (?:driver )?error: out of memory\b"
+    r"|Triton Error \[CUDA\]: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )
 _PERHAPS_FAILED = re.compile(
@@ -27,9 +28,10 @@ _PERHAPS_FAILED = re.compile(
     r"could not (?:create|execute|initialize) an? (?!primitive descriptor\b)[\w ]+\Z"
     r"|can't start new thread\Z"
     r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
-    r"|CUDA error: CUBLAS_STATUS_NOT_INITIALIZED\b"
-    r"|cuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
-    r"|GET was unable to find an engine to execute this computation"
+    r"|CUDA error: CUBLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)\b"
+    r"|cuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR\w*|EXECUTION_FAILED\w*)\b"
+    r"|cuDNN Frontend error: [^\n]*(?:No (?:valid )?execution plans|No valid engine configs)"
+    r"|(?:(?:GET|FIND) was )?[Uu]nable to find an engine to execute this computation"
     r"|(?:FIND|Unable to find|unable to find) [\w ]*cuDNN algorithm to run convolution"
 )
 # what torch raises in place of an error in a data-loading worker, a pinning thread or a replica: its traceback as text

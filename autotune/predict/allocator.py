@@ -1,6 +1,6 @@
 """How much memory CUDA's caching allocator takes from the card to serve a program's allocations, and whole training steps'.
 
-It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch with its default settings, for one stream:
+It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch for one stream, with its default settings unless the environment has others:
 
 - a request is rounded up to 512 B;
 - requests of up to 1 MiB are served from segments of 2 MiB (the small pool), others (the large pool) from segments of
@@ -9,6 +9,9 @@ It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch with its default setti
 - a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
 - a freed block is joined with the free blocks beside it in its segment, and segments are kept.
 
+Of the settings, `expandable_segments` makes each pool one segment that grows by 2 or 20 MiB, `max_split_size_mb` keeps large blocks
+whole, and `roundup_power2_divisions` (one number for all sizes) rounds requests up.
+
 Where a limit is near, it gives segments without a living block back first: a program then gets by with less, at a cost in time.
 Segments are taken to lie one behind the other in the order in which they were made.
 """
@@ -16,8 +19,10 @@ Segments are taken to lie one behind the other in the order in which they were m
 from __future__ import annotations
 
 import itertools
+import os
+import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.predict.fit import are_aligned, events_at
@@ -39,7 +44,7 @@ def reserved_bytes(events: Iterable[Event]) -> int:
     Args:
         events: allocations and freeings in program order. Storages without bytes take no memory.
     """
-    allocator = _CachingAllocator()
+    allocator = _CachingAllocator(settings_of(os.environ))
     living: dict[int, _Block] = {}
     for key, size_bytes, allocates in events:
         if allocates and size_bytes > 0:
@@ -114,11 +119,42 @@ class _Block:
     after: _Block | None = None
 
 
-class _Pool:
-    """The free blocks of the small or of the large pool, ordered by size and then by address."""
+@dataclass(frozen=True)
+class Settings:
+    """Of the caching allocator, as far as they change what it takes from the card."""
 
-    def __init__(self, smallest_rest_bytes: int) -> None:
+    expandable: bool = False
+    max_split_bytes: int | None = None
+    divisions: int = 1  # of each power of two, to which requests are rounded up
+
+
+def settings_of(environment: Mapping[str, str]) -> Settings:
+    """What PYTORCH_ALLOC_CONF, or its older name, says."""
+    text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    said = dict(re.findall(r"(\w+):(\w+)", text))
+    split_mib, divisions = said.get("max_split_size_mb", ""), said.get("roundup_power2_divisions", "")
+    return Settings(
+        expandable="expandable_segments:True" in text.replace(" ", ""),
+        max_split_bytes=int(split_mib) * MIB if split_mib.isdigit() else None,
+        divisions=int(divisions) if divisions.isdigit() else 1,
+    )
+
+
+class _Pool:
+    """The free blocks of the small or of the large pool, ordered by size and then by address.
+
+    Attributes:
+        page_bytes: by which an expandable segment grows.
+        last: the block at the end of an expandable segment.
+        end: its end; segments that do not grow lie behind each other.
+    """
+
+    def __init__(self, smallest_rest_bytes: int, page_bytes: int, max_split_bytes: int | None) -> None:
         self.smallest_rest_bytes = smallest_rest_bytes
+        self.page_bytes = page_bytes
+        self.last: _Block | None = None
+        self.end = 0
+        self._max_split_bytes = max_split_bytes
         self._order: list[tuple[int, int]] = []
         self._blocks: dict[int, _Block] = {}
 
@@ -137,26 +173,59 @@ class _Pool:
         if index == len(self._order):
             return None
         block = self._blocks[self._order[index][1]]
+        limit = self._max_split_bytes
+        if limit is not None:
+            too_large = limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES
+            if block.size_bytes >= too_large:
+                return None
         self.take(block)
         return block
 
+    def may_split(self, block: _Block, size_bytes: int) -> bool:
+        """Whether what is left of a block, of which so much is used, becomes a block of its own."""
+        kept_whole = self._max_split_bytes is not None and size_bytes >= self._max_split_bytes
+        return not kept_whole and block.size_bytes - size_bytes >= self.smallest_rest_bytes
+
 
 class _CachingAllocator:
-    def __init__(self) -> None:
-        self.reserved_bytes = 0  # segments lie behind each other, and are kept
-        self._small = _Pool(smallest_rest_bytes=_MIN_BLOCK_BYTES)
-        self._large = _Pool(smallest_rest_bytes=_SMALL_BYTES + 1)
+    def __init__(self, settings: Settings = Settings()) -> None:
+        self.reserved_bytes = 0  # segments are kept
+        self._settings = settings
+        rest_bytes = _MIN_BLOCK_BYTES if settings.expandable else _SMALL_BYTES + 1
+        self._small = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES, None)
+        self._large = _Pool(rest_bytes, _LARGE_SEGMENT_BYTES, settings.max_split_bytes)
 
     def allocate(self, request_bytes: int) -> _Block:
-        size_bytes = _round_up(request_bytes, _MIN_BLOCK_BYTES)
+        size_bytes = _rounded(request_bytes, self._settings.divisions)
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
         block = pool.take_best_fit(size_bytes)
         if block is None:
-            block = _Block(self.reserved_bytes, _segment_bytes(size_bytes), pool)
-            self.reserved_bytes += block.size_bytes
-        if block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
+            block = self._grown(pool, size_bytes) if self._settings.expandable else self._segment(pool, size_bytes)
+        if pool.may_split(block, size_bytes):
             _split(block, size_bytes)
         return block
+
+    def _segment(self, pool: _Pool, size_bytes: int) -> _Block:
+        block = _Block(pool.end, _segment_bytes(size_bytes), pool)
+        pool.end += block.size_bytes
+        self.reserved_bytes += block.size_bytes
+        return block
+
+    def _grown(self, pool: _Pool, size_bytes: int) -> _Block:
+        """The end of the pool's only segment, which grows by as much as it is too small."""
+        last = pool.last
+        if last is not None and last.free:
+            pool.take(last)
+        else:
+            block = _Block(pool.end, 0, pool)
+            _link(last, block)
+            last = block
+        more_bytes = _round_up(size_bytes - last.size_bytes, pool.page_bytes)
+        last.size_bytes += more_bytes
+        pool.end += more_bytes
+        self.reserved_bytes += more_bytes
+        pool.last = last
+        return last
 
     def free(self, block: _Block) -> None:
         """Give a block back to its pool, joined with its free neighbours."""
@@ -170,6 +239,8 @@ class _CachingAllocator:
             block.pool.take(after)
             block.size_bytes += after.size_bytes
             _link(block, after.after)
+            if block.pool.last is after:
+                block.pool.last = block
         block.pool.put(block)
 
 
@@ -179,6 +250,8 @@ def _split(block: _Block, size_bytes: int) -> None:
     _link(rest, block.after)
     _link(block, rest)
     block.size_bytes = size_bytes
+    if block.pool.last is block:
+        block.pool.last = rest
     block.pool.put(rest)
 
 
@@ -195,6 +268,13 @@ def _segment_bytes(size_bytes: int) -> int:
     if size_bytes < _OWN_SEGMENT_BYTES:
         return _LARGE_SEGMENT_BYTES
     return _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES)
+
+
+def _rounded(request_bytes: int, divisions: int) -> int:
+    """A request rounded up to 512 B, or where it is larger to a division of its power of two."""
+    if divisions <= 1 or request_bytes <= _MIN_BLOCK_BYTES * divisions:
+        return _round_up(request_bytes, _MIN_BLOCK_BYTES)
+    return _round_up(request_bytes, 2 ** (request_bytes.bit_length() - 1) // divisions)
 
 
 def _round_up(size_bytes: int, multiple_bytes: int) -> int:

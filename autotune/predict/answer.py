@@ -51,7 +51,7 @@ class GroupPrediction:
         switched_on: choices that are not off.
         same_memory: choices of further combinations whose memory is the same.
         peak: at the largest batch size that fits, or, where none does, at the smallest there is.
-        fits: whether that is within the limit less headroom.
+        fits: whether that is within the limit less headroom, and its upper bound within the limit.
         bounded: whether a larger batch was not looked at, for the global batch or the dataset is no larger.
     """
 
@@ -72,11 +72,12 @@ class MemoryPrediction:
         memory_limit_bytes: of the device, or as the user limits it.
         headroom: share of the limit that is to stay free.
         global_batch: samples per optimizer step, or None.
-        fits: whether the config, or anything at all, fits.
+        fits: whether the config, or anything at all, fits: its peak within the limit less headroom, the upper bound of it
+            within the limit.
         config: of the config that was asked for; None where there was none.
         groups: of all combinations of techniques; empty where one config was asked for.
         untraced: combination of techniques -> why nothing could be predicted of it.
-        left_out: technique that shapes memory -> why it, or some of its choices, does not apply.
+        left_out: technique that shapes memory -> why it, or some of its choices, does not apply or cannot be traced.
         warnings: what a reader has to know.
         trace_s: seconds of tracing; `wall_s` of everything.
     """
@@ -127,12 +128,12 @@ def answer(
     Raises:
         TaskError: nothing that was asked for could be traced; the message says why.
     """
-    usable_bytes = int(memory_limit_bytes * (1 - headroom))
     question = Question(
         space,
         MemoryModel(traces, inspection.outside_bytes, space).estimate,
         outside_bytes=inspection.outside_bytes,
-        usable_bytes=usable_bytes,
+        limit_bytes=memory_limit_bytes,
+        usable_bytes=int(memory_limit_bytes * (1 - headroom)),
         dataset_size=inspection.facts.get("dataset_size"),
     )
     config = question.peak(asked) if asked is not None else None
@@ -145,7 +146,7 @@ def answer(
     warnings = list(_warnings(inspection, config, groups))
     if traces.failures and trace_s >= timeout_s:
         warnings.append(f"tracing was ended after {format_seconds(timeout_s)}; give it more time with --timeout")
-    fits = config.peak_bytes <= usable_bytes if config is not None else any(group.fits for group in groups)
+    fits = question.fits(config) if config is not None else any(group.fits for group in groups)
     return MemoryPrediction(
         task=inspection.facts["name"],
         device=inspection.device.model,
@@ -160,12 +161,17 @@ def answer(
         left_out={
             name: reason
             for name in techniques.REGISTRY
-            if _shapes_memory(name) and (reason := inspection.support[name].reason)
+            if _shapes_memory(name) and (reason := _why_left_out(inspection, space, name))
         },
         warnings=tuple(warnings),
         trace_s=trace_s,
         wall_s=wall_s,
     )
+
+
+def _why_left_out(inspection: Inspection, space: Space, name: str) -> str:
+    reasons = [inspection.support[name].reason, *(space.untraceable(name, choice) for choice in space.choices[name])]
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 def _warnings(inspection: Inspection, config: PredictedPeak | None, groups: Sequence[GroupPrediction]) -> Iterator[str]:
@@ -186,13 +192,14 @@ class Question:
     Args:
         estimate: the peak of a config; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
-        usable_bytes: what a peak may be.
+        limit_bytes: what the upper bound of a peak may be, and `usable_bytes` what the peak itself may be.
         dataset_size: samples in the training set, which bounds the batch; None without one.
     """
 
     space: Space
     estimate: Callable[[Config], MemoryEstimate | None]
     outside_bytes: int
+    limit_bytes: int
     usable_bytes: int
     dataset_size: int | None
 
@@ -212,6 +219,10 @@ class Question:
             **asdict(breakdown),
         )
 
+    def fits(self, peak: PredictedPeak | None) -> bool:
+        """Whether a peak is within the limit less headroom, and within the limit in all likelihood."""
+        return peak is not None and peak.peak_bytes <= self.usable_bytes and peak.peak_high_bytes <= self.limit_bytes
+
     def groups(self) -> list[GroupPrediction]:
         """Every combination that was traced; those of the same memory once, as the one with the fewest techniques."""
         found = [group for choices in self._combinations() if (group := self._largest(choices)) is not None]
@@ -225,8 +236,12 @@ class Question:
         return [groups[place] for place in sorted(groups)]
 
     def _combinations(self) -> Iterator[dict[str, Choice]]:
-        """Every combination of what is searched of the techniques that shape memory."""
-        searched = {name: choices for name, choices in self.space.choices.items() if _shapes_memory(name)}
+        """Every combination of what is searched, and can be traced, of the techniques that shape memory."""
+        searched = {
+            name: [choice for choice in choices if not self.space.untraceable(name, choice)]
+            for name, choices in self.space.choices.items()
+            if _shapes_memory(name)
+        }
         for values in itertools.product(*searched.values()):
             yield dict(zip(searched, values, strict=True))
 
@@ -241,8 +256,7 @@ class Question:
             return self.peak(self.space.complete({**choices, "batch_size": batch_size}))
 
         def is_too_large(batch_size: int) -> bool:
-            peak = peak_at(batch_size)
-            return peak is None or peak.peak_bytes > self.usable_bytes
+            return not self.fits(peak_at(batch_size))
 
         num_fitting = bisect_left(sizes, True, key=is_too_large)
         peak = peak_at(sizes[max(0, num_fitting - 1)])

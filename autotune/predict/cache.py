@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ from autotune.predict.traces import Traces
 from autotune.version import __version__
 
 FOLDER = ".traces"  # beside the study's database
+KEPT_FILES, KEPT_BYTES = 100, 64 * 2**20  # of all tasks: the oldest go
 
 
 class TraceCache:
@@ -49,13 +50,29 @@ class TraceCache:
             return None
 
     def write(self, traces: Traces) -> None:
-        """Keep traces, but not failures. The file is replaced in one go: whoever reads meanwhile gets all of it or nothing."""
-        content = json.dumps(replace(traces, failures={}).to_dict())
+        """Keep traces, but not failures."""
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, self._path)
+            write_whole(self._path, json.dumps(replace(traces, failures={}).to_dict()))
+            files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            drop_oldest(files, KEPT_FILES, KEPT_BYTES)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Replace a file in one go: whoever reads meanwhile gets all of it or nothing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def drop_oldest(files: Sequence[Path], most_files: int, most_bytes: int) -> None:
+    """Delete the last of `files`, which come newest first, beyond so many and beyond so much in sum."""
+    held_bytes = 0
+    for place, file in enumerate(files):
+        with contextlib.suppress(OSError):  # somebody else was quicker
+            held_bytes += file.stat().st_size
+            if place >= most_files or held_bytes > most_bytes:
+                file.unlink()
 
 
 def agrees(plain: Traces, kept: Traces) -> bool:

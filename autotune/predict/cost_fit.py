@@ -29,6 +29,7 @@ MAX_STEPS = 12  # of Gauss-Newton
 LARGEST_STEP = 2.0  # of a parameter, in logarithms
 SETTLED = 1e-4  # a step this small changes nothing
 SETTLED_WEIGHT = 1e-2
+FARTHEST = 1e3  # standard deviations from what is expected to a bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class CostModel:
     ) -> None:
         self._layout = layout
         self._scales = scales
+        self._prior_residual = residual
         self._take(observations)
         self.residual = residual
         stds, weights = np.array(scales.noise).T
@@ -114,6 +116,20 @@ class CostModel:
         prior = self._layout.variance(self.residual, design)
         variance = prior - (explained**2).sum(axis=1) + (effects**2).sum(axis=1)
         return Posterior(value, variance, self._layout, self.residual, design, explained, effects)
+
+    def with_bound(self, config: Config, least: float) -> CostModel:
+        """The model that knows, too, that a config's log cost is more than `least`."""
+        posterior = self.posterior([config])
+        value, noise = beyond(float(posterior.mean[0]), float(posterior.variance[0]) + self.noise**2, least)
+        if not math.isfinite(noise):
+            return self
+        said = Observation(config=config, value=value, noise=math.sqrt(noise))
+        return CostModel(self._layout, self._prior_residual, self._scales, [*self._observations, said])
+
+    def reach(self, config: Config, name: str) -> float:
+        """Share of a config's cost in terms on which a technique acts."""
+        shares = self._layout.design([config]).shares(self._parameters)[0]
+        return float(shares[self._layout.terms_of(name)].sum())
 
     def without(self, row: int) -> CostModel:
         """The model as it would be without one of its observations; noise and residual stay as large as they were found."""
@@ -196,3 +212,22 @@ def student_weights(misfit: Array, variance: Array) -> Array:
     Source: Lange, Little and Taylor, Robust Statistical Modeling Using the t Distribution (JASA, 1989).
     """
     return np.asarray(np.minimum(1.0, (STUDENT_FREEDOM + 1) / (STUDENT_FREEDOM + misfit**2 / variance)))
+
+
+def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
+    """A normal observation (value, variance) that says the same as `the figure is more than least`.
+
+    The moments of the truncated normal are matched, as in expectation propagation: Rasmussen and Williams (2006),
+    section 3.6. The variance is infinite where nothing new is said.
+    """
+    from scipy.special import erfcx
+
+    std = math.sqrt(variance)
+    z = max((mean - least) / std, -FARTHEST)  # further out the figures below are lost in rounding
+    ratio = math.sqrt(2 / math.pi) / float(erfcx(-z / math.sqrt(2)))  # the inverse Mills ratio
+    new_mean = mean + std * ratio
+    new_variance = variance * (1 - ratio * (ratio + z))
+    if new_variance >= variance * (1 - 1e-6):
+        return mean, math.inf
+    noise = 1 / (1 / new_variance - 1 / variance)
+    return noise * (new_mean / new_variance - mean / variance), noise

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from autotune.records.config import Choice, Config
 from autotune.space import Space
 from autotune.techniques import Factor
 
+NOTHING_KNOWN: Mapping[str, Factor] = MappingProxyType({})
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
 SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
@@ -88,6 +90,12 @@ class Design:
         one = slice(index, index + 1)
         return Design(**{field.name: getattr(self, field.name)[one] for field in fields(self)})
 
+    def shares(self, parameters: Array) -> Array:
+        """Each term's share of the cost, (m, q)."""
+        logs = self.scales + self.features @ parameters
+        shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+        return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+
     def linearised(self, parameters: Array) -> tuple[Array, Array]:
         """Logarithm of the cost (m,) and its derivatives (m, p)."""
         logs = self.scales + self.features @ parameters
@@ -103,10 +111,15 @@ class Layout:
 
     Args:
         width: of a sample in a micro batch of a size, in any unit; the same for all where it is not given.
+        compute: what computing in a type does to the term of that name, where it is better known than a technique expects.
     """
 
     def __init__(
-        self, terms: Sequence[CostTerm], space: Space, width: Callable[[int], float] = lambda batch_size: 1.0
+        self,
+        terms: Sequence[CostTerm],
+        space: Space,
+        width: Callable[[int], float] = lambda batch_size: 1.0,
+        compute: Mapping[str, Factor] = NOTHING_KNOWN,
     ) -> None:
         self.terms = terms
         self.space = space
@@ -123,6 +136,8 @@ class Layout:
             technique = techniques.REGISTRY[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
             expected = [technique.expectation(choice, space.choices[name]) for choice in active]
+            known = [compute.get(technique.arithmetic(choice)) for choice in active]
+            expected = [replace(e, compute=k) if k else e for e, k in zip(expected, known, strict=True)]
             spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
             self._untraced |= {switch: spread for switch, spread in spreads.items() if spread}
             for number, term in enumerate(terms):
@@ -141,6 +156,10 @@ class Layout:
         self.mean = np.array(means)
         self.covariance = np.asarray(block_diag(*blocks))
         self.precision = np.asarray(np.linalg.inv(self.covariance + 1e-10 * np.eye(len(self.mean))))
+
+    def terms_of(self, name: str) -> list[int]:
+        """The numbers of the terms on which a technique acts."""
+        return sorted({term for (other, _), acts in self._position.items() if other == name for term, _ in acts})
 
     def design(self, configs: Sequence[Config]) -> Design:
         """The configs as arrays."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.predict import Array
 from autotune.predict.passes import Event, Pass, Purpose
-from autotune.predict.traces import PeakFit, Piece
+from autotune.predict.traces import PeakFit, Piece, WorkTrace
 
 F = TypeVar("F", float, Array)
 NUM_MODULES = 5
@@ -59,6 +59,19 @@ def fit_volume(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:
         return (*constant, *grown)
     pairs = Counter(zip(small, large, strict=True))
     return tuple((*line(passes, a, b), count) for (a, b), count in pairs.items())
+
+
+def fit_work(passes: Sequence[Pass]) -> WorkTrace | None:
+    """The work of a pass; None where it was put together from others. Passes as in `fit_peak`."""
+    low, high = passes[0].work, passes[-1].work
+    if low is None or high is None:
+        return None
+    return WorkTrace(
+        flops=tuple((*key, *line(passes, low.flops.get(key, 0.0), flops)) for key, flops in high.flops.items()),
+        moved_bytes=line(passes, low.moved_bytes, high.moved_bytes),
+        plain_bytes=line(passes, low.plain_bytes, high.plain_bytes),
+        num_operators=high.num_operators,
+    )
 
 
 def excess_at_peak(update: Pass) -> tuple[float, ...]:

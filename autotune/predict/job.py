@@ -10,7 +10,7 @@ from typing import Any
 from autotune import techniques
 from autotune.devices.targets import CPU, Target
 from autotune.predict.allocator import reserved_factors
-from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, line
+from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
 from autotune.predict.lengths import sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, traced_sizes
@@ -29,17 +29,22 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         the lengths of the samples, if the plan asks for them.
     """
     job = _Job(task, plan, target)
+    plain = [group for group in plan.models if not group]  # which all others need
     work: list[tuple[str, Callable[[], Traces]]] = [
+        *((model_label(group), partial(job.model, group)) for group in plain),
         *((update_label(group), partial(job.update, group)) for group in plan.updates),
-        *((model_label(group), partial(job.model, group)) for group in plan.models),
+        *((model_label(group), partial(job.model, group)) for group in plan.models if group),
     ]
     for label, trace in work:
         yield {"begun": label}
         try:
             found = trace()
         except TraceError as error:
-            found = Traces(target=target, failures={label: str(error)})
+            labels = plan.labels() if label == model_label(()) else [label]
+            found = Traces(target=target, failures=dict.fromkeys(labels, str(error)))
         yield {"traces": found.to_dict()}
+        if label == model_label(()) and found.failures:
+            return
     lengths = None
     if plan.lengths:
         with contextlib.suppress(Exception):  # the user's code may not be made for single samples
@@ -59,10 +64,17 @@ class _Job:
         self.model_trace = cache(self._model_trace)
 
     def update(self, group: Group) -> Traces:
-        """Trace the updates of one group."""
+        """Trace the updates of one group. Raises `TraceError` as `model` does."""
+        self._require_traceable(group)
         first, second = self.updates(group)
         state_bytes = float(sum(second.held[key] for key in second.held if second.purposes[key] is Purpose.OPTIMIZER))
-        trace = UpdateTrace(state_bytes=state_bytes, first=excess_at_peak(first), later=excess_at_peak(second))
+        trace = UpdateTrace(
+            state_bytes=state_bytes,
+            first=excess_at_peak(first),
+            later=excess_at_peak(second),
+            moved_bytes=0.0 if second.work is None else second.work.moved_bytes,
+            num_operators=0 if second.work is None else second.work.num_operators,
+        )
         return Traces(target=self.target, updates={group: trace})
 
     def _updates(self, group: Group) -> Updates:
@@ -74,9 +86,12 @@ class _Job:
         Raises:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
+        self._require_traceable(group)
+        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
+
+    def _require_traceable(self, group: Group) -> None:
         if reason := techniques.untraceable(techniques.complete(dict(group)), "cpu" if self.target == CPU else "cuda"):
             raise TraceError(reason)
-        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
 
     def _model_trace(self, group: Group) -> ModelTrace:
         micro = self.micro_steps(group)
@@ -92,6 +107,7 @@ class _Job:
             before_update=fit_start(micro.beside),
             input_bytes=line(micro.alone, low_bytes, high_bytes),
             volume=fit_volume(micro.alone),
+            work=fit_work(micro.alone),
             reserved=reserved_factors(micro, self.updates(()), simulated) if on_gpu else (),
         )
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.devices.targets import CPU
 from autotune.predict import Array
-from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, likely_scales
+from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, beyond, likely_scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
 from autotune.predict.traces import Breakdown, TracedPeak, Traces
 from autotune.records.config import Config
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space
 from autotune.techniques import Factor
 from autotune.units import MIB
@@ -27,6 +28,7 @@ PeakBytes = Sequence[tuple[Config, int]]
 Z95 = 1.96
 # Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
 FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
+FIXED_STD_CUDA_BYTES = 128 * MIB  # on a GPU they load kernels, too, and late
 SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
 # of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
 # same size; 0.15 and 0.20 of a micro batch's allocated volume stayed with a transformer and a convolutional network
@@ -36,7 +38,7 @@ GROUP_STDS = ((GROUP_STD, 0.9), (0.3, 0.07), (1.2, 0.03))  # with prior weights
 # what one choice makes a process hold beside all that is traced (compiled kernels of many shapes), as a share of what
 # the probes hold, with prior weights; times the choice's own spread
 UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
-PROBE_STD = 0.02  # of what is held for tensors, from one process to the next
+PROBE_STD = 0.04  # of what is held for tensors, from one process to the next: 0 to 0.5 % seen with linear layers, 5 % with convolutions
 PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.
@@ -50,7 +52,6 @@ SCALES = Scales(noise=((0.01, 0.5), (0.02, 0.3), (0.04, 0.2)), outliers=False)
 # A failed allocation that exceeds the expected peak by more is some request of its own, of which the model knows nothing.
 LARGEST_SURPRISE = 5.0
 LARGEST_BYTES = 2**62  # a figure beyond says only that nothing is known; it fits a 64-bit integer
-FARTHEST = 1e3  # standard deviations from what is expected to a bound
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
 
 
@@ -90,7 +91,7 @@ class MemoryEstimate:
 
 
 class MemoryModel:
-    """Peak memory of any config of a space.
+    """Peak memory of any config of a space, from traces and the probes so far; what ran out of memory is evidence, too.
 
     Args:
         peaks: traced peaks, or None where the model cannot be traced.
@@ -98,20 +99,13 @@ class MemoryModel:
     """
 
     def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
-        self._peaks = peaks
-        self._outside_bytes = outside_bytes
-        self._space = space
         measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
         # what a config needs at the least, where it was told
-        failed = [(c, least) for c, o in probes if o.kind is Kind.OOM and (least := o.peak_bytes + o.attempted_bytes)]
+        failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None
         if peaks is not None and not _are_refuted(peaks, measured):
             self._traced = _Traced(peaks, outside_bytes, space, measured, failed)
         self._untraced = _Untraced(outside_bytes, space, measured, failed)
-
-    def fitted(self, probes: Probes) -> MemoryModel:
-        """A new model that has seen exactly these probes; what ran out of memory is evidence, too."""
-        return MemoryModel(self._peaks, self._outside_bytes, self._space, probes)
 
     def estimate(self, config: Config) -> MemoryEstimate | None:
         """The peak of a config; None where it was not traced and no probe has told anything yet."""
@@ -133,11 +127,11 @@ class _Rows:
         features: (configs, 3) what the line's three figures multiply, times how little they are known.
     """
 
-    def __init__(self, layout: Layout, found: Sequence[tuple[Config, TracedPeak]]) -> None:
+    def __init__(self, layout: Layout, found: Sequence[tuple[Config, TracedPeak]], fixed_std_bytes: int) -> None:
         self.design = layout.design([config for config, _ in found])
         self.held = np.array([_held(trace) for _, trace in found])
         self.line = FIXED_BYTES + self.held
-        stds = [(FIXED_STD_BYTES, SHARE_STD * t.peak_bytes, KEPT_STD * t.volume_bytes) for _, t in found]
+        stds = [(fixed_std_bytes, SHARE_STD * t.peak_bytes, KEPT_STD * t.volume_bytes) for _, t in found]
         self.features = np.array(stds, dtype=float).reshape(-1, 3)
 
 
@@ -147,6 +141,7 @@ class _Traced:
     def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
+        self._fixed_std_bytes = FIXED_STD_BYTES if peaks.target == CPU else FIXED_STD_CUDA_BYTES
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         exact = [((c, t), float(held - outside_bytes), _noise(t)) for c, held in measured if (t := peaks.peak(c))]
@@ -178,7 +173,7 @@ class _Traced:
 
     def _take(self, found: Sequence[tuple[tuple[Config, TracedPeak], float, float]]) -> None:
         """Take (config and trace, value, variance of the noise) for what is known."""
-        self._seen = _Rows(self._layout, [known for known, _, _ in found])
+        self._seen = _Rows(self._layout, [known for known, _, _ in found], self._fixed_std_bytes)
         self._departures = np.array([value for _, value, _ in found]) - self._seen.line
         self._noise = np.array([noise for _, _, noise in found])
 
@@ -195,7 +190,7 @@ class _Traced:
 
     def _predict(self, known: Sequence[tuple[Config, TracedPeak]]) -> tuple[Array, Array]:
         """Mean and variance of the peak less what is outside, one process's noise apart."""
-        rows = _Rows(self._layout, known)
+        rows = _Rows(self._layout, known, self._fixed_std_bytes)
         mean = rows.line
         variance = (
             (rows.features**2).sum(axis=1)
@@ -221,6 +216,12 @@ class _Traced:
         """The same before its scales: the line, what groups of techniques do, and what choices do that no trace shows."""
         of_groups = np.outer(a.held, b.held) * self._layout.likeness(a.design, b.design)
         return a.features @ b.features.T, of_groups, a.design.untraced @ b.design.untraced.T
+
+
+def _least_bytes(outcome: Outcome) -> int:
+    """What a config needs at the least that ran out of memory, or was killed; 0 where that is not known."""
+    attempted = outcome.peak_bytes + outcome.attempted_bytes if outcome.kind is Kind.OOM else 0
+    return max(attempted, outcome.bound.peak_bytes_low if outcome.bound else 0)
 
 
 def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
@@ -254,12 +255,7 @@ class _Untraced:
         self._any = bool(seen)
         self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
-            posterior = self._model.posterior([config])
-            variance = float(posterior.variance[0]) + self._model.noise**2
-            value, noise = beyond(float(posterior.mean[0]), variance, self._log(least))
-            if math.isfinite(noise):
-                seen.append(Observation(config=config, value=value, noise=math.sqrt(noise)))
-                self._model = CostModel(layout, RESIDUAL, SCALES, seen)
+            self._model = self._model.with_bound(config, self._log(least))
 
     def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
         if not self._any or not configs:
@@ -275,22 +271,3 @@ class _Untraced:
 
     def _log(self, peak_bytes: float) -> float:
         return math.log(max(peak_bytes - self._outside_bytes, 0.02 * peak_bytes))
-
-
-def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
-    """A normal observation (value, variance) that says the same as `the figure is more than least`.
-
-    The moments of the truncated normal are matched, as in expectation propagation: Rasmussen and Williams (2006),
-    section 3.6. The variance is infinite where nothing new is said.
-    """
-    from scipy.special import erfcx
-
-    std = math.sqrt(variance)
-    z = max((mean - least) / std, -FARTHEST)  # further out the figures below are lost in rounding
-    ratio = math.sqrt(2 / math.pi) / float(erfcx(-z / math.sqrt(2)))  # the inverse Mills ratio
-    new_mean = mean + std * ratio
-    new_variance = variance * (1 - ratio * (ratio + z))
-    if new_variance >= variance * (1 - 1e-6):
-        return mean, math.inf
-    noise = 1 / (1 / new_variance - 1 / variance)
-    return noise * (new_mean / new_variance - mean / variance), noise

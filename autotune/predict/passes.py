@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from autotune.records.calibration import Work
+
 
 class Event(NamedTuple):
     """One storage allocated or freed.
@@ -49,6 +51,7 @@ class Pass:
         modules: key of an activation -> the module in whose forward pass it was allocated.
         marks: (number of events before it, number of the block) of every moment at which one of the observed blocks begins
             its forward pass or its backward pass, or the last block ends its forward pass (with the number of blocks).
+        work: of its operators; None where they were not run.
     """
 
     batch_size: int
@@ -57,6 +60,7 @@ class Pass:
     purposes: Mapping[int, Purpose]
     modules: Mapping[int, str]
     marks: tuple[tuple[int, int], ...] = ()
+    work: Work | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

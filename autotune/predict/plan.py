@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.predict.traces import Group, Traces, decode, group_of, model_label, update_label
+from autotune.predict.traces import Group, Traces, group_of, model_label, update_label
 from autotune.records.config import Config
+from autotune.records.formats import Record
 from autotune.techniques import Phase
 
 LARGEST_TRACED = 32  # samples: the fit is exact beyond it, too, unless the check shows otherwise
@@ -19,7 +19,7 @@ MAX_ALLOCATOR_SIZES = 8  # batch sizes at which the caching allocator is simulat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Record):
     """What to trace.
 
     Attributes:
@@ -48,22 +48,14 @@ class Plan:
         """Of all groups."""
         return [*map(model_label, self.models), *map(update_label, self.updates)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Plan:
-        """What `to_dict` gave, after JSON."""
-        found: Plan = decode(Plan, data)
-        return found
-
 
 def plan_traces(configs: Iterable[Config]) -> Plan:
-    """What to trace for `configs`, in their order. With nothing switched on comes first: all others are compared with it."""
+    """What to trace for `configs`: with nothing switched on first, since all others are compared with it, then what switches
+    on the least.
+    """
     configs = list(configs)
-    models = dict.fromkeys([(), *(group_of(config, Phase.MODEL) for config in configs)])
-    updates = dict.fromkeys([(), *(group_of(config, Phase.OPTIMIZER) for config in configs)])
+    models = sorted(dict.fromkeys([(), *(group_of(config, Phase.MODEL) for config in configs)]), key=len)
+    updates = sorted(dict.fromkeys([(), *(group_of(config, Phase.OPTIMIZER) for config in configs)]), key=len)
     sizes = sorted({config.batch_size for config in configs})
     return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sizes))
 

@@ -173,6 +173,7 @@ class _Composer:
                 purposes={key: base.purposes[key] for key in base.held} | self._of_origin("purposes"),
                 modules=self._of_origin("modules"),
                 marks=(),
+                work=None,
             )
             for which, base in enumerate((self.sources[1].low, self.sources[1].high))
         )

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autotune.devices.kernels.rules import Hidden
+from autotune.devices.kernels.work import count
 from autotune.predict.fake_run import SUBSTITUTES
 from autotune.predict.passes import Event
+from autotune.records.calibration import Work
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
@@ -35,6 +37,7 @@ class StorageTracker(TorchDispatchMode):
         last_key: the key that was given last; keys count up from 1.
         scopes: key of a storage -> `scope` when it was allocated.
         scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
+        work: to which operators are added, where the owner sets one.
         in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
     """
 
@@ -43,6 +46,7 @@ class StorageTracker(TorchDispatchMode):
         self.events: list[Event] = []
         self.scopes: dict[int, str | None] = {}
         self.scope: str | None = None
+        self.work: Work | None = None
         self.in_backward = False
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
@@ -71,6 +75,8 @@ class StorageTracker(TorchDispatchMode):
                 result = args[0]
         if result is NotImplemented:
             result = func(*args, **kwargs) if kwargs else func(*args)
+        if self.work is not None:
+            count(self.work, func, args, kwargs or {}, result)
         self._sum = None
         if func in self._results:
             for tensor, size_bytes in self._results[func](args, result):

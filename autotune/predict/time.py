@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
-from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
+from autotune.predict.cost_terms import NOTHING_KNOWN, SIZES, CostTerm, Layout, Residual
 from autotune.predict.lengths import LengthDistribution
+from autotune.predict.roofline import Roofline
+from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement
 from autotune.space import Space
@@ -19,11 +21,16 @@ from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:
 # compute * w + launch / b + update / s + data.
+LAUNCH = Factor(typical=0.03, spread=4.0)
 TERMS = (
     CostTerm(name="compute", scale=lambda b, s, w: w, share=Factor(spread=1e3)),
-    CostTerm(name="launch", scale=lambda b, s, w: 1 / b, share=Factor(typical=0.03, spread=4.0)),
+    CostTerm(name="launch", scale=lambda b, s, w: 1 / b, share=LAUNCH),
     CostTerm(name="update", scale=lambda b, s, w: 1 / s, share=Factor(typical=0.03, spread=3.0)),
     CostTerm(name="data", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.02, spread=4.0)),
+)
+COUNTED_SPREAD = 2.5  # of an update whose operators and bytes were counted; seen: a factor of 0.4 to 3
+TYPE_SPREAD = (
+    1.4  # of what a type does, by rates and work; seen: 1.3, and 1.8 where kernels are made for each new shape
 )
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
@@ -60,22 +67,31 @@ class SpeedEstimate:
 
 
 class TimeModel:
-    """Throughput of any config of a space, from priors and the probes so far.
+    """Throughput of any config of a space, from priors and the probes so far; those that were ended are bounds.
 
     Args:
         lengths: of the training set's samples: larger micro batches are padded more.
+        roofline: the device's rates and the model's work, from which priors come where they are known.
     """
 
-    def __init__(self, space: Space, probes: Probes = (), lengths: LengthDistribution | None = None) -> None:
+    def __init__(
+        self,
+        space: Space,
+        probes: Probes = (),
+        lengths: LengthDistribution | None = None,
+        roofline: Roofline | None = None,
+    ) -> None:
         self._baseline = space.baseline
-        self._layout = Layout(TERMS, space, lengths.mean_width) if lengths else Layout(TERMS, space)
-        self._fit(probes)
-
-    def fitted(self, probes: Probes) -> TimeModel:
-        """A new model that has seen exactly these probes. Those that did not run through tell nothing of time."""
-        new = copy(self)
-        new._fit(probes)
-        return new
+        terms, compute = _counted(roofline, space.baseline) if roofline else (TERMS, NOTHING_KNOWN)
+        width = lengths.mean_width if lengths else lambda batch_size: 1.0
+        layout = Layout(terms, space, width, compute)
+        measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
+        seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
+        self._seen = [observation.config for observation in seen]
+        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
+        for config, outcome in probes if seen else ():
+            if outcome.measurement is None and outcome.samples_per_s_high:
+                self._model = self._model.with_bound(config, -math.log(outcome.samples_per_s_high))
 
     def leave_one_out(self) -> list[TimeModel]:
         """The models that would be without one probe that is the only one to show a technique's choice.
@@ -97,6 +113,10 @@ class TimeModel:
         """Standard deviation of the log throughput between one process and another, as far as it is known."""
         return self._model.noise
 
+    def reach(self, config: Config, name: str) -> float:
+        """Share of a config's time on which a technique acts at all: it can gain no more than that."""
+        return self._model.reach(config, name)
+
     def speeds(self, configs: Sequence[Config]) -> Posterior:
         """The log throughputs of several configs together: what two have in common does not tell them apart."""
         found = self._model.posterior(configs)  # of the log seconds per sample
@@ -110,11 +130,20 @@ class TimeModel:
             for mean, variance in zip(speeds.mean, speeds.variance, strict=True)
         ]
 
-    def _fit(self, probes: Probes) -> None:
-        measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
-        seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
-        self._seen = [observation.config for observation in seen]
-        self._model = CostModel(self._layout, RESIDUAL, SCALES, seen)
+
+def _counted(roofline: Roofline, baseline: Config) -> tuple[tuple[CostTerm, ...], Mapping[str, Factor]]:
+    """The terms with shares by the rates of the device and the work of the model, and what each type does to `compute`."""
+    size, compute_s = baseline.batch_size, roofline.compute_s(baseline.batch_size, FP32)
+    if not compute_s:
+        return TERMS, NOTHING_KNOWN
+    shares = {
+        # beside launching, small batches make operators slower: the share that is expected where nothing is known
+        "launch": Factor(typical=LAUNCH.typical + roofline.launch_s() / size / compute_s, spread=LAUNCH.spread),
+        "update": Factor(typical=roofline.update_s() / baseline.samples_per_step / compute_s, spread=COUNTED_SPREAD),
+    }
+    factors = {name: roofline.factor(size, name) for name in (TF32, BF16, FP16)}
+    compute = {name: Factor(typical=factor, spread=TYPE_SPREAD) for name, factor in factors.items() if factor}
+    return tuple(replace(term, share=shares.get(term.name, term.share)) for term in TERMS), compute
 
 
 def _exp(log: float) -> float:

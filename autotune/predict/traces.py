@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
 from autotune.records.config import Choice, Config
+from autotune.records.formats import decode
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
@@ -138,6 +139,21 @@ class PeakFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkTrace:
+    """The work of a micro batch, forward and backward, as lines in the batch size: (constant, per sample).
+
+    Attributes:
+        flops: (kind of work, type, constant, per sample) of matrix products and convolutions.
+        moved_bytes, plain_bytes, num_operators: as in `Work`.
+    """
+
+    flops: tuple[tuple[str, str, float, float], ...]
+    moved_bytes: tuple[float, float]
+    plain_bytes: tuple[float, float]
+    num_operators: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
 
@@ -149,6 +165,7 @@ class ModelTrace:
         volume: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
         reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
             living storages' peak, with one micro batch a step and with more.
+        work: where it is known.
     """
 
     alone: PeakFit
@@ -157,6 +174,7 @@ class ModelTrace:
     input_bytes: tuple[float, float]
     volume: tuple[tuple[float, float, int], ...]
     reserved: tuple[tuple[int, float, float], ...] = ()
+    work: WorkTrace | None = None
 
     def volume_bytes(self, batch_size: int) -> int:
         """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
@@ -185,11 +203,14 @@ class UpdateTrace:
         state_bytes: of the optimizer.
         first: bytes by purpose at the peak of the first update, which allocates the state, beyond those before it.
         later: the same for every other update, in which the state is there.
+        moved_bytes, num_operators: of such an update, as in `Work`.
     """
 
     state_bytes: float
     first: tuple[float, ...]
     later: tuple[float, ...]
+    moved_bytes: float = 0.0
+    num_operators: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,15 +300,3 @@ class Traces:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no traces: {error}") from error
-
-
-def decode(kind: Any, data: Any) -> Any:
-    """Rebuild frozen dataclasses and tuples from what JSON made of them."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        return kind(**{name: decode(hint, data[name]) for name, hint in get_type_hints(kind).items()})
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            return tuple(decode(kinds[0], item) for item in data)
-        return tuple(decode(each, item) for each, item in zip(kinds, data, strict=True))
-    return data

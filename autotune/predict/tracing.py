@@ -32,6 +32,7 @@ from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
+from autotune.records.calibration import Work
 from autotune.records.config import Choice, Config
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -108,7 +109,10 @@ class Tracer:
     def _run(self, config: Config) -> Iterator[_Run]:
         tracker = StorageTracker(hidden_allocations(self._target))
         with _explained(), fake_run(self._mode, self._target), tracker:
-            run = _Run(self._session(config), tracker, self._mode, self._target)
+            session = self._session(config)
+            if session.task.takes_whole_steps:
+                raise TraceError("the task's own step is one unit, so its memory is learned from probes")
+            run = _Run(session, tracker, self._mode, self._target)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -163,13 +167,15 @@ class _Run:
         ends = min(batches), max(batches)
         for size, batch in batches.items():
             inputs = self._inputs(batch)
-            alone.append(self._micro_step(size, inputs))
+            with self._counted() as work:
+                alone.append(replace(self._micro_step(size, inputs), work=work))
             if size in ends:
                 beside.append(self._micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
-            alone[0] = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
+            again = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
+            alone[0] = replace(again, work=alone[0].work)
         return MicroSteps(alone=tuple(alone), beside=tuple(beside))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
@@ -184,7 +190,15 @@ class _Run:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         del gradients
-        return Updates(first=first, second=self._pass(batch_size, self.session.update))
+        with self._counted() as work:
+            return Updates(first=first, second=replace(self._pass(batch_size, self.session.update), work=work))
+
+    @contextmanager
+    def _counted(self) -> Iterator[Work]:
+        """The work of the operators that run inside."""
+        self.tracker.work = work = Work()
+        yield work
+        self.tracker.work = None
 
     def _inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
@@ -195,7 +209,7 @@ class _Run:
         return fake
 
     def _micro_step(self, batch_size: int, inputs: Any) -> Pass:
-        return self._pass(batch_size, lambda: self.session.accumulate(StepBatch([inputs])))
+        return self._pass(batch_size, lambda: self.session.accumulate(StepBatch([(inputs, batch_size)])))
 
     def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:
         gradients = self._gradients()

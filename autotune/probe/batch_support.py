@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autotune.records.batch_plan import BatchPlan, divisors
 from autotune.records.inspection import BatchSupport
 from autotune.task.facts import uses_batch_statistics
+from autotune.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +19,23 @@ _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # searched: baseline / 16 to baseline x 64
 
 
 def batch_support(
-    model: torch.nn.Module, baseline: BatchPlan, *, global_batch: int | None, dataset_size: int | None
+    model: torch.nn.Module,
+    baseline: BatchPlan,
+    *,
+    global_batch: int | None,
+    dataset_size: int | None,
+    whole_step: bool = False,
 ) -> BatchSupport:
     """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
 
-    No size exceeds the dataset.
+    A task's own `train_step` (`whole_step`) does not accumulate.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
     micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice.
     """
+    if whole_step and global_batch is not None:
+        reason = "the task's own step takes the whole global batch at once"
+        return BatchSupport(sizes=(global_batch,), sizes_reason=reason, reason=reason)
     if global_batch is not None:
         sizes = divisors(global_batch)
     else:
@@ -49,7 +58,7 @@ def batch_support(
         accumulation_steps=tuple(step for step in steps if step <= most),
         optional_accumulation_steps=tuple(step for step in steps if step > most),
         reason=(
-            f"the model has batch normalisation, so accumulating more than the baseline's {most} micro steps "
+            f"the model has batch normalisation, so accumulating more than the baseline's {plural(most, 'micro step')} "
             "normalises over smaller batches, which changes what is learned"
         ),
         note=(

@@ -17,7 +17,8 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check
 from autotune.task import Task
-from autotune.techniques.base import FP32_MANTISSA_BITS
+from autotune.task.batches import CannotCutError
+from autotune.techniques.base import MANTISSA_BITS
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
@@ -35,22 +36,16 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
     """Compare a config with plain fp32 on one batch: the same weights, the same samples, the same seed.
 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
-    of the state dict. If all techniques of the config are exact and one asks for more than one step
-    (`Technique.check_steps`), the parameters after those steps are compared as well (the figure is in `reason`).
-
-    Exact techniques may have a relative error of 1e-5, or ten times the model's own noise. The noise is the larger of two
-    differences: between two plain runs, and from moving the parameters by one unit in the last place. A config with a
-    technique of reduced precision must reach a gradient cosine of 0.999. Checkpointing, optimizer and loader are
-    compared with dropout on, since they must keep its random state. If a config also changes dtype, layout or micro
-    batch, dropout is the identity on both sides (`check_choice` on each technique says more).
+    of the state dict. Where the config's techniques are exact, they may have a relative error of 1e-5 or ten times the
+    model's own noise, and `Technique.check_steps` asks for more steps. Otherwise the gradient's cosine must be 0.999.
+    Checkpointing, optimizer and loader are compared with dropout on, since they must keep its random state. If a config
+    also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
 
     Args:
-        task: the user's task.
-        config: complete or partial. Its batch size is ignored. A config that accumulates gets the samples in two micro
-            batches, and plain fp32 gets all of them at once. With batch normalisation that fails, as it should, and
-            `reason` says so.
+        config: complete or partial; its batch size is ignored. One that accumulates gets the samples in two micro batches,
+            where they can be cut.
         device: where to compare; process-wide settings and random states are restored.
-        batch_size: samples to compare on. The runs follow one another, so the device holds one session at a time.
+        batch_size: samples to compare on.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.
@@ -58,20 +53,7 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         ConfigError: the config is not valid.
     """
     config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
-    changes = [f"{name}={choice}" for name, choice in _changes(config).items()]
-    if config.accumulation_steps > 1:
-        changes.insert(0, f"{ACCUMULATION}={config.accumulation_steps}")
-    text = ", ".join(changes) or "nothing switched on"
-    return _Comparison(task, config, device, batch_size).check("config", text)
-
-
-def check_choice(task: Task, name: str, choice: Choice, device: str | Device, batch_size: int) -> Check:
-    """`run_checks` for one technique alone.
-
-    Raises:
-        ConfigError: there is no such technique, or no such choice of it; otherwise as `run_checks`.
-    """
-    return _Comparison(task, techniques.complete({name: choice}), device, batch_size).check(name, choice)
+    return _Comparison(task, config, device, batch_size).check()
 
 
 class _Comparison:
@@ -81,24 +63,26 @@ class _Comparison:
         self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
         self.device = open_device(device) if isinstance(device, str) else device
         self.batch_size = batch_size
-        changes = _changes(config)
-        self.micro_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
+        changes = {name: config[name] for name, t in techniques.REGISTRY.items() if config[name] != t.off}
+        accumulation: dict[str, Choice] = {ACCUMULATION: config.accumulation_steps}
+        self.switched = (accumulation if config.accumulation_steps > 1 else {}) | changes
+        self.asked_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
+        self.micro_steps = self.asked_steps if _can_be_cut(task) else 1
         self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
         used = [techniques.REGISTRY[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
         # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
         self.same_masks = self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
         self.num_steps = max((technique.check_steps for technique in used), default=1) if self.exact else 1
-        bits = [technique.mantissa_bits(changes[technique.name]) for technique in used]
-        self.mantissa_bits = min(bits, default=FP32_MANTISSA_BITS)
+        self.mantissa_bits = MANTISSA_BITS[techniques.arithmetic_of(config)]
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
 
-    def check(self, technique: str, choice: Choice) -> Check:
+    def check(self) -> Check:
         """Run everything and judge."""
         with restored_randomness(self.device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
-            runs = Runs(self.task, self.device, batch, num_steps=self.num_steps, same_masks=self.same_masks)
+            runs = Runs(self.task, self.device, batch, self.num_steps, self.same_masks)
             plain = runs.run(self.plain)
             # Where masks cannot be the same, randomness that `dropout_off` does not reach is the model's own noise.
             noise = worst(
@@ -123,6 +107,8 @@ class _Comparison:
             elif complaints and not self.exact:
                 rounded = difference(plain, runs.run(self.plain, prepare_model=self.round_parameters))
                 notes.append(f"plain fp32 with parameters rounded as far has a gradient cosine of {rounded.cosine:.5f}")
+        if self.micro_steps < self.asked_steps:
+            notes.append("accumulation is not compared: only the task itself can make smaller batches")
         if not names_equal:
             complaints.append("the names of parameters or the keys of the state dict changed")
         if self.num_steps > 1:
@@ -132,8 +118,8 @@ class _Comparison:
         if noise.gradient > REDUCED_GRADIENT_ERROR:
             notes.append("two plain runs differ as much, so this comparison says little about the technique")
         return Check(
-            technique=technique,
-            choice=choice,
+            technique="config",
+            choice=", ".join(f"{name}={choice}" for name, choice in self.switched.items()) or "nothing switched on",
             exact=self.exact,
             loss_error=found.loss,
             gradient_error=found.gradient,
@@ -148,9 +134,8 @@ class _Comparison:
     def error_in_double(self, runs: Runs) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.
 
-        A rounding that flips one ReLU or one maximum changes the gradient of a convolutional network by a percent. It
-        happens in some runs only, so the noise of two runs may miss it. In double precision it does not happen, while
-        a technique that is wrong stays wrong.
+        A rounding that flips one ReLU changes a convolutional network's gradient by a percent, in some runs only. In
+        double precision it does not happen, while a technique that is wrong stays wrong.
         """
         double = runs.in_double()
         try:
@@ -189,9 +174,13 @@ class _Comparison:
         return out
 
 
-def _changes(config: Config) -> dict[str, Choice]:
-    """The techniques that a config switches on."""
-    return {name: config[name] for name, t in techniques.REGISTRY.items() if config[name] != t.off}
+def _can_be_cut(task: Task) -> bool:
+    """Whether two micro batches can be made of one batch, so that plain training sees the same samples at once."""
+    try:
+        task.cuts()
+    except CannotCutError:
+        return False
+    return True
 
 
 def _move_by_one_ulp(model: torch.nn.Module) -> None:

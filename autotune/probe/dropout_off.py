@@ -46,11 +46,9 @@ class _DropoutOff(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _WITH_TRAINING_FLAG:
-            return (
-                func(*args, **{**kwargs, "training": False})
-                if len(args) < 3
-                else func(*args[:2], False, *args[3:], **kwargs)
-            )
+            if len(args) > 2:
+                return func(*args[:2], False, *args[3:], **kwargs)
+            return func(*args, **{**kwargs, "training": False})
         if func in _BELOW:
             return args[0] if args else kwargs["input"]
         if func is _F.scaled_dot_product_attention:

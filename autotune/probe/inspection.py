@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import gc
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, TaskError
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
+from autotune.records.calibration import Calibration
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Support
-from autotune.techniques.base import Technique
+from autotune.techniques.base import REACHES_INTO_STEP, Technique
 from autotune.techniques.build import Setting
+from autotune.units import format_bytes
+
+if TYPE_CHECKING:
+    from autotune.devices import Device
 
 CHANGES_LEARNING = "it changes what is learned"
 
 
 def inspect_task(
-    task: Any, *, device: str, memory_limit_bytes: int | None, absent: dict[str, Any] | None = None
+    task: Any,
+    *,
+    device: str,
+    memory_limit_bytes: int | None,
+    calibration: dict[str, Any] | None = None,
+    absent: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
 
     Args:
+        calibration: of the device, as a dict.
         absent: a `DeviceInfo` as a dict: inspect for a GPU that is not in this machine. No step is tried then.
 
     Raises:
         TaskError: the task or its baseline is not valid.
     """
     from autotune import techniques
-    from autotune.devices import Device, open_device
+    from autotune.devices import open_device
     from autotune.devices.absent import AbsentGpu
     from autotune.probe.batch_support import batch_support
-    from autotune.task.batches import map_tensors
-    from autotune.task.facts import check_task, gather_facts
+    from autotune.task.batches import to_device
+    from autotune.task.facts import gather_facts
 
     opened: Device = open_device(device) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
+    opened.enter()  # from here on CUDA itself says which GPU this is
     info = opened.info()
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
     outside_bytes = opened.current_bytes()
-    if absent is None:
-        check_task(task, opened.torch_device)
+    first = _first_step(task, opened) if absent is None else FirstStep()
     facts = gather_facts(task)
     baseline = _baseline(task, facts.dataset_size)
     model = task.model().to(opened.torch_device)
@@ -49,12 +61,19 @@ def inspect_task(
         device=opened,
         model=model,
         optimizer=task.optimizer(model),
-        batch=map_tensors(lambda tensor: tensor.to(opened.torch_device), task.batch(2)),
+        batch=to_device(task.batch(first.samples), opened.torch_device),
         baseline=baseline.as_dict(),
         global_batch=task.global_batch,
         dataset_size=facts.dataset_size,
+        calibration=Calibration.from_dict(calibration or {}),
     )
-    batch = batch_support(model, baseline.plan, global_batch=task.global_batch, dataset_size=facts.dataset_size)
+    batch = batch_support(
+        model,
+        baseline.plan,
+        global_batch=task.global_batch,
+        dataset_size=facts.dataset_size,
+        whole_step=task.takes_whole_steps,
+    )
     return {
         "facts": asdict(facts),
         "device": asdict(info),
@@ -64,41 +83,85 @@ def inspect_task(
         "batch": asdict(batch),
         "support": {name: asdict(_support(technique, setting)) for name, technique in techniques.REGISTRY.items()},
         "outside_bytes": outside_bytes,
+        "step_s": first.seconds,
+        "step_samples": first.samples,
+        "shortage": first.shortage,
     }
 
 
+@dataclass(frozen=True)
+class FirstStep:
+    """The step that was tried: its seconds, its samples, and how it ran out of memory if it did."""
+
+    seconds: float | None = None
+    samples: int = 2
+    shortage: str = ""
+
+
+def _first_step(task: Any, device: Device) -> FirstStep:
+    """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
+
+    That it runs out of memory is a finding: techniques may make the model fit.
+    """
+    from autotune.devices.oom import attempted_bytes
+    from autotune.task import samples
+    from autotune.task.facts import check_task
+
+    mistake: Exception | None = None
+    for size in (2, None):
+        try:
+            if size is None:
+                dataset = task.dataset()
+                size = _baseline(task, None if dataset is None else samples.dataset_size(dataset)).batch_size
+            return FirstStep(check_task(task, device.torch_device, size), size)
+        except Exception as error:
+            if device.is_out_of_memory(error):
+                asked = attempted_bytes(error)
+                shortage = f"an allocation of {format_bytes(asked)} failed" if asked else "out of memory"
+                return FirstStep(None, size or 2, shortage)
+            mistake = mistake or error
+    assert mistake is not None
+    raise mistake
+
+
 def _baseline(task: Any, dataset_size: int | None) -> Config:
-    """The user's baseline as a complete config; plain training at a batch of 32 if the task has none."""
+    """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
     from autotune import techniques
 
     given: dict[str, Any] = dict(task.baseline or {})
-    if BATCH_SIZE not in given and dataset_size is not None:
-        given[BATCH_SIZE] = largest_batch_size(min(DEFAULT_BATCH_SIZE, dataset_size), task.global_batch)
-    stated = f"the baseline {dict(task.baseline or {})!r}"
+    if task.takes_whole_steps and task.global_batch is not None:
+        given = {BATCH_SIZE: task.global_batch, **given}
+    if BATCH_SIZE not in given:
+        usual = task.loader_batch_size() or DEFAULT_BATCH_SIZE
+        given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch)
     try:
-        config = techniques.complete(given, global_batch=task.global_batch)
+        return techniques.complete(given, global_batch=task.global_batch)
     except ConfigError as error:
-        raise TaskError(f"{stated} is not valid: {error}; correct BASELINE") from None
-    if not config.plan.keeps(task.global_batch):
-        raise TaskError(
-            f"{stated} makes {config.samples_per_step} samples per optimizer step ({config.batch_size} x "
-            f"{config.accumulation_steps}), but the global batch is {task.global_batch}; correct accumulation_steps or "
-            "leave it out"
-        )
-    return config
+        raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 
 
 def _support(technique: Technique, setting: Setting) -> Support:
-    """The choices of a technique that apply. If trying the technique raises, it is off, with the reason."""
-    try:
-        support = technique.support(setting)
-        return _optional(technique, support) if technique.changes_learning else support
-    except Exception as error:
-        if setting.device.is_out_of_memory(error):
-            raise
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-        return Support(choices=(technique.off,), reason=f"trying it raised {what}"[:300])
+    """The choices of a technique that apply. If trying the technique raises, it is off, with the reason.
+
+    Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
+    """
+    import torch
+
+    if technique.reaches_into_step and setting.task.takes_whole_steps:
+        return Support(choices=(technique.off,), reason=REACHES_INTO_STEP)
+    reason = ""
+    for keeps_activations in (True, False):
+        gc.collect()
+        try:
+            with torch.set_grad_enabled(keeps_activations):
+                support = technique.support(setting)
+            return _optional(technique, support) if technique.changes_learning else support
+        except Exception as error:
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            reason = f"trying it raised {type(error).__name__}: {first_line}"[:300]
+            if not setting.device.is_out_of_memory(error):
+                break
+    return Support(choices=(technique.off,), reason=reason)
 
 
 def _optional(technique: Technique, support: Support) -> Support:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -14,9 +15,9 @@ import torch
 
 from autotune.devices import Device
 from autotune.probe.memory_growth import growth_per_step
-from autotune.probe.micro_batches import largest_step_batch, micro_batches
+from autotune.probe.micro_batches import micro_batches
 from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Blocks, is_warm
+from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
 from autotune.records.outcome import Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
@@ -51,6 +52,7 @@ class Run:
     report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
+    _slowdowns: Counter[str] = field(default_factory=Counter)  # what slowed the device down, by the number of blocks
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -79,17 +81,23 @@ class Run:
         self._warm_up()
         warmup_s = self.train_s
         self._reporter.enter("timing")
-        cut_short = self._is_hopeless()
-        blocks, growth = (self._warm_up_as_blocks(), 0.0) if cut_short else self._time()
-        contention = 0.0 if cut_short else self.device.contention()
-        before_phases = self.train_s
-        phases = {} if cut_short else self._phases()
+        blocks = Blocks(
+            interval=self.settings.interval,
+            max_timed_s=self.settings.max_timed_s,
+            min_timed_s=self.settings.min_timed_s,
+            unequal=self.session.task.dataset() is not None,
+        )
+        timed_s, growth, contention, phases = 0.0, 0.0, 0.0, {}
+        if cut_short := self._is_hopeless():
+            for step_s in self._whole_steps_s():
+                blocks.add(self.session.config.samples_per_step / step_s, 0.0)
+        else:
+            growth, contention = self._time(blocks), self.device.contention()
+            timed_s = self.train_s - warmup_s
+            phases = self._phases()
         detail = self.device.memory_detail()
         speed, low, high = blocks.throughput
         telemetry = self.device.telemetry()
-        # a large GPU is at its power cap whenever it works hard: that is its speed, not a disturbance
-        throttled = tuple(f"clock throttled: {r}" for r in telemetry.throttle_reasons if r != "power cap")
-        contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
         return Measurement(
             samples_per_s=speed,
             samples_per_s_low=low,
@@ -100,8 +108,8 @@ class Run:
             num_steps=self.num_steps,
             setup_s=setup_s,
             warmup_s=warmup_s,
-            timed_s=before_phases - warmup_s,
-            explained_s=self.train_s - before_phases,
+            timed_s=timed_s,
+            explained_s=self.train_s - warmup_s - timed_s,
             compile_s=self._compile_s(),
             phases_s=phases,
             final_loss=float(self._loss),
@@ -111,7 +119,7 @@ class Run:
             num_ooms=int(detail.get("num_ooms", 0)),
             contention=contention,
             cut_short=cut_short,
-            disturbances=contended + throttled,
+            disturbances=disturbances(contention, self._slowdowns, len(blocks.samples_per_s)),
             memory=detail,
             telemetry=telemetry.values,
         )
@@ -124,7 +132,8 @@ class Run:
         differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
         """
         accumulation_steps = self.session.config.accumulation_steps
-        first = largest_step_batch(self.session, min(2, accumulation_steps))
+        largest = self.session.task.batch(self.session.config.batch_size)  # by make_batch, or of the widest samples
+        first = StepBatch([(largest, self.session.config.batch_size)] * min(2, accumulation_steps))
         self._warm_step(first)
         while True:
             self._warm_step(self._take(1))
@@ -190,18 +199,8 @@ class Run:
         speed = self.session.config.samples_per_step / median(self._whole_steps_s())
         return not self.settings.num_steps and speed < self.settings.slowest_samples_per_s
 
-    def _warm_up_as_blocks(self) -> Blocks:
-        blocks = self._no_blocks(max_timed_s=0.0)
-        for step_s in self._whole_steps_s():
-            blocks.add(self.session.config.samples_per_step / step_s, 0.0)
-        return blocks
-
-    def _no_blocks(self, max_timed_s: float) -> Blocks:
-        unequal = self.session.task.dataset() is not None
-        return Blocks(interval=self.settings.interval, max_timed_s=max_timed_s, unequal=unequal)
-
-    def _time(self) -> tuple[Blocks, float]:
-        """Time blocks until there are enough. Returns them and the growth of memory in bytes per optimizer step."""
+    def _time(self, blocks: Blocks) -> float:
+        """Time blocks until there are enough. Returns the growth of memory in bytes per optimizer step."""
         config = self.session.config
         typical = self._typical()
         step_s = self._whole_s(typical)
@@ -209,11 +208,10 @@ class Run:
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
         sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        blocks = self._no_blocks(max_timed_s=self.settings.max_timed_s)
         held: list[tuple[int, int]] = []
         self.device.start_measuring()
         done = 0
-        while done < exact if exact else not blocks.enough:
+        while done < exact if exact else not (blocks.enough or self._has_lost(blocks)):
             if sliced:
                 slice_s = self._clock(partial(self._accumulate_next, num_micro), num_micro)
                 update_s = self._clock(self._update)
@@ -226,15 +224,27 @@ class Run:
                 done += count
             self._require_finite_loss()
             held.append((self.num_steps, self.device.current_bytes()))
-        return blocks, growth_per_step(held)
+            self._slowdowns.update(self.device.slowdowns())
+        return growth_per_step(held)
+
+    def _has_lost(self, blocks: Blocks) -> bool:
+        """Whether something that was measured is surely faster in no more memory."""
+        if len(blocks.samples_per_s) < MIN_BLOCKS:
+            return False
+        high, peak_bytes = blocks.throughput[2], self.device.peak_bytes()
+        return any(speed > high and peak <= peak_bytes for peak, speed in self.settings.front)
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""
         accumulation_steps = self.session.config.accumulation_steps
         batch: list[Any] = []
         loss: list[torch.Tensor] = []
-        data_s = self._clock(partial(self._take_into, batch))
-        forward_s = self._clock(partial(self._forward, batch, loss))
+        data_s = self._clock(lambda: batch.extend(self._take(1)))
+        if self.session.task.takes_whole_steps:
+            step_s = self._clock(lambda: self._accumulate(batch[0]))
+            self._update()
+            return {"data": data_s, "train_step": step_s}
+        forward_s = self._clock(lambda: loss.append(self.session.loss(batch[0])))
         scaler = self.session.scaler
         scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
         backward_s = self._clock(scaled.backward)
@@ -254,12 +264,6 @@ class Run:
     def _accumulate_next(self, count: int) -> None:
         self._accumulate_part(self._take(count))
 
-    def _take_into(self, batch: list[Any]) -> None:
-        batch.extend(self._take(1))
-
-    def _forward(self, batch: list[Any], loss: list[torch.Tensor]) -> None:
-        loss.append(self.session.loss(batch[0]))
-
     def _accumulate(self, batch: StepBatch) -> None:
         self._loss = self.session.accumulate(batch)
         self._finite &= torch.isfinite(self._loss)
@@ -270,7 +274,7 @@ class Run:
         If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step leaves such micro
         batches out. So here they take time and memory, but add no loss or gradient.
         """
-        if self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch)):
+        if self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch, batch.sizes)):
             self._accumulate(batch)
             return
         self.session.accumulate(batch)
@@ -297,8 +301,20 @@ class Run:
 
     def _require_finite_gradients(self) -> None:
         for name, parameter in self.session.model.named_parameters():
-            if parameter.grad is not None and not bool(torch.isfinite(dense_values(parameter.grad)).all()):
+            if parameter.grad is not None and not is_finite(dense_values(parameter.grad)):
                 raise NonFiniteError(f"the gradient of {name} was not finite at optimizer step {self.num_steps + 1}")
+
+
+def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
+    """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
+    contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
+    throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
+    return (*contended, *(f"clock throttled: {reason}" for reason in throttled))
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all are finite. `isfinite` makes copies as large as they are, which could set the peak: their maximum does not."""
+    return not values.numel() or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
 
 
 def dense_values(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from autotune.errors import TaskError
 from autotune.session import Session
-from autotune.task.batches import StepBatch, num_samples
+from autotune.task.batches import map_tensors, num_bytes, tensors
+from autotune.units import GIB, plural
 
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
+PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
 
 
-def micro_batches(session: Session) -> Iterator[Any]:
-    """Full micro batches without end: from the data loader if there is a dataset, so that loading is timed, else prepared ones."""
+def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
+    """Full micro batches without end, and their size.
+
+    They come from the data loader if there is a dataset, so that loading is timed; else prepared ones are repeated.
+    """
     if session.task.dataset() is None:
-        prepared = [session.task.batch(session.config.batch_size) for _ in range(NUM_PREPARED)]
-        while True:
-            yield from prepared
+        yield from itertools.cycle(_prepared(session))
     found = True
     while found:
         found = False
-        for micro in session.loader.micro_batches():
-            if num_samples(micro) >= session.config.batch_size:  # an epoch's last one may be smaller
+        for micro, num_samples in session.loader.micro_batches():
+            if num_samples >= session.config.batch_size:  # an epoch's last one may be smaller
                 found = True
-                yield micro
+                yield micro, num_samples
     raise TaskError(
-        f"a pass over train_dataset gives no batch of {session.config.batch_size} samples; expected at least one: "
+        f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
         "choose a smaller batch_size, or give more data"
     )
 
 
-def largest_step_batch(session: Session, num_micro: int) -> StepBatch:
-    """A batch of the largest shape that training meets: from the task's `make_batch`, or its widest samples."""
-    batch = session.task.batch(session.config.batch_size)
-    return StepBatch([batch] * num_micro)
+def _prepared(session: Session) -> list[tuple[Any, int]]:
+    """Some batches, few where they are large; for a GPU in page-locked memory, as a data loader that keeps up would hand them over."""
+    batches = session.loader.micro_batches()
+    first = next(batches)
+    first_bytes = sum(map(num_bytes, tensors(first[0])))
+    number = max(1, min(NUM_PREPARED, PREPARED_BYTES // max(1, first_bytes)))
+    prepared = [first, *itertools.islice(batches, number - 1)]
+    if session.device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # the host allows no more of it
+            return [(map_tensors(torch.Tensor.pin_memory, micro), size) for micro, size in prepared]
+    return prepared

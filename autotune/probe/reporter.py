@@ -14,17 +14,11 @@ REPORT_INTERVAL_S = 0.25
 
 @dataclass
 class Reporter:
-    """Tracks what a run has done so far, and reports it.
-
-    Attributes:
-        send: receives the progress a few times a second, and at once at a new stage or after the first micro step.
-        peak_bytes: returns the device's peak.
-        batch_size: samples of a micro step.
-    """
+    """Tracks what a run has done so far: reported a few times a second, at a new stage, and after the first micro step."""
 
     send: Callable[[Progress], None]
     peak_bytes: Callable[[], int]
-    batch_size: int
+    batch_size: int  # samples of a micro step
     stage: str = "setup"
     train_s: float = 0.0
     num_micro_steps: int = 0

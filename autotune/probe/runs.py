@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,36 +17,35 @@ from autotune import techniques
 from autotune.devices import Device
 from autotune.probe.differences import Run
 from autotune.probe.dropout_off import dropout_off
+from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
 from autotune.records.config import Config
 from autotune.session import Session, prepare
 from autotune.task import Task
-from autotune.task.batches import map_tensors
+from autotune.task.batches import fresh_copy, map_tensors
 from autotune.task.facts import uses_batch_statistics
 
 SEED = 0
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
 
 
+@dataclasses.dataclass
 class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
-        same_masks: dropout is on, with the same masks; otherwise it is the identity.
         num_steps: optimizer steps per run.
+        same_masks: dropout is on, with the same masks; otherwise it is the identity.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
     """
 
-    def __init__(self, task: Task, device: Device, batch: Any, *, num_steps: int, same_masks: bool) -> None:
-        self.task = task
-        self.device = device
-        self.batch = batch
-        self.num_steps = num_steps
-        self.same_masks = same_masks
-        self.batch_statistics = False
-        self._initial: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (
-            None  # parameters and buffers, on the host
-        )
+    task: Task
+    device: Device
+    batch: Any
+    num_steps: int
+    same_masks: bool
+    batch_statistics: bool = False
+    _initial: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # parameters and buffers, on the host
 
     def in_double(self) -> Runs:
         """The same runs from the same weights, with model and data in double precision."""
@@ -55,17 +55,14 @@ class Runs:
 
         build_model = self.task.build_model
         task = dataclasses.replace(self.task, build_model=lambda: build_model().double())
-        batch = map_tensors(double, self.batch)
-        runs = Runs(task, self.device, batch, num_steps=self.num_steps, same_masks=self.same_masks)
-        runs._initial = self._initial
-        return runs
+        return dataclasses.replace(self, task=task, batch=map_tensors(double, self.batch))
 
     def run(
         self, config: Config, *, seed: int = SEED, prepare_model: Callable[[torch.nn.Module], None] | None = None
     ) -> Run:
         """Take `num_steps` optimizer steps and return the results on the host. Nothing stays on the device."""
         try:
-            with techniques.restored_settings():
+            with techniques.restored_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model)
         finally:
             gc.collect()
@@ -86,8 +83,8 @@ class Runs:
                     prepare_model(model)
                 start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
                 seed_everything(seed)
-                loss = float(session.accumulate(self._fresh_batch()))
-                gradients = _gradients(session)
+                with _gradients(session) as gradients:
+                    loss = float(session.accumulate(self._fresh_batch()))
                 session.update()
                 # GradScaler starts too high on purpose and skips steps, halving its scale, until nothing overflows.
                 if session.scaler is None or all(bool(g.isfinite().all()) for g in gradients):
@@ -100,7 +97,7 @@ class Runs:
 
     def _fresh_batch(self) -> Any:
         """A copy, for models that change their input in place."""
-        return map_tensors(torch.clone, self.batch)
+        return fresh_copy(self.batch)
 
     def _reset(self, model: torch.nn.Module) -> None:
         assert self._initial is not None
@@ -111,14 +108,25 @@ class Runs:
                         tensor.copy_(value)
 
 
-def _gradients(session: Session) -> list[torch.Tensor]:
-    """Unscaled gradients of all parameters on the host, zero where there is none."""
+@contextmanager
+def _gradients(session: Session) -> Iterator[list[torch.Tensor]]:
+    """Unscaled gradients of all parameters on the host, zero where there is none, as they come in the backward pass.
+
+    A technique may use them up there.
+    """
     scale = 1.0 if session.scaler is None else session.scaler.get_scale()
-    return [
-        _host(torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad).div_(scale)
-        for p in session.model.parameters()
-        if p.requires_grad
-    ]
+    parameters = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
+    gradients = [_host(torch.zeros_like(parameter)) for parameter in parameters]
+
+    def add(number: int, found: torch.Tensor) -> None:
+        gradients[number] += _host(found.to_dense() if found.is_sparse else found).div_(scale)
+
+    hooks = [parameter.register_hook(partial(add, number)) for number, parameter in enumerate(parameters)]
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _names(model: torch.nn.Module) -> list[Any]:

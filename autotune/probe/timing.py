@@ -65,11 +65,13 @@ class Blocks:
     Attributes:
         interval: half-width of the 95 % interval to reach, as a share of the throughput.
         max_timed_s: time after which no further block is worth it.
+        min_timed_s: time before which there are not enough, however little they differ.
         unequal: samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
     """
 
     interval: float
     max_timed_s: float
+    min_timed_s: float = 0.0
     unequal: bool = False
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
@@ -101,6 +103,8 @@ class Blocks:
     def enough(self) -> bool:
         """Whether the interval is reached, the noise no longer shrinks, or the time is up."""
         count = len(self.samples_per_s)
+        if self.timed_s < self.min_timed_s:
+            return False
         if count < MIN_BLOCKS:
             return count >= 3 and self.timed_s >= OVERTIME * self.max_timed_s
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at

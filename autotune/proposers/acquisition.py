@@ -6,15 +6,16 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from autotune import techniques
 from autotune.predict import Array
+from autotune.predict.cost_fit import Probes
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.time import TimeModel
-from autotune.records.batch_plan import ACCUMULATION
+from autotune.proposers.pairs import pairs_of
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
@@ -30,10 +31,10 @@ MAX_ENUMERATED = 3000  # configs of a space that is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger one
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
 RUNS_AFTER_FAILURE = 0.2  # chance that a config runs which is to blame for one failure, wholly
+PROVEN = 3.0  # times that: of a choice that failed where everything else was seen to run
+TRIFLE = 0.005  # of a step's time: whatever acts on no more than that cannot gain much
 
 WEIGHTS = {"throughput": (1.0, 0.0), "memory": (0.0, 1.0), "balanced": (1.0, 0.5)}  # of log speed and log memory
-
-Probes = Sequence[tuple[Config, Outcome]]
 
 
 @dataclass(frozen=True)
@@ -55,104 +56,32 @@ class Posterior:
 
 
 class Acquisition:
-    """Ranks configs of a space, given the probes so far. It does not use Optuna; the same probes give the same proposal.
+    """Ranks the configs of a space, given the models fitted to the probes so far. It does not use Optuna.
 
     Args:
-        seed: of where climbs through a large space start.
+        seed: of where climbs through a large space start; the same probes and seed give the same proposal.
     """
 
     def __init__(
-        self, space: Space, objective: Objective, time_model: TimeModel, memory_model: MemoryModel, seed: int = 0
-    ) -> None:
-        self.space = space
-        self.objective = objective
-        self._time = time_model
-        self._memory = memory_model
-        self._seed = seed
-        self._last: _Fitted | None = None
-
-    def next(self, probes: Probes, admissible: Callable[[Config], bool]) -> Config | None:
-        """The config to probe next; None if no config has more than a small chance to win."""
-        known = self._fitted(probes)
-        if self.space.num_combinations <= MAX_ENUMERATED:
-            return known.choose([config for config in self._configs if admissible(config)])
-        return self._climb(known, admissible)
-
-    def predict(self, config: Config, probes: Probes) -> Prediction:
-        """The prediction for a config, from the probes so far."""
-        return self._fitted(probes).predict(config)
-
-    def ranked(self, probes: Probes) -> list[Config]:
-        """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
-        return self._fitted(probes).ranked
-
-    def _fitted(self, probes: Probes) -> _Fitted:
-        """The fitted models, cached because a proposal and its prediction are asked for one after the other."""
-        if self._last is None or self._last.probes != list(probes):
-            objective = self.objective
-            baseline = next((o for c, o in probes if c == self.space.baseline and o.ok), None)
-            if baseline is not None:
-                objective = objective.with_baseline(baseline)
-            time, memory = self._time.fitted(probes), self._memory.fitted(probes)
-            self._last = _Fitted(self.space, objective, time, memory, list(probes))
-        return self._last
-
-    @cached_property
-    def _configs(self) -> list[Config]:
-        return list(self.space)
-
-    def _climb(self, known: _Fitted, admissible: Callable[[Config], bool]) -> Config | None:
-        """The best config found by climbing from several configs, one change at a time."""
-        chance = random.Random(self._seed)
-        starts = [self.space.baseline.as_dict()] + ([known.best.as_dict()] if known.best else [])
-        while len(starts) < NUM_STARTS:
-            starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
-        met: set[Config] = set()
-        for start in starts:
-            # what is fixed need not be so in the baseline, and not every combination belongs to the space
-            here, height = self.space.nearest(start, lambda config: True), -math.inf
-            while around := [config for config in self._one_change(here) if self.space.contains(config)]:
-                met.update(around)
-                scores = known.posterior(around).score
-                top = int(np.argmax(scores))
-                if scores[top] <= height:
-                    break
-                here, height = around[top], float(scores[top])
-        return known.choose([config for config in sorted(met, key=str) if admissible(config)])
-
-    def _one_change(self, config: Config) -> list[Config]:
-        return [
-            self.space.complete({**config.as_dict(), name: choice})
-            for name, choices in self.space.choices.items()
-            for choice in choices
-            if choice != config[name]
-        ]
-
-
-class _Fitted:
-    """Models fitted to some probes, and their posterior for other configs."""
-
-    def __init__(
-        self, space: Space, objective: Objective, time: TimeModel, memory: MemoryModel, probes: Probes
+        self, space: Space, objective: Objective, time: TimeModel, memory: MemoryModel, probes: Probes, seed: int = 0
     ) -> None:
         self.space = space
         self.objective = objective
         self.time = time
         self.leave_one_out = time.leave_one_out()
         self.memory = memory
-        self.probes = probes
         self.seen = dict(probes)
-        self.shortages = sum(outcome.kind is Kind.OOM for outcome in self.seen.values())
+        self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
         self.speed_weight, self.memory_weight = WEIGHTS[objective.name]
-        self.ranked = self._ranked()
-        self.best = self.ranked[0] if self.ranked else None
+        self._seed = seed
+        self.best = next(iter(self.ranked()), None)
 
-    def _ranked(self) -> list[Config]:
-        """The feasible configs that were probed, best expected merit first."""
+    def ranked(self) -> list[Config]:
+        """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
         feasible = {
             config: outcome.measurement
             for config, outcome in self.seen.items()
-            if outcome.measurement and self.objective.feasible(outcome) and self.space.contains(config)
+            if outcome.measurement and self.objective.feasible(outcome) and self.space.answers(config)
         }
         if not feasible:
             return []
@@ -161,14 +90,43 @@ class _Fitted:
         merits = self.speed_weight * speeds - self.memory_weight * peaks
         return [list(feasible)[row] for row in np.argsort(-merits, kind="stable")]
 
-    def choose(self, configs: Sequence[Config]) -> Config | None:
-        """The config with the highest score, if any is worth a probe."""
+    def next(self, admissible: Callable[[Config], bool]) -> Config | None:
+        """The config to probe next, with the highest score; None if no config has more than a small chance to win."""
+        in_reach = self.space if self.space.num_combinations <= MAX_ENUMERATED else self._met_while_climbing()
+        idle = self._idle()
+        configs = [c for c in in_reach if all(c[name] == kept for name, kept in idle.items()) and admissible(c)]
         if not configs:
             return None
         found = self.posterior(configs)
-        if self.best is not None and float(found.chance.max()) < ENOUGH:
-            return None
-        return configs[int(np.argmax(found.score))]
+        worth = found.chance >= ENOUGH if self.best is not None else np.ones(len(configs), dtype=bool)
+        return configs[int(np.argmax(np.where(worth, found.score, -math.inf)))] if worth.any() else None
+
+    def _met_while_climbing(self) -> list[Config]:
+        """What is met when climbing from several configs, one change at a time."""
+        chance = random.Random(self._seed)
+        starts = [self.space.baseline.as_dict()] + ([self.best.as_dict()] if self.best else [])
+        while len(starts) < NUM_STARTS:
+            starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
+        met: set[Config] = set()
+        for start in starts:
+            # what is fixed need not be so in the baseline, and not every combination belongs to the space
+            here, height = self.space.nearest(start, lambda config: True), -math.inf
+            while around := [config for config in self._one_change(here) if self.space.contains(config)]:
+                met.update(around)
+                scores = self.posterior(around).score
+                top = int(np.argmax(scores))
+                if scores[top] <= height:
+                    break
+                here, height = around[top], float(scores[top])
+        return sorted(met, key=str)
+
+    def _one_change(self, config: Config) -> list[Config]:
+        return [
+            self.space.complete({**config.as_dict(), name: choice})
+            for name, choices in self.space.choices.items()
+            for choice in choices
+            if choice != config[name]
+        ]
 
     def posterior(self, configs: Sequence[Config]) -> Posterior:
         """The posterior of configs."""
@@ -230,19 +188,36 @@ class _Fitted:
         return _normal_cdf((speeds.mean - needed) / np.sqrt(speeds.variance + self.time.noise**2))
 
     def _chance_to_run(self, configs: Sequence[Config]) -> Array:
-        """Chance that a config does not fail for any reason but memory.
+        """Chance that a config does not fail for a reason that the models do not know.
 
         Each failure is blamed on the choices of its config that have never run: first on techniques, then on the batch
-        size. If all of them have run in other configs, it is blamed on the whole config.
+        size. If all of them have run in other configs, it is blamed on the whole config. What failed where everything else
+        was seen to run is blamed more. Memory is the models' business, unless so many samples were seen to fit.
         """
-        ran = {choice for config, outcome in self.seen.items() if outcome.ok for choice in _choices(config)}
-        failed = [_choices(c) for c, o in self.seen.items() if o.kind not in (Kind.OK, Kind.OOM)]
-        blame = np.zeros(len(configs))
-        for choices in failed:
+        ran = {choice for config, outcome in self.seen.items() if _trained(outcome) for choice in _choices(config)}
+        largest = max((config.batch_size for config, outcome in self.seen.items() if _trained(outcome)), default=0)
+        pairs = pairs_of(self.seen.items()).items()
+        proven = {switch for switch, found in pairs if any(_broke(with_it) for with_it, _ in found)} - ran
+        blame = PROVEN * np.array([len(proven & _choices(config)) for config in configs], dtype=float)
+        for failed, outcome in self.seen.items():
+            choices = _choices(failed)
             unseen = choices - ran
-            suspects = {suspect for suspect in unseen if suspect[0] != "batch_size"} or unseen or choices
-            blame += [len(suspects & _choices(config)) / len(suspects) for config in configs]
+            suspects = {suspect for suspect in unseen if suspect[0] != BATCH_SIZE} or unseen or choices
+            surprising = outcome.kind is Kind.OOM and failed.batch_size <= largest and bool(unseen)
+            if _broke(outcome) or surprising:
+                blame += [len(suspects & _choices(config)) / len(suspects) for config in configs]
         return np.asarray(RUNS_AFTER_FAILURE**blame)
+
+    def _idle(self) -> dict[str, Choice]:
+        """Techniques that make no difference to the best, with its choices."""
+        if self.best is None:
+            return {}
+        searched = [n for n, choices in self.space.choices.items() if len(choices) > 1 and self.best[n] in choices]
+        return {n: self.best[n] for n in searched if n in techniques.REGISTRY and self.is_idle(self.best, n)}
+
+    def is_idle(self, config: Config, name: str) -> bool:
+        """Whether a technique acts on next to nothing of a config's cost, so that no choice of it can make a difference."""
+        return not self.memory_weight and self.time.reach(config, name) <= TRIFLE
 
     def predict(self, config: Config) -> Prediction:
         """The prediction for one config."""
@@ -271,6 +246,17 @@ class _Fitted:
         likely = "likely" if win >= 0.5 else "may be"
         better = {"throughput": "faster", "memory": "smaller", "balanced": "better"}[self.objective.name]
         return f"{likely} {better}: {changes}"
+
+
+def _trained(outcome: Outcome) -> bool:
+    """Whether it ran, be it that it was too slow to go on: then its speed has a bound, and nothing is to blame."""
+    slow = outcome.kind is Kind.TIMEOUT and outcome.bound is not None and outcome.bound.peak_bytes_low > 0
+    return outcome.ok or slow
+
+
+def _broke(outcome: Outcome) -> bool:
+    """Whether it failed for a reason that the models do not know."""
+    return outcome.kind is not Kind.OOM and not _trained(outcome)
 
 
 def _choices(config: Config) -> set[tuple[str, Choice]]:

@@ -16,6 +16,18 @@ class Proposer(Protocol):
         """The next config to probe: one that `history.admissible()` admits. None if nothing is worth a probe any more."""
 
 
+class FirstOf:
+    """Asks several proposers anew each time, in this order: the first that has something to propose is heard."""
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._proposers = proposers
+
+    def propose(self, history: History) -> Proposal | None:
+        """The next config; None when none of them has one."""
+        proposals = (proposer.propose(history) for proposer in self._proposers)
+        return next((proposal for proposal in proposals if proposal is not None), None)
+
+
 class InTurn:
     """Asks several proposers in turn, each until it has nothing left to propose."""
 

@@ -1,16 +1,17 @@
-"""The default proposer: it proposes the config that the cost models expect to gain most within the memory limit."""
+"""Proposes the config that the cost models expect to gain most within the memory limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from autotune.predict.cost_fit import Probes
 from autotune.predict.memory import MemoryModel
+from autotune.predict.roofline import Roofline
 from autotune.predict.time import TimeModel
 from autotune.predict.traces import Traces
 from autotune.proposers.acquisition import Acquisition
-from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.design import StartingDesign
-from autotune.proposers.undo import UndoChanges
+from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Config
 from autotune.records.prediction import Prediction
 from autotune.records.trial import Proposal
@@ -31,6 +32,7 @@ class CostModel:
         outside_bytes: memory of a probe's process before it builds the model.
         seed: for the starting points of climbs through a large space.
         tell: called once with a message if the models cannot be computed and the starting design replaces them.
+        calibration: of the device.
     """
 
     def __init__(
@@ -39,19 +41,21 @@ class CostModel:
         outside_bytes: int,
         seed: int = 0,
         tell: Callable[[str], None] = lambda text: None,
+        calibration: Calibration = NOT_MEASURED,
     ) -> None:
+        self._calibration = calibration
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._seed = seed
         self._tell = tell
-        self._last: tuple[Space, Traces | None, Acquisition] | None = None
+        self._last: tuple[tuple[Space, Traces | None, Probes], Acquisition] | None = None
         self._fallback = StartingDesign()
         self._is_told = False
 
     def propose(self, history: History) -> Proposal | None:
         """The config to probe next; None if no config has more than a small chance to beat the best."""
         try:
-            found = self._acquisition(history).next(history.evidence, history.admissible())
+            found = self._acquisition(history).next(history.admissible())
         except ARITHMETIC as error:
             self._tell_of(error)
             return self._fallback.propose(history)
@@ -60,7 +64,7 @@ class CostModel:
     def predict(self, history: History, config: Config) -> Prediction | None:
         """The prediction for a config; None if it cannot be computed."""
         try:
-            return self._acquisition(history).predict(config, history.evidence)
+            return self._acquisition(history).predict(config)
         except ARITHMETIC as error:
             self._tell_of(error)
             return None
@@ -70,11 +74,21 @@ class CostModel:
         prediction = self.predict(history, config)
         return prediction is None or prediction.chance_to_fit > LIKELY
 
+    def may_gain(self, history: History, config: Config, name: str) -> bool:
+        """Whether a config's choice of one technique can make a difference: it fits, and acts on more than a trifle."""
+        if not self.is_likely_to_fit(history, config):
+            return False
+        try:
+            return not self._acquisition(history).is_idle(config, name)
+        except ARITHMETIC as error:
+            self._tell_of(error)
+            return True
+
     def ranked(self, history: History) -> list[Config]:
         """The feasible configs, ranked by all probes together: the best of many noisy figures is often a lucky one."""
         feasible = history.feasible
         try:
-            order = self._acquisition(history).ranked(history.evidence)
+            order = self._acquisition(history).ranked()
         except ARITHMETIC as error:
             self._tell_of(error)
             objective = history.objective
@@ -91,18 +105,11 @@ class CostModel:
             )
 
     def _acquisition(self, history: History) -> Acquisition:
-        """The acquisition, cached because a proposal and its prediction are asked for one after the other."""
-        peaks = self._peaks()
-        if self._last is None or self._last[0] is not history.space or self._last[1] is not peaks:
-            time_model = TimeModel(history.space, lengths=peaks.lengths if peaks is not None else None)
-            memory_model = MemoryModel(peaks, self._outside_bytes, history.space)
-            made = Acquisition(history.space, history.objective, time_model, memory_model, self._seed)
-            self._last = history.space, peaks, made
-        return self._last[2]
-
-
-def _with_changes_undone(cost_model: CostModel, seed: int) -> Proposer:
-    return InTurn([lambda: cost_model, lambda: UndoChanges(cost_model.is_likely_to_fit)])
-
-
-SAMPLERS = {"cost-model": _with_changes_undone}
+        """Fitted to the history, and cached because a proposal and its prediction are asked for one after the other."""
+        space, peaks, probes = known = history.space, self._peaks(), history.evidence
+        if self._last is None or self._last[0] != known:
+            lengths = peaks.lengths if peaks is not None else None
+            time_model = TimeModel(space, probes, lengths, Roofline.of(self._calibration, peaks))
+            memory_model = MemoryModel(peaks, self._outside_bytes, space, probes)
+            self._last = known, Acquisition(space, history.objective, time_model, memory_model, probes, self._seed)
+        return self._last[1]

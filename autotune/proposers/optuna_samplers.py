@@ -90,14 +90,14 @@ class OptunaProposer:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
             self._space, self._num_told = space, 0
-        trials = history.searched
+        trials, objective, worst = history.searched, history.objective, history.worst_score
         for trial in trials[self._num_told :]:
-            infeasibility = history.objective.infeasibility(trial.outcome)
+            infeasibility = objective.infeasibility(trial.outcome)
             with contextlib.suppress(
                 ValueError
             ):  # a choice that an earlier search of the study had and this one has not
                 told = create_trial(
-                    value=trial.score,
+                    value=objective.score(trial.outcome) if trial.outcome.ok else worst,
                     params=space.params(trial.config),
                     distributions=distributions_of(space),
                     constraints={"infeasibility": infeasibility},

@@ -20,22 +20,14 @@ class UndoChanges:
 
     def __init__(self, likely_to_fit: Callable[[History, Config], bool] = lambda history, config: True) -> None:
         self._likely_to_fit = likely_to_fit
-        self._undone: set[Config] = set()  # each of these was the best once
-        self._waiting: list[tuple[Config, str]] = []
 
     def propose(self, history: History) -> Proposal | None:
         """The best config with its next change undone; None when all changes were."""
         admissible = history.admissible()
-        while True:
-            while self._waiting:
-                config, reason = self._waiting.pop(0)
-                if admissible(config) and self._likely_to_fit(history, config):
-                    return Proposal(config=config, stage=ABLATION, reason=reason)
-            if history.best is None or history.best[0] in self._undone:
-                return None
-            best = history.best[0]
-            self._undone.add(best)
-            self._waiting = one_change_back(best, history.space)
+        for config, reason in one_change_back(history.best[0], history.space) if history.best else ():
+            if admissible(config) and self._likely_to_fit(history, config):
+                return Proposal(config=config, stage=ABLATION, reason=reason)
+        return None
 
 
 def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:

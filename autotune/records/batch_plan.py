@@ -14,40 +14,33 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Samples per micro step and device, micro steps per optimizer step, and processes that train together."""
+    """Samples per micro step, and micro steps per optimizer step."""
 
     batch_size: int
     accumulation_steps: int = 1
-    world_size: int = 1
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per optimizer step over all processes."""
-        return self.batch_size * self.accumulation_steps * self.world_size
+        """Samples per optimizer step."""
+        return self.batch_size * self.accumulation_steps
 
     def keeps(self, global_batch: int | None) -> bool:
         """Whether an optimizer step takes exactly the global batch; any plan does where none is given."""
         return global_batch is None or self.samples_per_step == global_batch
 
     @staticmethod
-    def keeping(global_batch: int, batch_size: int, world_size: int = 1) -> BatchPlan:
+    def keeping(global_batch: int, batch_size: int) -> BatchPlan:
         """The plan that keeps a global batch with micro batches of `batch_size`.
 
         Raises:
-            ConfigError: `batch_size * world_size` does not divide the global batch.
+            ConfigError: `batch_size` does not divide the global batch.
         """
-        steps, rest = divmod(global_batch, batch_size * world_size)
+        steps, rest = divmod(global_batch, batch_size)
         if not rest:
-            return BatchPlan(batch_size, steps, world_size)
-        if global_batch % world_size:
-            raise ConfigError(
-                f"the global batch {global_batch} cannot be shared equally by {world_size} processes; "
-                "choose a multiple of their number"
-            )
-        near = min(divisors(global_batch // world_size), key=lambda size: abs(size - batch_size))
-        among = f" on {world_size} processes" if world_size > 1 else ""
+            return BatchPlan(batch_size, steps)
+        near = min(divisors(global_batch), key=lambda size: abs(size - batch_size))
         raise ConfigError(
-            f"{BATCH_SIZE} {batch_size}{among} does not divide the global batch {global_batch}, so accumulation cannot "
+            f"{BATCH_SIZE} {batch_size} does not divide the global batch {global_batch}, so accumulation cannot "
             f"keep it; the nearest {BATCH_SIZE} that does is {near}"
         )
 

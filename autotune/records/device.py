@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceInfo:
+class DeviceInfo(Record):
     """A device as plain data.
 
     Attributes:
@@ -20,6 +20,7 @@ class DeviceInfo:
         driver: GPU driver version; empty on a CPU.
         capability: CUDA compute capability, (0, 0) on a CPU.
         torch_version: the torch that measures.
+        power_limit_w: of a GPU, enforced now; 0 where it is not known.
     """
 
     name: str
@@ -30,6 +31,7 @@ class DeviceInfo:
     driver: str = ""
     capability: tuple[int, int] = (0, 0)
     torch_version: str = ""
+    power_limit_w: float = 0.0
     notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
 
     @property
@@ -37,7 +39,7 @@ class DeviceInfo:
         """`cpu` or `cuda`: torch's device type."""
         return self.name.partition(":")[0]
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> DeviceInfo:
-        """Rebuild it from `dataclasses.asdict`'s data, after JSON."""
-        return DeviceInfo(**{**data, "capability": tuple(data["capability"]), "notes": tuple(data["notes"])})
+    @property
+    def sustained_s(self) -> float:
+        """Seconds under load until its speed is the one that it keeps: a GPU's power and heat settle over seconds."""
+        return 2.0 if self.kind == "cuda" else 0.0

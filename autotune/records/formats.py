@@ -1,12 +1,51 @@
-"""What is kept on disk across versions: what is older opens, what is newer is refused with the way out."""
+"""Records as plain data and back. What is older opens, what is newer is refused with the way out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autotune.errors import StudyError
+
+
+class Record:
+    """A dataclass whose fields are plain data, further records, and tuples, dicts and unions of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data; `from_dict` reverses it, also after JSON."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild the record. Keys that it has no field for are ignored: other versions may have written them."""
+        record: Self = decode(cls, data)
+        return record
+
+
+def decode(kind: Any, data: Any) -> Any:
+    """Rebuild what `asdict`, and JSON after it, made of a value with the type `kind`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        records = [one for one in inner if is_dataclass(one) or get_origin(one)]
+        return (
+            decode(max(records, key=lambda one: _num_known(one, data)), data) if records and data is not None else data
+        )
+    if origin is tuple:
+        kinds = [inner[0]] * len(data) if inner[-1] is Ellipsis else inner
+        return tuple(decode(each, item) for each, item in zip(kinds, data, strict=True))
+    if origin is dict:
+        return {key: decode(inner[1], item) for key, item in data.items()}
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: decode(hints[name], value) for name, value in data.items() if name in hints})  # type: ignore[operator]
+    return kind(data) if isinstance(kind, type) and issubclass(kind, Enum) else data
+
+
+def _num_known(kind: Any, data: Any) -> int:
+    return sum(name in data for name in get_type_hints(kind)) if is_dataclass(kind) else 0
 
 
 def require_readable(what: str, found: int, newest: int) -> None:
@@ -20,9 +59,3 @@ def require_readable(what: str, found: int, newest: int) -> None:
             f"{what} has format {found}, this autotune reads up to {newest}; "
             "upgrade it: pip install --upgrade autotune-torch"
         )
-
-
-def known_fields(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that a record has a field for: other versions may have written others."""
-    names = {item.name for item in fields(cls)}
-    return {name: value for name, value in data.items() if name in names}

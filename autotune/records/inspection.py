@@ -8,6 +8,7 @@ from typing import Any
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.device import DeviceInfo
+from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class BatchSupport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(Record):
     """What the search knows before its first probe.
 
     Attributes:
@@ -58,6 +59,9 @@ class Inspection:
         support: per technique what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
             user's module, a CUDA context.
+        step_s: seconds of the inspection's training step, which was cold; None where none was taken.
+        step_samples: samples of that step: 2, or the baseline's batch where two are an error.
+        shortage: how that step ran out of memory; empty where it did not.
     """
 
     facts: dict[str, Any]
@@ -68,6 +72,14 @@ class Inspection:
     batch: BatchSupport
     support: dict[str, Support]
     outside_bytes: int
+    step_s: float | None = None
+    step_samples: int = 2
+    shortage: str = ""
+
+    @property
+    def sample_s(self) -> float | None:
+        """Seconds that a sample of its step took."""
+        return None if self.step_s is None else self.step_s / self.step_samples
 
     def support_of(self, name: str) -> Support:
         """What may be searched of any key of a config.
@@ -92,14 +104,3 @@ class Inspection:
         """What has one choice only, with the reason."""
         found = {name: self.support_of(name) for name in (*BATCH_KEYS, *self.support)}
         return {name: support.reason for name, support in found.items() if support.reason and len(support.choices) < 2}
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Inspection:
-        """Rebuild an inspection from the plain data that a process sent."""
-        support = {
-            name: Support(**item | {"choices": tuple(item["choices"]), "optional": tuple(item["optional"])})
-            for name, item in data["support"].items()
-        }
-        batch: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["batch"].items()}
-        device = DeviceInfo.from_dict(data["device"])
-        return Inspection(**{**data, "device": device, "batch": BatchSupport(**batch), "support": support})

@@ -74,8 +74,8 @@ class Objective:
         return outcome.measurement is not None and self._excess(outcome.measurement) > 0
 
     def does_not_fit(self, outcome: Outcome) -> bool:
-        """Whether the outcome ran out of memory, or needed more than the limit less headroom."""
-        return outcome.kind is Kind.OOM or self.beyond_memory(outcome)
+        """Whether the outcome ran out of memory, by no fault of others, or needed more than the limit less headroom."""
+        return (outcome.kind is Kind.OOM and not outcome.crowded) or self.beyond_memory(outcome)
 
     def with_baseline(self, outcome: Outcome) -> Objective:
         """The objective once the baseline is measured."""
@@ -91,5 +91,5 @@ class Objective:
         return outcome.ok and self.infeasibility(outcome) <= 0
 
     def worst(self) -> float:
-        """A score no better than any feasible one, for what has none."""
+        """What the study is told of a config that is not feasible: it trains not at all, or needs more than there is."""
         return -2 * self.memory_limit_bytes / GIB if self.name == "memory" else 0.0

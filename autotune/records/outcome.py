@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from autotune.records.formats import known_fields
+from autotune.records.formats import Record
 
 
 class Kind(StrEnum):
@@ -66,8 +65,8 @@ class Bound:
     """What a probe that was ended early still says of its config.
 
     Attributes:
-        samples_per_s_high: it trains at most so fast; None where only its first optimizer step was seen.
-        peak_bytes_low: it needs at least so much memory; comparable with the memory limit.
+        samples_per_s_high: it trains at most so fast; None where nothing is known.
+        peak_bytes_low: it needs at least so much memory, comparable with the memory limit; 0 where no micro step was done.
     """
 
     samples_per_s_high: float | None
@@ -75,7 +74,7 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(Record):
     """One probe's result, whatever it was.
 
     Attributes:
@@ -84,6 +83,8 @@ class Outcome:
         stage: where the probe was: `setup`, `warmup`, `timing`, `checks`.
         log: path of the file that holds what the user's code printed.
         own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
+        device_fault: whether torch cannot use the device at all, whatever the task.
+        crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
@@ -100,6 +101,8 @@ class Outcome:
     peak_bytes: int = 0
     attempted_bytes: int = 0
     own_fault: bool = False
+    device_fault: bool = False
+    crowded: bool = False
     bound: Bound | None = None
 
     @property
@@ -108,31 +111,25 @@ class Outcome:
         return self.kind is Kind.OK
 
     @property
+    def samples_per_s_high(self) -> float | None:
+        """How fast its config trains at most, where the probe was ended; None where nothing is known."""
+        return self.bound.samples_per_s_high if self.bound else None
+
+    @property
     def spent_training_s(self) -> float:
         """Seconds inside training steps, whether the probe was measured or not."""
         return self.measurement.train_s if self.measurement else self.train_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data; `from_dict` reverses it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Outcome:
-        """Rebuild an outcome from `to_dict`'s data; keys of newer versions are ignored."""
-        known = known_fields(Outcome, data)
-        known["kind"] = Kind(known["kind"])
-        if known.get("measurement"):
-            measured = known_fields(Measurement, known["measurement"])
-            for name in ("block_samples_per_s", "disturbances"):
-                measured[name] = tuple(measured.get(name, ()))
-            known["measurement"] = Measurement(**measured)
-        if known.get("bound"):
-            known["bound"] = Bound(**known_fields(Bound, known["bound"]))
-        return Outcome(**known)
-
 
 def calmer(first: Outcome, second: Outcome) -> Outcome:
-    """Of two probes of one config, the first of which was disturbed: the second, if it was measured and less contended."""
-    if first.measurement and second.measurement and second.measurement.contention < first.measurement.contention:
+    """Of two probes of one config, the first of which was disturbed: the less disturbed one, the first where they are alike."""
+    if first.measurement is None:  # others held its memory
         return second
-    return first
+    if second.measurement is None:
+        return first
+    return min(first, second, key=_unrest)
+
+
+def _unrest(outcome: Outcome) -> tuple[int, float]:
+    assert outcome.measurement is not None
+    return len(outcome.measurement.disturbances), outcome.measurement.contention

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Record):
     """A prediction for one config. Intervals are 95 %.
 
     Attributes:
@@ -27,12 +28,3 @@ class Prediction:
     chance_to_win: float | None
     chance_to_fit: float
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data; `from_dict` reverses it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Prediction:
-        """Rebuild a prediction; keys of newer versions are ignored."""
-        return Prediction(**{field.name: data[field.name] for field in fields(Prediction)})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from autotune.records.formats import Record
 from autotune.records.outcome import Bound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class Progress(Record):
     """What a probe had done when it last reported.
 
     Attributes:
@@ -33,7 +33,3 @@ class Progress:
         if not self.num_micro_steps:
             return None
         return Bound(samples_per_s_high=self.samples_per_s_high, peak_bytes_low=self.peak_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data: the arguments of `Progress`."""
-        return asdict(self)

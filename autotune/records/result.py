@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.records.config import Choice
-from autotune.records.formats import known_fields, require_readable
+from autotune.records.formats import Record, require_readable
 
 FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
 
@@ -28,6 +29,14 @@ class Dropped(Measured):
     """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
 
     dropped: str  # why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival(Measured):
+    """The best of those that played against a baseline that is kept, with its throughput over the baseline's."""
+
+    speedup: float
+    speedup_ci: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +69,41 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class DeviceUse:
+    """How far from the limits of the device the answer runs.
+
+    Attributes:
+        arithmetic: the type of its matrix products and convolutions.
+        flops_per_s: of the model's own work at the answer's speed: what is computed twice counts once.
+        flops_share: of the rates that the device was measured to reach in that type, for the model's mix of work.
+        bytes_per_s: that its operators read and write, as if there were no caches.
+        bandwidth_share: of the measured bandwidth of memory; above 1 where caches serve.
+    """
+
+    arithmetic: str
+    flops_per_s: float
+    flops_share: float
+    bytes_per_s: float
+    bandwidth_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Record):
     """The answer of a search.
 
     Attributes:
-        verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run.
+        verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run;
+            `undecided` where the baseline is kept for want of evidence.
         speedup: throughput over the baseline's, from paired fresh processes; `speedup_ci` its 95 % interval. None when the
-            baseline itself does not run within the limit (`baseline` is None then, too).
+            baseline itself does not run within the limit (`baseline` is None then, too). The answer may be the baseline
+            itself: the interval is None then, and `rival` tells what was seen of the others.
+        rival: the best of the others where the baseline is the answer; None where none played.
+        undecided: what was tried and what was not, and what would decide it; empty for other verdicts.
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
         limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
+        use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
+        tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
@@ -92,11 +126,15 @@ class Result:
     verdict: str
     objective: str
     confirmed: bool = True
-    finalists: tuple[Measured, ...] = ()
+    rival: Rival | None = None
+    undecided: str = ""
+    finalists: tuple[Measured | Dropped, ...] = ()
     front: tuple[Measured, ...] = ()
     effects: tuple[Effect, ...] = ()
     checks: tuple[Check, ...] = ()
     limit: str = ""
+    use: DeviceUse | None = None
+    tokens_per_s: float | None = None
     outcomes: dict[str, int] = field(default_factory=dict)
     probes: int = 0
     wall_s: float = 0.0
@@ -110,30 +148,12 @@ class Result:
     warnings: tuple[str, ...] = ()
     format: int = FORMAT
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as the JSON document that `autotune search --json` prints."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Result:
-        """Rebuild a result from `to_dict`'s data (or its JSON), of this format or an earlier one.
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Result:
+        """Rebuild a result of this format or an earlier one.
 
         Raises:
             StudyError: it was written in a later format.
         """
         require_readable("the answer", data.get("format", 1), FORMAT)
-        data = {**known_fields(Result, data), "format": FORMAT}
-        for name, cls in (("finalists", Measured), ("front", Measured), ("effects", Effect), ("checks", Check)):
-            data[name] = tuple(_record(cls, item) for item in data.get(name, ()))
-        if data.get("baseline"):
-            data["baseline"] = _record(Measured, data["baseline"])
-        return Result(**_tuples(data))
-
-
-def _record(cls: type[Any], data: dict[str, Any]) -> Any:
-    made = Dropped if "dropped" in data else cls
-    return made(**_tuples(known_fields(made, data)))
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return super().from_dict({**data, "format": FORMAT})

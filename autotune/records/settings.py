@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
+class ProbeSettings(Record):
     """One rule of warming up, timing and stopping for all probes of a study.
 
     Attributes:
         memory_limit_bytes: allocations beyond it fail; None for no limit.
         interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
         max_timed_s: timing stops then, if the noise has not let it stop before.
+        min_timed_s: timing goes on for so long.
         max_warmup_s: warming up stops then, once the minimum is done.
         slowest_samples_per_s: a config that is slower than this while it warms up is not worth timing: its warm-up steps
             are its measurement.
+        front: peak bytes and samples/s of what was measured: timing stops when its interval says that one of these is
+            faster in no more memory.
         num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
         seed: of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed then.
@@ -25,8 +30,10 @@ class ProbeSettings:
     memory_limit_bytes: int | None
     interval: float = 0.02
     max_timed_s: float = 3.0
+    min_timed_s: float = 0.0
     max_warmup_s: float = 5.0
     slowest_samples_per_s: float = 0.0
+    front: tuple[tuple[float, float], ...] = ()
     num_steps: int = 0
     seed: int = 0
     timeout_s: float = 60.0
@@ -34,7 +41,3 @@ class ProbeSettings:
     def replace(self, **changes: Any) -> ProbeSettings:
         """The same settings with changes."""
         return replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data."""
-        return asdict(self)

@@ -33,11 +33,11 @@ class Trial:
     """One finished trial. This is the only record of a trial: the search, the models and the reports all read it.
 
     Attributes:
-        number: of the Optuna trial.
+        number: counted over the whole search, its play-off included.
         stage, reason, round: of its `Proposal`.
         prediction: what was predicted of it before it ran; None in the play-off, which confirms what is known.
         feasible: it ran, within the memory limit less headroom.
-        score: what the study was told; larger is better.
+        score: what the study was told; larger is better, and the worst there is where the trial is not feasible.
         disturbed: other work on the machine was seen to disturb the timing.
         started: None where the storage does not say.
     """

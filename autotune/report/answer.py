@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from autotune.records.config import Choice
-from autotune.records.result import Check, Dropped, Measured, Result
-from autotune.report.figures import counts, interval, measured_rate, times
-from autotune.report.run_it import python_lines, verify_command
+from autotune.records.result import Check, Dropped, Effect, Measured, Result
+from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, spread, times
+from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
-from autotune.report.words import as_code
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe
-from autotune.units import format_bytes, format_seconds, plural
+from autotune.units import format_bytes, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
@@ -32,7 +30,7 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     yield Section("Recommended config", (as_code(result.config, "config = "),), "everything not named is off")
     yield _play_off(result)
     if result.front and not in_study:
-        yield front_section(result.front, answer=result.config, baseline=result.baseline)
+        yield front_section(result.front, result, result.baseline)
     yield from _reasons(result)
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
@@ -47,13 +45,16 @@ def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str
     return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
 
 
-def front_section(
-    front: Iterable[Measured], *, answer: Mapping[str, Choice] | None, baseline: Measured | None
-) -> Section:
-    """The front by increasing memory, the answer and the baseline marked."""
+def front_section(front: Iterable[Measured], result: Result | None, baseline: Measured | None) -> Section:
+    """The front by increasing memory, the answer and the baseline marked. The answer's speed is that of the play-off."""
+
+    def speed(measured: Measured) -> float | None:
+        if result is not None and result.speedup is not None and measured.config == result.config:
+            return result.speedup
+        return measured.samples_per_s / baseline.samples_per_s if baseline else None
 
     def role(measured: Measured) -> Span:
-        if measured.config == answer:
+        if result is not None and measured.config == result.config:
             return Span("  answer", Tone.BEST)
         is_baseline = baseline is not None and measured.config == baseline.config
         return Span("  baseline" if is_baseline else "", Tone.BASELINE)
@@ -62,13 +63,15 @@ def front_section(
         (
             format_bytes(measured.peak_bytes),
             measured_rate(measured),
-            times(measured.samples_per_s / baseline.samples_per_s if baseline else None),
+            times(speed(measured)),
             (describe(measured.config), role(measured)),
         )
         for measured in front
     )
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
-    return Section("Memory/throughput front", (shown,), "no config beats these in both")
+    alone = len(shown.rows) == 1
+    note = "no other config is faster or takes less memory" if alone else "no config beats these in both"
+    return Section("Memory/throughput front", (shown,), note)
 
 
 def warnings_section(warnings: Iterable[str]) -> Section:
@@ -82,12 +85,8 @@ def _verdict(result: Result) -> Span:
             "This config runs; the baseline did not, so the speed-up is unknown. The warnings say why.", Tone.BEST
         )
     if result.config == result.baseline.config:
-        return Span("Keep what you have: nothing beat the baseline beyond the noise.", Tone.STRONG)
-    sure = ""
-    if result.speedup_ci:
-        low, high = result.speedup_ci
-        known = low > 0 and high != float("inf")
-        sure = f" (95% interval {interval(low, high)})" if known else " (from one round, so its interval is unknown)"
+        return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
+    sure = f" ({_sure(result.speedup, *result.speedup_ci)})" if result.speedup_ci else ""
     memory = f"{times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
     speed = f"{times(result.speedup)} the baseline's throughput{sure}, with {memory}."
     if result.verdict == "faster":
@@ -95,6 +94,29 @@ def _verdict(result: Result) -> Span:
     if result.verdict == "slower":
         return Span(f"Slower: {speed}", Tone.WARNING)
     return Span(f"As fast as the baseline within the noise: {speed}", Tone.STRONG)
+
+
+def _kept(result: Result) -> str:
+    if result.verdict == "undecided":
+        return f"Undecided: the evidence is too thin to say that nothing beats what you have; {result.undecided}."
+    return "Keep what you have: nothing beat the baseline beyond the noise."
+
+
+def _rival(result: Result) -> str:
+    """The best of the others; nothing where none played."""
+    rival = result.rival
+    if rival is None:
+        return ""
+    found = f"{times(rival.speedup)} its throughput, {_sure(rival.speedup, *rival.speedup_ci)}"
+    noisy = spread(rival.speedup, *rival.speedup_ci) == NOISY
+    return f" The best of the others, {describe(rival.config)}: {'too noisy to tell' if noisy else found}."
+
+
+def _sure(ratio: float, low: float, high: float) -> str:
+    if low <= 0 or high == float("inf"):
+        return "from one round, so its interval is unknown"
+    noisy = spread(ratio, low, high) == NOISY
+    return "its interval is too noisy to tell" if noisy else f"95% interval {interval(low, high)}"
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
@@ -130,8 +152,10 @@ def _play_off(result: Result) -> Section:
     allowed = format_bytes(result.memory_limit_bytes * (1 - result.headroom))
     peak = Span(f"The answer's peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
     compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
+    noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
+    wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
     note = "fresh processes in turn; 95% intervals" if result.confirmed else "95% intervals"
-    return Section("Play-off" if result.confirmed else "Measured", (compared, Paragraph(peak)), note)
+    return Section("Play-off" if result.confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
 
 
 def _figures(measured: Measured) -> tuple[str, str, str]:
@@ -155,35 +179,57 @@ def _answer(result: Result) -> Measured:
 
 def _reasons(result: Result) -> Iterator[Section]:
     """The effect of each technique, the limit of the speed, and the result of the checks."""
-    if result.effects:
+    if result.effects and not any(effect.num_pairs for effect in result.effects):
+        unseen = ", ".join(_change(effect) for effect in result.effects)
+        yield Section("Effect of each change", (Paragraph(f"None was seen by itself: {unseen}."),))
+    elif result.effects:
         rows = (
             (
                 _ratio(effect.speed_ratio, more_is_better=True),
                 _ratio(effect.memory_ratio, more_is_better=False),
                 str(effect.num_pairs),
-                (
-                    label_of(effect.technique, effect.baseline_choice),
-                    Span(" -> ", Tone.NOTE),
-                    label_of(effect.technique, effect.choice),
-                    Span("" if effect.num_pairs else "  not isolated", Tone.NOTE),
-                ),
+                (_change(effect), Span("" if effect.num_pairs else "  not isolated", Tone.NOTE)),
             )
             for effect in result.effects
         )
         changes = table((">speed", ">memory", ">pairs", "change"), rows)
         yield Section("Effect of each change", (changes,), "from probes that differ in it alone")
     if result.limit:
-        yield Section("Limit of the speed now", (Paragraph(result.limit),))
+        yield Section("Limit of the speed now", (Paragraph(result.limit), *_use(result)))
     if result.checks:
         checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, result.checks))
-        yield Section("Checked on your model", (checked,), "a small step against plain fp32, relative errors")
+        why = [
+            Paragraph(f"{_checked(check)}: {check.reason}")
+            for check in result.checks
+            if check.reason and not check.passed
+        ]
+        yield Section("Checked on your model", (checked, *why), "a small step against plain fp32, relative errors")
+
+
+def _change(effect: Effect) -> str:
+    """`fp32 -> bf16`."""
+    return f"{label_of(effect.technique, effect.baseline_choice)} -> {label_of(effect.technique, effect.choice)}"
+
+
+def _use(result: Result) -> Iterator[Paragraph]:
+    """How near the device's limits that is, and throughput in tokens."""
+    if use := result.use:
+        flops, moved = format_per_s(use.flops_per_s, "FLOP"), format_per_s(use.bytes_per_s, "B")
+        yield Paragraph(
+            f"{flops} in {use.arithmetic}, {use.flops_share:.0%} of what this device was measured to reach for such work; "
+            f"operators move {moved}, {use.bandwidth_share:.0%} of its memory's bandwidth."
+        )
+    if result.tokens_per_s:
+        yield Paragraph(f"{result.tokens_per_s:,.0f} tokens/s, as loss_weight counts.")
+
+
+def _checked(check: Check) -> str:
+    return "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
 
 
 def _check(check: Check) -> tuple[Cell, ...]:
-    what = "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
     bound = "exact" if check.exact else "reduced precision"
     names = "" if check.names_equal else ", parameter names changed"
-    why = f": {check.reason}" if check.reason and not check.passed else ""
     passed = Span("passed", Tone.GOOD) if check.passed else Span("FAILED", Tone.FAILED)
     noise = Span(f"; noise {check.noise:.0e}" if check.noise else "", Tone.NOTE)
     return (
@@ -191,7 +237,7 @@ def _check(check: Check) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" as {bound}, {what}{names}{why}", noise),
+        (passed, f" as {bound}, {_checked(check)}{names}", noise),
     )
 
 
@@ -209,6 +255,6 @@ def _cost(result: Result) -> str:
     )
     return (
         f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
-        f"of them in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}.{first} "
+        f"in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}.{first} "
         f"Kept in {result.storage.removeprefix('sqlite:///')}."
     )

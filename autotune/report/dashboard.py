@@ -8,6 +8,7 @@ from collections import Counter, deque
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,15 +17,31 @@ from rich.text import Text
 from autotune.records.config import Config
 from autotune.records.front import pareto_front
 from autotune.records.outcome import Outcome
+from autotune.records.progress import Progress
 from autotune.report.figures import counts, expected, measured_rate, times
-from autotune.report.live import best_speed, introduction, is_best, summary
+from autotune.report.live import advanced, best_speed, introduction, is_best, summary
 from autotune.techniques.labels import describe
-from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from autotune.tuning.events import (
+    Event,
+    Listener,
+    Note,
+    ProbeAdvanced,
+    ProbeEnded,
+    ProbeStarted,
+    SearchStarted,
+    Working,
+)
 from autotune.units import format_bytes, format_seconds, plural
 
 NUM_FRONT = 6
 NUM_LAST = 5
 REFRESHES_PER_S = 4
+WORK = {
+    "import": "importing torch and the model",
+    "inspection": "measuring the device, and inspecting the model with small steps",
+    "tracing": "tracing training steps, which predicts their memory",
+    "checks": "comparing gradients with plain fp32",
+}
 SPARE_LINES = 10  # of everything that is neither the front nor the last probes
 
 
@@ -45,11 +62,15 @@ class Dashboard(Listener):
         self._budget_s: float | None = None
         self._running: ProbeStarted | None = None
         self._running_since = 0.0
+        self._progress: Progress | None = None  # of the running probe
         self._best: tuple[Config, Outcome] | None = None
         self._baseline: Outcome | None = None
         self._feasible: dict[Config, Outcome] = {}
         self._last: deque[ProbeEnded] = deque(maxlen=NUM_LAST)
         self._outcomes: Counter[str] = Counter()
+        self._purpose = "import"
+        self._said: list[Text] = []
+        self._width = self._console.width
 
     def __enter__(self) -> Listener:
         self._began = time.monotonic()
@@ -75,26 +96,54 @@ class Dashboard(Listener):
         match event:
             case SearchStarted():
                 self._budget_s = event.budget_s
-                self._console.print(Text(introduction(event)))
+                self._best, self._baseline = event.best, event.baseline
+                for trial in event.known:
+                    self._count(trial.config, trial.outcome, feasible=trial.feasible)
+                self._say(*map(Text, introduction(event)))
             case ProbeStarted():
                 self._began = time.monotonic() - event.elapsed_s
-                self._running, self._running_since = event, time.monotonic()
+                self._running, self._running_since, self._progress = event, time.monotonic(), None
+                self._purpose = ""
+            case ProbeAdvanced():
+                self._progress = event.progress
             case ProbeEnded():
                 self._running, self._best, self._baseline = None, event.best, event.baseline
-                self._outcomes[event.outcome.kind] += 1
                 self._last.append(event)
-                if event.feasible:
-                    self._feasible[event.config] = event.outcome
+                self._count(event.config, event.outcome, feasible=event.feasible)
+            case Working():
+                self._purpose = event.purpose
             case Note():
                 style = "yellow" if event.warning else "dim"
-                self._console.print(Text(f"{'warning: ' if event.warning else ''}{event.text}", style=style))
+                self._say(Text(f"{'warning: ' if event.warning else ''}{event.text}", style=style))
+
+    def _count(self, config: Config, outcome: Outcome, *, feasible: bool) -> None:
+        self._outcomes[outcome.kind] += 1
+        if feasible:
+            self._feasible[config] = outcome
+        else:
+            self._feasible.pop(config, None)
+
+    def _say(self, *lines: Text) -> None:
+        """Print what stays above the table."""
+        self._said += lines
+        for line in lines:
+            self._console.print(line)
 
     def _render(self) -> RenderableType:
         # drawn by a thread of its own while `on` runs: work on copies, and draw nothing rather than fail
         try:
+            self._redraw_if_resized()
             return Group(*self._parts())
         except Exception:
             return Text("")
+
+    def _redraw_if_resized(self) -> None:
+        """Begin with an empty screen: the terminal has wrapped the old table anew, and it can no longer be drawn over."""
+        if self._console.width != self._width:
+            self._width = self._console.width
+            self._console.control(Control.clear(), Control.home())
+            for line in self._said.copy():
+                self._console.print(line)
 
     def _parts(self) -> list[RenderableType]:
         parts: list[RenderableType] = [Text(""), self._state(), Text("")]
@@ -114,15 +163,14 @@ class Dashboard(Listener):
         running = self._running
         if running is not None:
             elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
-            head = (f"#{running.number} {running.stage}, {elapsed}  ", "bold cyan")
+            done = f", {advanced(self._progress)}" if self._progress else ""
+            head = (f"#{running.number} {running.stage}, {elapsed}{done}  ", "bold cyan")
             grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
             if before := expected(running.prediction):
                 grid.add_row("", Text(before, style="dim"))
         else:
-            grid.add_row(
-                "running", Text("between probes" if self._last else "importing torch and the model", style="dim")
-            )
-        if self._best is not None:
+            grid.add_row("running", Text(WORK.get(self._purpose, "between probes"), style="dim"))
+        if self._best is not None and self._best[1] != self._baseline:
             ratio = best_speed(self._best, self._baseline)
             over = f", {times(ratio)}" if ratio else ""
             figures = summary(self._best[1], feasible=True)
@@ -172,7 +220,7 @@ def _table(title: str) -> Table:
     """A table of one line a row and fixed columns, so that the view does not jump."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
     table.add_column(title, style="dim", width=8)
-    table.add_column("samples/s", justify="right", width=12, no_wrap=True)
+    table.add_column("samples/s", justify="right", width=14, no_wrap=True)
     table.add_column("peak", justify="right", width=8, no_wrap=True)
     table.add_column("config", ratio=1, no_wrap=True, overflow="ellipsis")
     return table

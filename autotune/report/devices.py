@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -14,12 +15,16 @@ from rich.text import Text
 
 from autotune.devices import available, nvml
 from autotune.devices.base import Telemetry
+from autotune.devices.calibration import holds_for
 from autotune.errors import DeviceError
+from autotune.records.calibration import CALLED, Calibration
 from autotune.records.device import DeviceInfo
 from autotune.report.document import document
 from autotune.report.sections import Paragraph, Section, table
 from autotune.report.terminal import as_text
-from autotune.units import format_bytes, plural
+from autotune.study import calibrations
+from autotune.study.place import DEFAULT_FOLDER
+from autotune.units import format_bytes, format_per_s, format_seconds, plural
 
 PIPE_WIDTH = 160  # wraps nothing that a device usually says
 REFRESH_S = 1.0
@@ -30,19 +35,31 @@ class _Reading:
     info: DeviceInfo
     telemetry: Telemetry
 
+    @property
+    def kept(self) -> Path:
+        """The file of its calibration."""
+        return calibrations.path_of(Path(DEFAULT_FOLDER), holds_for(self.info))
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """As the first search on it, as it is now, measured it."""
+        return calibrations.kept(self.kept)
+
 
 def render_devices(*, as_json: bool = False) -> str:
     """Every device with its memory, load, temperature, power and processes, as text or as one JSON document.
 
-    The JSON has `devices` (a list: the fields of `DeviceInfo`, and `telemetry` with `values`, `throttle_reasons` and
-    `processes`) and `no_gpu` (why there is none, else null).
+    The JSON has `devices` (a list: the fields of `DeviceInfo`; `telemetry` with `values`, `throttle_reasons` and
+    `processes`; `calibration` with the fields of `Calibration` and its file as `kept`, null where there is none) and
+    `no_gpu` (why there is none, else null).
     """
     readings, remarks = _read()
     if as_json:
         no_gpu = None if _has_gpu(readings) else nvml.why_no_gpu()
         return document({"devices": [_plain(reading) for reading in readings], "no_gpu": no_gpu})
     width = Console().width if sys.stdout.isatty() else PIPE_WIDTH
-    return textwrap.dedent(as_text(_sections(readings, remarks), width))
+    sections = [*_sections(readings, remarks), *map(_calibrated, readings)]
+    return textwrap.dedent(as_text(sections, width))
 
 
 def watch_devices(stream: TextIO | None = None, interval_s: float = REFRESH_S) -> None:
@@ -85,12 +102,52 @@ def _read() -> tuple[list[_Reading], list[str]]:
 
 
 def _has_gpu(readings: list[_Reading]) -> bool:
-    return any(reading.info.driver for reading in readings)
+    return any(reading.info.kind == "cuda" for reading in readings)
 
 
 def _plain(reading: _Reading) -> dict[str, object]:
     processes = [{"pid": pid, "used_bytes": held, "name": name} for pid, held, name in reading.telemetry.processes]
-    return {**asdict(reading.info), "telemetry": {**asdict(reading.telemetry), "processes": processes}}
+    found = reading.calibration
+    return {
+        **asdict(reading.info),
+        "telemetry": {**asdict(reading.telemetry), "processes": processes},
+        "calibration": None if found is None else {**found.to_dict(), "kept": str(reading.kept)},
+    }
+
+
+def _calibrated(reading: _Reading) -> Section:
+    """What was measured of a device, and how to measure it again."""
+    name, found = reading.info.name, reading.calibration
+    if found is None:
+        return Section("", (Paragraph(f"{name} was not measured yet as it is now: the first search measures it."),))
+    rows = [
+        (
+            rate.arithmetic,
+            CALLED[rate.work],
+            *(
+                f"{format_per_s(rate.flops_per_s[place], 'FLOP')} ({rate.sizes[place]})"
+                for place in (0, -1)
+                if rate.sizes
+            ),
+            *([] if rate.sizes else ["", ""]),
+            "" if (gain := found.gain(rate.work, rate.arithmetic)) is None else f"{gain:.3g}x",
+            rate.failure,
+        )
+        for rate in found.rates
+    ]
+    headings = ("type", "of " + name, "small (size)", "large (size)", "to fp32", "stopped by")
+    figures = [
+        f"{words} {text}"
+        for words, text in (
+            ("memory", found.bytes_per_s and format_per_s(found.bytes_per_s, "B")),
+            ("launching an operator", found.launch_s and format_seconds(found.launch_s)),
+            ("from the host", found.host_to_device_bytes_per_s and format_per_s(found.host_to_device_bytes_per_s, "B")),
+            ("allocating", found.allocation_s and format_seconds(found.allocation_s)),
+        )
+        if text
+    ]
+    again = f"Measured {found.measured_at} in {format_seconds(found.wall_s)}. To measure again, delete {reading.kept} and search."
+    return Section("", (table(headings, rows), Paragraph(", ".join(figures)), Paragraph(again)))
 
 
 def _sections(readings: list[_Reading], remarks: list[str]) -> list[Section]:

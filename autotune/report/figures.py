@@ -11,6 +11,8 @@ from autotune.records.result import Measured
 from autotune.units import format_bytes
 
 SURE_TO_FIT = 0.95  # a chance above that is not mentioned
+NOISY = "noisy"  # in place of an interval that tells nothing
+NOISY_SPREAD = 0.5
 
 
 def rate(samples_per_s: float) -> str:
@@ -21,10 +23,13 @@ def rate(samples_per_s: float) -> str:
 
 
 def spread(value: float, low: float, high: float) -> str:
-    """Half the width of an interval as a share of the value: `±1.2%`; empty for an endless one."""
+    """Half the width of an interval as a share of the value: `±1.2%`, `±23%`, or `noisy`; empty for an endless one."""
     if not (value > 0 and math.isfinite(high)):
         return ""
-    return f"±{(high - low) / 2 / value:.1%}"
+    half = (high - low) / 2 / value
+    if half > NOISY_SPREAD:
+        return NOISY
+    return f"±{half:.0%}" if half >= 0.1 else f"±{half:.1%}"
 
 
 def measured_rate(found: Measured | Measurement) -> str:

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
+from autotune.records.progress import Progress
 from autotune.report.figures import expected, measured_rate
 from autotune.techniques.labels import describe
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
@@ -58,7 +59,7 @@ class Lines(WarningsOnly):
         """The start of the search, every note and every finished probe."""
         if isinstance(event, SearchStarted):
             self._budget_s = event.budget_s
-            return [introduction(event), f"searching {searched(event)}"]
+            return introduction(event)
         if isinstance(event, ProbeEnded):
             return [self._probe(event)]
         if isinstance(event, Note) and not event.warning:
@@ -73,20 +74,16 @@ class Lines(WarningsOnly):
         return f"{clock} #{event.number} {event.stage:8} {found}{best}{before}"
 
 
-def introduction(event: SearchStarted) -> str:
-    """The task, the limits, and the file of the study."""
-    known = f", {plural(event.num_resumed, 'probe')} known" if event.num_resumed else ""
-    return (
+def introduction(event: SearchStarted) -> list[str]:
+    """The task, the limits and the file of the study; then the space: `batch_size (7), amp (2): 14 configs`."""
+    free = [f"{name} ({len(choices)})" for name, choices in event.space.items() if len(choices) > 1]
+    known = f", {plural(len(event.known), 'probe')} known" if event.known else ""
+    return [
         f"{event.task} on {event.device}: {event.objective} within {format_bytes(event.memory_limit_bytes)} "
         f"({event.headroom:.0%} of it kept free), budget {format_seconds(event.budget_s)}; "
-        f"study {event.storage.removeprefix('sqlite:///')}{known}"
-    )
-
-
-def searched(event: SearchStarted) -> str:
-    """`batch_size (7 choices), amp (2 choices): 14 configs`."""
-    free = [f"{name} ({len(choices)})" for name, choices in event.space.items() if len(choices) > 1]
-    return f"{', '.join(free)}: {plural(event.num_configs, 'config')}"
+        f"study {event.storage.removeprefix('sqlite:///')}{known}",
+        f"searching {', '.join(free) or 'nothing but the baseline'}: {plural(event.num_configs, 'config')}",
+    ]
 
 
 def summary(outcome: Outcome, *, feasible: bool) -> str:
@@ -96,6 +93,14 @@ def summary(outcome: Outcome, *, feasible: bool) -> str:
         return " ".join(f"{outcome.kind}: {outcome.cause}".split()) if outcome.cause else str(outcome.kind)
     speed, _, noise = measured_rate(found).partition(" ")
     return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{'' if feasible else ', not feasible'}"
+
+
+def advanced(progress: Progress) -> str:
+    """`setting up`, `warming up`, `timing: 12 micro steps, 612 MiB`: how far a running probe has come."""
+    stage = {"setup": "setting up", "warmup": "warming up"}.get(progress.stage, progress.stage)
+    if not progress.num_micro_steps:
+        return stage
+    return f"{stage}: {plural(progress.num_micro_steps, 'micro step')}, {format_bytes(progress.peak_bytes)}"
 
 
 def is_best(event: ProbeEnded) -> bool:

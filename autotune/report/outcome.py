@@ -26,11 +26,12 @@ def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator
 
 
 def _figures(found: Measurement) -> dict[str, Cell]:
-    low, high = rate(found.samples_per_s_low), rate(found.samples_per_s_high)
+    low, high = found.samples_per_s_low, found.samples_per_s_high
+    sure = f" (95% {rate(low)} to {rate(high)})" if low < high else ""  # one block has no interval
     times_s = {"setup": found.setup_s, "warm-up": found.warmup_s, "timed": found.timed_s}
     skipped = f"; GradScaler skipped {found.skipped_steps}" if found.skipped_steps else ""
     rows: dict[str, Cell] = {
-        "throughput": f"{rate(found.samples_per_s)} samples/s (95% {low} to {high})",
+        "throughput": f"{rate(found.samples_per_s)} samples/s{sure}",
         "optimizer step": format_seconds(found.step_s),
         "peak memory": format_bytes(found.peak_bytes),
         "steps": f"{found.num_steps}, warm-up included{skipped}",

@@ -40,7 +40,7 @@ def plot_front(study: Study, ax: Axes | None = None) -> Axes:
     if front:
         peaks, speeds = [m.peak_bytes / MIB for m in front], [m.samples_per_s for m in front]
         ax.step(peaks, speeds, where="post", color=COLOURS[0], zorder=2)
-    _errorbars(ax, front, COLOURS[0], "front")
+    _errorbars(ax, front, COLOURS[0], "front" if len(front) > 1 else "front: nothing is faster or smaller")
     _errorbars(ax, baseline, "black", "baseline", marker="s", size=8)
     _errorbars(ax, [m for m in measured if m.config == answer], COLOURS[1], "answer", marker="*", size=15)
     if study.memory_limit_bytes:

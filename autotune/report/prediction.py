@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune.predict.answer import GroupPrediction, MemoryPrediction, PredictedPeak
+from autotune.predict.answer import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.answer import limit_words, warnings_section
-from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
+from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe, describe_batch
-from autotune.units import GIB, MIB, format_bytes
+from autotune.units import GIB, MIB, format_bytes, plural
 
 _PARTS = (
     ("params", "parameters_bytes", "parameters and buffers"),
@@ -21,6 +21,7 @@ _PARTS = (
     ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces, kernels"),
     ("outside", "outside_bytes", "outside the allocator: {outside}"),
 )
+SMALLEST_SHARE = 0.005  # of the activations: modules that hold less are left out
 NUM_SAME = 4  # further choices of the same memory that are named
 Changes = frozenset[tuple[str, Choice]]
 
@@ -41,34 +42,44 @@ def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
 
 
 def _one(prediction: MemoryPrediction, peak: PredictedPeak, outside: str) -> Iterator[Section]:
-    word, tone = ("Fits", Tone.BEST) if prediction.fits else ("Does not fit", Tone.FAILED)
+    word, tone = "Does not fit", Tone.FAILED
+    if prediction.fits:
+        word, tone = "Fits", Tone.BEST
+    elif peak.peak_bytes <= prediction.usable_bytes:
+        word, tone = "May fit", Tone.WARNING
     verdict: Cell = (
         Span(f"{word}: {format_bytes(peak.peak_bytes)} of {format_bytes(prediction.usable_bytes)}", tone),
         f" ({_range(peak)} in 95%, {peak.chance_to_fit:.0%} to fit): {describe(peak.config)}",
     )
     yield Section("", (Paragraph(verdict),))
+    yield from _breakdown(peak, outside)
+
+
+def _breakdown(peak: PredictedPeak, outside: str, note: str = "") -> Iterator[Section]:
     rows = (
         (format_bytes(held), f"{held / peak.peak_bytes:.0%}", meaning.format(outside=outside))
         for _, field, meaning in _PARTS
         for held in (getattr(peak, field),)
     )
-    yield Section("Breakdown", (table((">bytes", ">share", ""), rows),))
-    yield from _modules(peak)
+    yield Section("Breakdown", (table((">bytes", ">share", ""), rows),), note)
+    yield from _modules(peak, note)
 
 
 def _all(prediction: MemoryPrediction, outside: str) -> Iterator[Section]:
     groups, everywhere = prediction.groups, _everywhere(prediction.groups)
     most = max((group.peak.config["batch_size"] for group in groups if group.fits), default=None)
-    rows = [
-        (str(number), *_group(group, prediction.memory_limit_bytes, most, everywhere))
-        for number, group in enumerate(groups, start=1)
-    ]
+    rows = [(str(number), *_group(group, most, everywhere)) for number, group in enumerate(groups, start=1)]
     remarks = [f"The same with {_alternatives(everywhere)}."] if everywhere else []
+    if not prediction.global_batch:
+        remarks += _bounds(groups)
     if not all(group.fits for group in groups):
         remarks.append("Where none fits, the peak is that of the smallest batch.")
     shown = table((">#", "batch", ">peak", "95% likely", "switched on"), rows)
     steps = f"xN: accumulated to the global batch of {prediction.global_batch}" if prediction.global_batch else ""
     yield Section("Largest batch that fits", (shown, *(Paragraph(Span(text, Tone.NOTE)) for text in remarks)), steps)
+    if all(group.bounded for group in groups):  # everything fits: how each would fill the memory is nobody's question
+        yield from _breakdown(groups[0].peak, outside, "#1")
+        return
     unit, name = (GIB, "GiB") if max(group.peak.peak_bytes for group in groups) >= 2 * GIB else (MIB, "MiB")
     digits = 2 if unit == GIB else 0
     parts = table(
@@ -85,19 +96,24 @@ def _all(prediction: MemoryPrediction, outside: str) -> Iterator[Section]:
     yield from _modules(groups[first].peak, f"#{first + 1}")
 
 
-def _group(
-    group: GroupPrediction, limit_bytes: int, most: Choice | None, everywhere: Sequence[Changes]
-) -> tuple[Cell, ...]:
+def _bounds(groups: Sequence[GroupPrediction]) -> list[str]:
+    """Why no larger batches are shown, where they would fit."""
+    largest = max((int(group.peak.config["batch_size"]) for group in groups if group.bounded), default=0)
+    if largest == LARGEST_BATCH:
+        return [f"Batches beyond {LARGEST_BATCH:,} samples may fit, too; they were not looked at."]
+    return [f"The dataset has {plural(largest, 'sample')}, so no batch is larger."] if largest else []
+
+
+def _group(group: GroupPrediction, most: Choice | None, everywhere: Sequence[Changes]) -> tuple[Cell, ...]:
     peak = group.peak
     batch = describe_batch(peak.config).removeprefix("batch ")
     best = group.fits and peak.config["batch_size"] == most
-    unsure = group.fits and peak.peak_high_bytes > limit_bytes
     others = [change for change in _changes(group) if change not in everywhere]
     same = f"; same with {_alternatives(others)}" if others else ""
     return (
         Span(batch, Tone.BEST if best else Tone.PLAIN) if group.fits else Span("none fits", Tone.BAD),
         Span(format_bytes(peak.peak_bytes), Tone.PLAIN if group.fits else Tone.BAD),
-        Span(_range(peak), Tone.WARNING if unsure else Tone.PLAIN),
+        _range(peak),
         (_words(group.switched_on) or "nothing", Span(same, Tone.NOTE)),
     )
 
@@ -110,6 +126,7 @@ def _modules(peak: PredictedPeak, note: str = "") -> Iterator[Section]:
             name or "(the model itself)",
         )
         for name, held_bytes in peak.modules
+        if held_bytes > SMALLEST_SHARE * peak.activations_bytes
     ]
     if rows:
         held = table((">bytes", ">share", "module"), rows)
@@ -117,17 +134,11 @@ def _modules(peak: PredictedPeak, note: str = "") -> Iterator[Section]:
 
 
 def _not_predicted(prediction: MemoryPrediction) -> Iterator[Section]:
-    """Each reason once, with what could not be traced for it; then what does not apply."""
-    alike: dict[str, list[str]] = {}
-    for label, reason in prediction.untraced.items():
-        alike.setdefault(reason, []).append(label)
-    reasons = tuple(
-        Paragraph((reason, Span(f"  {_some(labels, '; ', ' and')}", Tone.NOTE))) for reason, labels in alike.items()
-    )
-    if reasons:
-        yield Section("Not predicted", reasons, "could not be traced")
+    """What could not be traced; then what does not apply."""
+    if prediction.untraced:
+        yield Section("Not predicted", tuple(by_reason(prediction.untraced)), "could not be traced")
     if prediction.left_out:
-        yield Section("Left out", (pairs(prediction.left_out),), "does not apply there")
+        yield Section("Left out", tuple(by_reason(prediction.left_out)), "does not apply there")
 
 
 def _range(peak: PredictedPeak) -> str:
@@ -153,10 +164,7 @@ def _everywhere(groups: Sequence[GroupPrediction]) -> list[Changes]:
 
 
 def _alternatives(changes: Sequence[Changes]) -> str:
-    return _some([_words(dict(change)) for change in changes], " or ", " or")
-
-
-def _some(texts: Sequence[str], between: str, last: str) -> str:
     """The first few, and how many more there are."""
-    more = f"{last} {len(texts) - NUM_SAME} more" if len(texts) > NUM_SAME else ""
-    return between.join(texts[:NUM_SAME]) + more
+    texts = [_words(dict(change)) for change in changes]
+    more = f" or {len(texts) - NUM_SAME} more" if len(texts) > NUM_SAME else ""
+    return " or ".join(texts[:NUM_SAME]) + more

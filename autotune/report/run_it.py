@@ -1,4 +1,4 @@
-"""How to run an answer as it was measured: lines of Python, and a command, as text to paste.
+"""How to run an answer as it was measured: its config, lines of Python, and a command, as text to paste.
 
 `model` names the task as `autotune.prepare` and the command line take it, empty for a task built in Python; `asked` is
 the `asked` of a `Result`. What is a default is left out, so that the lines stay short.
@@ -10,12 +10,37 @@ import json
 import shlex
 from collections.abc import Mapping
 
+from autotune.records.batch_plan import BATCH_KEYS
+from autotune.records.config import Choice
 from autotune.records.options import words
 from autotune.report.sections import Code
-from autotune.report.words import as_json
-from autotune.techniques.labels import AnyConfig
+from autotune.techniques import REGISTRY
+from autotune.techniques.labels import AnyConfig, as_dict
 
 VERIFY_STEPS = 100
+
+
+def as_code(config: AnyConfig, head: str = "") -> Code:
+    """`head` and the config's essentials as a dict literal of Python."""
+    literals = {
+        name: json.dumps(choice) if isinstance(choice, str) else repr(choice)
+        for name, choice in _essentials(config).items()
+    }
+    return Code(f"{head}{{", tuple(f'"{name}": {literal}' for name, literal in literals.items()), "}")
+
+
+def as_json(config: AnyConfig) -> str:
+    """The config's essentials as one line of JSON, for `--config`."""
+    return json.dumps(_essentials(config))
+
+
+def _essentials(config: AnyConfig) -> dict[str, Choice]:
+    """The batch, and every technique that is not off: what `prepare` needs to build the same config."""
+    return {
+        name: choice
+        for name, choice in as_dict(config).items()
+        if name in BATCH_KEYS or name not in REGISTRY or choice != REGISTRY[name].off
+    }
 
 
 def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+NUM_NAMED = 4
 
 
 class Tone(StrEnum):
@@ -97,6 +99,16 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[Cell]]) -> Table:
 def pairs(rows: Mapping[str, Cell]) -> Table:
     """A table of two columns without a head."""
     return table(("", ""), rows.items())
+
+
+def by_reason(reasons: Mapping[str, str]) -> Iterator[Paragraph]:
+    """Each reason once, with what it stands for: the first few names, and how many more there are."""
+    alike: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        alike.setdefault(reason, []).append(name)
+    for reason, names in alike.items():
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        yield Paragraph((reason, Span(f"  {', '.join(names[:NUM_NAMED])}{more}", Tone.NOTE)))
 
 
 def plain(cell: Cell) -> str:

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
-from autotune.records.trial import Trial
+from autotune.records.trial import BASELINE, PLAY_OFF, Trial
 from autotune.report.answer import answer_sections, front_section, limit_words
-from autotune.report.figures import counts, expected, measured_rate
-from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, pairs, table
+from autotune.report.figures import counts, measured_rate, rate
+from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.study.reading import Study
 from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds, plural
+
+DISTURBED = "*"  # beside the number of such a probe
 
 
 def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section]:
@@ -29,12 +31,16 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield _probes(study)
         yield from _failures(study)
     if unsupported := study.attributes.get("unsupported"):
-        yield Section("Not searched", (pairs(unsupported),), "does not apply here")
+        yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here")
     if front := study.front_configs():
-        answer = study.result.config if study.result else None
         measured = study.measured_configs()
         baseline = next((found for found in measured if found.config == study.baseline_config), None)
-        yield front_section(front, answer=answer, baseline=baseline)
+        yield front_section(front, study.result, baseline)
+    yield from conclusion(study, model=model)
+
+
+def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
+    """The answer of a study, or why there is none."""
     if study.result is None:
         yield _no_answer(study)
         return
@@ -48,9 +54,10 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
 def _no_answer(study: Study) -> Section:
     if not study.probes:
         return Section("No answer yet", (Paragraph("No probe has ended yet, so there is nothing to show."),))
-    if not any(probe.feasible for probe in study.probes):
-        why = "Nothing feasible so far: no config ran within the memory limit. See the failures above."
+    if why := study.attributes.get("no_answer"):
         return Section("No answer", (Paragraph(why),))
+    if not any(probe.feasible for probe in study.probes):
+        return Section("No answer", (Paragraph("Nothing was feasible so far; the failures are above."),))
     how = "No search of this study has ended. The same `autotune search` command continues where it stopped."
     return Section("No answer yet", (Paragraph(how),))
 
@@ -73,21 +80,22 @@ def _probes(study: Study) -> Section:
     speeds = (p.outcome.measurement.samples_per_s for p in study.probes if p.feasible and p.outcome.measurement)
     fastest = max(speeds, default=0.0)
     rows = (_probe(probe, baseline, fastest) for probe in study.probes)
-    shown = table((">#", "stage", "batch", ">samples/s", ">peak", "changes; why"), rows)
-    note = f"the baseline is {describe(baseline)}; changes are from it" if baseline else ""
-    return Section("Probes", (shown,), note)
+    shown = table((">#", "batch", ">samples/s", ">expected", ">peak", "changes; why"), rows)
+    note = f"changes are from the baseline, {describe(baseline)}" if baseline else ""
+    marked = Paragraph(Span(f"{DISTURBED} other work disturbed it", Tone.NOTE))
+    return Section("Probes", (shown, *([marked] if any(probe.disturbed for probe in study.probes) else [])), note)
 
 
 def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tuple[Cell, ...]:
-    found = probe.outcome.measurement
+    found, expected = probe.outcome.measurement, probe.prediction and probe.prediction.samples_per_s
     is_best = found is not None and probe.feasible and found.samples_per_s == fastest
     return (
-        str(probe.number),
-        probe.stage,
+        f"{probe.number}{DISTURBED if probe.disturbed else ' '}",
         describe_batch(probe.config).removeprefix("batch "),
         Span(measured_rate(found), Tone.BEST if is_best else Tone.PLAIN)
         if found
         else Span(str(probe.outcome.kind), Tone.BAD),
+        Span(rate(expected) if expected else "", Tone.NOTE),
         Span(format_bytes(found.peak_bytes) if found else "", Tone.PLAIN if probe.feasible else Tone.BAD),
         _what_and_why(probe, baseline),
     )
@@ -96,11 +104,13 @@ def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tupl
 def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
     same_batch = {name: probe.config[name] for name in BATCH_KEYS}
     changes = describe(probe.config, {**baseline, **same_batch} if baseline else None)
-    flags = ", over the limit" if probe.outcome.measurement and not probe.feasible else ""
-    flags += ", disturbed" if probe.disturbed else ""
-    why = "; ".join(filter(None, (probe.reason.removeprefix("proposed "), expected(probe.prediction))))
-    changed = "-" if changes == "as the baseline" else changes
-    return changed, Span(flags, Tone.WARNING), Span(f"  {why}", Tone.NOTE)
+    over = probe.outcome.measurement is not None and not probe.feasible
+    stage = f"{probe.stage}, " if probe.stage in (BASELINE, PLAY_OFF) else ""
+    return (
+        "" if changes == "as the baseline" else f"{changes}  ",
+        Span("over the limit  " if over else "", Tone.WARNING),
+        Span(f"{stage}{probe.reason}", Tone.NOTE),
+    )
 
 
 def _failures(study: Study) -> Iterator[Section]:

@@ -44,7 +44,8 @@ def render(sections: Iterable[Section], console: Console) -> None:
 def as_text(sections: Iterable[Section], width: int = 80) -> str:
     """The same as text without colours."""
     stream = io.StringIO()
-    render(sections, Console(file=stream, width=width, highlight=False, color_system=None))
+    plain = Console(file=stream, width=width, highlight=False, color_system=None, force_jupyter=False)
+    render(sections, plain)
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.predict.traces import Traces
+from autotune.records.calibration import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Check
 from autotune.runners.connection import describe_exit
-from autotune.runners.runner import Job, JobResult, TraceJob
+from autotune.runners.runner import Job, JobResult, NotCompared, TraceJob
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
@@ -27,19 +28,14 @@ LOG_TOLD = 4000  # characters of it that go into an outcome
 
 @dataclass
 class InFlight:
-    """A job whose worker may still run.
-
-    Attributes:
-        log: what the user's code prints.
-        channel: descriptor of the named pipe through which the worker sends messages.
-        progress: the last one that a probe reported.
-    """
+    """A job whose worker may still run."""
 
     ticket: int
     job: Job
-    log: Path
-    channel: int
-    progress: Progress = field(default_factory=Progress)
+    log: Path  # what the user's code prints
+    channel: int  # descriptor of the named pipe through which the worker sends messages
+    on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
+    progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _trace_messages: list[dict[str, Any]] = field(default_factory=list)
@@ -82,8 +78,12 @@ class InFlight:
                 train_s=self.progress.train_s,
                 bound=self.progress.bound,
             )
+        if "calibration" in found:
+            return Calibration.from_dict(found["calibration"])
         if "inspection" in found:
             return Inspection.from_dict(found["inspection"])
+        if "not_compared" in found:
+            return NotCompared(reason=found["not_compared"])
         if "check" in found:
             return Check(**found["check"])
         return Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "log": log})
@@ -107,12 +107,18 @@ class InFlight:
     def _how_it_ended(self, ended: dict[str, Any]) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""
         during = "during tracing" if isinstance(self.job, TraceJob) else f"during {self.progress.stage}"
+        if ended["stuck"]:
+            where = "it may hold the device's memory until the machine is restarted"
+            return Kind.CRASHED, f"it was killed and does not end, {during}: it is stuck in a driver, and {where}"
         if ended["timed_out"]:
             return Kind.TIMEOUT, f"killed after {format_seconds(self.job.timeout_s)}, {during}"
         if ended["cancelled"]:
             return Kind.TIMEOUT, f"ended early after {format_seconds(time.monotonic() - self.started_s)}, {during}"
         if ended["exit_code"] == -signal.SIGKILL and ended["oom_killed"]:
-            return Kind.OOM, "killed by the kernel's out-of-memory killer: the machine or its cgroup had no memory left"
+            cause = "killed by the kernel's out-of-memory killer: the machine or its cgroup had no memory left"
+            if self.on_gpu:
+                return Kind.CRASHED, f"{cause} (the host's, not the GPU's); use fewer data workers or a larger host"
+            return Kind.OOM, cause
         how = describe_exit(ended["exit_code"])
         hint = " before it had finished (os._exit?)" if ended["exit_code"] >= 0 else ""
         return Kind.CRASHED, f"{how}{hint}, {during}"

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from autotune.devices import open_device
-from autotune.errors import StudyError
+from autotune.errors import StudyError, TaskError
+from autotune.predict.cache import drop_oldest
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.progress import Progress
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import InFlight
 from autotune.runners.runner import (
+    CalibrateJob,
     CheckJob,
     Finished,
     InspectJob,
@@ -32,6 +34,7 @@ from autotune.runners.runner import (
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
 
+KEPT_LOGS, KEPT_LOG_BYTES = 500, 64 * 2**20  # of one study's jobs: the oldest go
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
 
 
@@ -62,6 +65,7 @@ class LocalRunner(Runner):
         self._source = source
         self._device = open_device(device)
         self._logs = logs.absolute()
+        self._import_log = self._logs / "import.log"
         self._import_timeout_s = import_timeout_s
         self._fork = fork
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
@@ -75,9 +79,14 @@ class LocalRunner(Runner):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-"))
             self._channel = os.path.join(folder, "channel")
             os.mkfifo(self._channel, 0o600)
-            stack.callback(self._disconnect)
             self._open_logs()
-            hello = self._connect().hello
+            stack.callback(self._tidy_logs)
+            stack.callback(self._disconnect)
+            try:
+                hello = self._connect().hello
+            except TaskError:  # which tells what was printed
+                self._import_log.unlink(missing_ok=True)
+                raise
             self._resources = stack.pop_all()
         self.stated = Stated(model=self._source.spec, global_batch=hello["global_batch"], baseline=hello["baseline"])
         if hello["no_fork"]:
@@ -95,10 +104,20 @@ class LocalRunner(Runner):
         """The device, with what is free now."""
         return self._device.info()
 
+    def beside(self) -> Runner | None:
+        """As `Runner.beside`: probes on a GPU leave the processor to others."""
+        if self._device.kind != "cuda":
+            return None
+        logs = self._logs / "tracing"
+        return LocalRunner(
+            self._source, logs=logs, device="cpu", import_timeout_s=self._import_timeout_s, fork=self._fork
+        )
+
     def submit(self, job: Job) -> int:
         """As `Runner.submit`: one job at a time."""
         if self._running is not None:
             raise RuntimeError("a job is running; collect it first")
+        drop_oldest(self._numbered_logs(), KEPT_LOGS, KEPT_LOG_BYTES)
         log = self._logs / f"{self._num_logs:04d}-{job.name}.log"
         log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
         self._num_logs += 1
@@ -112,9 +131,12 @@ class LocalRunner(Runner):
             "log": str(log),
             "timeout_s": job.timeout_s,
         }
+        if not isinstance(job, TraceJob):
+            self._device.settle()
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
-        running = InFlight(self._num_jobs, job, log, os.open(self._channel, os.O_RDWR | os.O_NONBLOCK))
+        channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
+        running = InFlight(self._num_jobs, job, log, channel, on_gpu=self._device.kind == "cuda")
         try:
             connection.send(request)
         except BaseException:
@@ -163,15 +185,26 @@ class LocalRunner(Runner):
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StudyError(f"the folder for logs {self._logs} cannot be created: {error.strerror}") from None
-        taken = [int(log.name[:4]) for log in self._logs.glob("[0-9][0-9][0-9][0-9]-*.log")]
-        self._num_logs = max(taken, default=-1) + 1  # an earlier search's logs are still named in its outcomes
+        # an earlier search's logs are still named in its outcomes
+        self._num_logs = max(map(_number, self._numbered_logs()), default=-1) + 1
+
+    def _numbered_logs(self) -> list[Path]:
+        """The logs of jobs, the newest first."""
+        return sorted(self._logs.glob("[0-9]*-*.log"), key=_number, reverse=True)
+
+    def _tidy_logs(self) -> None:
+        """Leave no import's log without content, and no folder without logs."""
+        with contextlib.suppress(OSError):
+            if not self._import_log.stat().st_size:
+                self._import_log.unlink()
+        with contextlib.suppress(OSError):
+            self._logs.rmdir()
 
     def _connect(self) -> Connection:
         """The supervisor; another one where the last has died."""
         if self._connection is None:
-            log = self._logs / "import.log"
             self._connection = Connection(
-                self._source, log=log, import_timeout_s=self._import_timeout_s, fork=self._fork
+                self._source, log=self._import_log, import_timeout_s=self._import_timeout_s, fork=self._fork
             )
         return self._connection
 
@@ -188,9 +221,15 @@ class LocalRunner(Runner):
         """What the worker's function for this job takes."""
         name = self._device.name
         match job:
+            case CalibrateJob():
+                return {"device": name}
             case InspectJob():
-                absent = None if job.absent is None else asdict(job.absent)
-                return {"device": name, "memory_limit_bytes": job.memory_limit_bytes, "absent": absent}
+                return {
+                    "device": name,
+                    "memory_limit_bytes": job.memory_limit_bytes,
+                    "calibration": job.calibration.to_dict(),
+                    "absent": None if job.absent is None else asdict(job.absent),
+                }
             case ProbeJob():
                 return {"config": job.config.as_dict(), "device": name, "settings": job.settings.to_dict()}
             case CheckJob():
@@ -224,3 +263,7 @@ class LocalRunner(Runner):
         if deadline < must_end:
             return None
         raise ProbeFault(f"the process that starts probes gave no answer within {format_seconds(PATIENCE_S)}")
+
+
+def _number(log: Path) -> int:
+    return int(log.name.partition("-")[0])

@@ -31,20 +31,12 @@ class TableError(AutotuneError):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a table's measurements depend on.
+    """What a table's measurements depend on: the inspection (`Inspection` says what is what) and the probes' settings.
 
     Attributes:
-        task, source_hash, num_parameters: of the model file; `source_hash` changes with its code.
-        device: as the user writes it; `model` is the hardware's name; `num_threads` of torch on a CPU; `capability` of
-            CUDA on a GPU.
-        total_bytes: memory of the device; `memory_limit_bytes` what the probes were allowed.
-        outside_bytes: what a probe's process held before it built the model, on the scale of the peaks.
-        global_batch: samples per optimizer step, or None.
-        baseline: the baseline's config, complete; `baseline_given` when the task states one.
         choices: key of a config -> choices swept, every key present; one choice means that it was left at that.
         reasons, notes: key of a config -> `Support.reason` and `Support.note` of the inspection, where there is one.
         facts: of the task, from the inspection, but for the dataset's positions.
-        seed, max_timed_s, max_warmup_s: of the probes.
         date: of the first probe, ISO 8601.
     """
 
@@ -116,19 +108,15 @@ class Header:
             global_batch=self.global_batch,
             baseline=techniques.complete(self.baseline, global_batch=self.global_batch).as_dict(),
             baseline_given=self.baseline_given,
-            batch=self._batch_support(),
+            batch=BatchSupport(
+                sizes=tuple(map(int, self.choices[BATCH_SIZE])),
+                accumulation_steps=tuple(map(int, self.choices[ACCUMULATION])),
+                sizes_reason=self.reasons.get(BATCH_SIZE, ""),
+                reason=self.reasons.get(ACCUMULATION, ""),
+                note=self.notes.get(ACCUMULATION, ""),
+            ),
             support={name: self._support(name) for name in techniques.REGISTRY},
             outside_bytes=self.outside_bytes,
-        )
-
-    def _batch_support(self) -> BatchSupport:
-        steps = self.choices[ACCUMULATION]
-        return BatchSupport(
-            sizes=tuple(map(int, self.choices[BATCH_SIZE])),
-            accumulation_steps=tuple(map(int, steps)),
-            sizes_reason=self.reasons.get(BATCH_SIZE, ""),
-            reason=self.reasons.get(ACCUMULATION, ""),
-            note=self.notes.get(ACCUMULATION, ""),
         )
 
     def _support(self, name: str) -> Support:
@@ -222,22 +210,13 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
     noise = _noise(residuals.values())
     figures = {}
     for config, mine in by_config.items():
-        peak_bytes = max(
-            row.outcome.measurement.peak_bytes if row.outcome.measurement else row.outcome.peak_bytes for row in mine
-        )
-        if config not in logs:
-            kind = next(row.outcome.kind for row in mine if not row.outcome.ok)
-            figures[config] = Figure(
-                kind=kind, samples_per_s=0.0, half_width=math.inf, peak_bytes=peak_bytes, num_repeats=len(mine)
-            )
-            continue
-        values = residuals[config]
+        values = residuals.get(config)
         figures[config] = Figure(
-            kind=Kind.OK,
-            samples_per_s=math.exp(fmean(values)),
-            half_width=Z95 * noise / math.sqrt(len(values)),
-            peak_bytes=peak_bytes,
-            num_repeats=len(values),
+            kind=next((row.outcome.kind for row in mine if not row.outcome.ok), Kind.OK),
+            samples_per_s=math.exp(fmean(values)) if values else 0.0,
+            half_width=Z95 * noise / math.sqrt(len(values)) if values else math.inf,
+            peak_bytes=max((row.outcome.measurement or row.outcome).peak_bytes for row in mine),
+            num_repeats=len(mine),
         )
     return figures
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.predict.traces import Traces
+from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
@@ -14,7 +15,17 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners import table as table_file
 from autotune.runners.instant import InstantRunner
 from autotune.runners.recorded import Row, Table, TableError
-from autotune.runners.runner import CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, Stated, TraceJob
+from autotune.runners.runner import (
+    CalibrateJob,
+    CheckJob,
+    InspectJob,
+    Job,
+    JobResult,
+    NotCompared,
+    ProbeJob,
+    Stated,
+    TraceJob,
+)
 
 
 class ReplayRunner(InstantRunner):
@@ -40,7 +51,7 @@ class ReplayRunner(InstantRunner):
         self._memory_limit_bytes = memory_limit_bytes
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
-        self._now_s = 0.0
+        self._now_s = 0.0  # recorded seconds of the probes so far
         header = self._table.header
         self.task_name = header.task
         self.stated = Stated(
@@ -53,7 +64,7 @@ class ReplayRunner(InstantRunner):
         return f"{self.task_name}-replay"
 
     def now_s(self) -> float:
-        """Recorded seconds of the probes so far."""
+        """As `Runner.now_s`."""
         return self._now_s
 
     def device(self) -> DeviceInfo:
@@ -64,6 +75,8 @@ class ReplayRunner(InstantRunner):
     def result_of(self, job: Job) -> JobResult:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
         match job:
+            case CalibrateJob():
+                return NOT_MEASURED
             case InspectJob():
                 return replace(self._table.header.inspection(), device=self.device())
             case ProbeJob():

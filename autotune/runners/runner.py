@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from autotune.errors import AutotuneError
 from autotune.predict.plan import Plan, plan_traces
 from autotune.predict.traces import Traces
+from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
@@ -23,6 +24,7 @@ from autotune.records.progress import Progress
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 
+CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
 
 
@@ -54,12 +56,21 @@ class Stated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrateJob:
+    """Measure the device itself."""
+
+    name: ClassVar[str] = "calibrate"
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectJob:
     """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there."""
 
     name: ClassVar[str] = "inspect"
     memory_limit_bytes: int | None
     timeout_s: float
+    calibration: Calibration = NOT_MEASURED
     absent: DeviceInfo | None = None
 
 
@@ -110,8 +121,8 @@ class NotCompared:
     reason: str
 
 
-Job = InspectJob | ProbeJob | CheckJob | TraceJob
-JobResult = Inspection | Outcome | Check | NotCompared | Traces
+Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob
+JobResult = Calibration | Inspection | Outcome | Check | NotCompared | Traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +131,8 @@ class Finished:
 
     Attributes:
         ticket: as `submit` gave it.
-        result: of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a `CheckJob` a `Check` or
-            `NotCompared`, of a `TraceJob` the `Traces` that it added. An inspection or a check that failed is an `Outcome`.
+        result: of a `CalibrateJob` a `Calibration`, of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a
+            `CheckJob` a `Check` or `NotCompared`, of a `TraceJob` the `Traces` that it added. What failed is an `Outcome`.
     """
 
     ticket: int
@@ -133,7 +144,7 @@ class Runner(ABC):
 
     Attributes:
         num_slots: jobs that may be in flight.
-        keeps_traces: whether traces that it makes hold for this machine, and may be kept for other searches.
+        keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
         task_name: of the task; it names the study.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
@@ -191,15 +202,34 @@ class Runner(ABC):
     def cancel(self, ticket: int) -> None:
         """End a job early. `collect` still returns it: a probe as a time-out, with the bound that it leaves."""
 
+    def beside(self) -> Runner | None:
+        """Another runner of the task, to be entered, whose tracing disturbs no probe; None where it would."""
+        return None
+
+    def calibrate(self) -> Calibration | Outcome:
+        """Measure the device itself; an `Outcome` when that failed."""
+        result = self._run(CalibrateJob(timeout_s=CALIBRATION_TIMEOUT_S))
+        assert isinstance(result, Calibration | Outcome), result
+        return result
+
     def inspect(
-        self, *, memory_limit_bytes: int | None, timeout_s: float, absent: DeviceInfo | None = None
+        self,
+        *,
+        memory_limit_bytes: int | None,
+        timeout_s: float,
+        calibration: Calibration = NOT_MEASURED,
+        absent: DeviceInfo | None = None,
     ) -> Inspection | Outcome:
         """Validate the task and ask which techniques apply to it; an `Outcome` when that failed.
 
         Args:
+            calibration: of the runner's device, which decides what is worth trying.
             absent: a GPU that is not there, to ask for in place of the runner's device.
         """
-        result = self._run(InspectJob(memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s, absent=absent))
+        job = InspectJob(
+            memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s, calibration=calibration, absent=absent
+        )
+        result = self._run(job)
         assert isinstance(result, Inspection | Outcome), result
         return result
 
@@ -224,19 +254,17 @@ class Runner(ABC):
         known: Traces | None = None,
         slice_s: float = math.inf,
     ) -> Traces:
-        """Find the memory that configs need without running them. Never raises.
-
-        What is left when the time is up is neither found nor failed: another call with the result as `known` goes on.
+        """Find the memory that configs need without running them; each group of techniques is traced once. Never raises.
 
         Args:
-            configs: a whole space, say; each group of techniques is traced once.
             target: the kind of device to predict for (`autotune.devices.targets`). No GPU is needed or touched.
             timeout_s: tracing is killed then, and the group that it was at has failed.
             known: traces that are there already and are not traced again.
             slice_s: no group is begun after that, but for the first one.
 
         Returns:
-            `known` and what was found. Groups that could not be traced are among its `failures`, with the reason.
+            `known` and what was found, in `failures` what cannot be traced. What is left when the time is up is in
+            neither: another call goes on with it.
         """
         traces = known or Traces(target=target)
         plan = plan_traces(configs)

@@ -25,6 +25,8 @@ from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
+_CUDA_ERROR_NOT_INITIALIZED = 3
+_GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
 def main() -> None:
@@ -33,16 +35,15 @@ def main() -> None:
     greeting = json.loads(sys.stdin.readline())
     source, blas_threads = greeting["source"], greeting["blas_threads"]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # what these end, the search decides
+        signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
     if os.getppid() != greeting["parent"]:
         os._exit(0)
-    hello, task = _import(source)
+    hello, task = _import(source, may_fork=greeting["fork"])
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
-    if not greeting["fork"]:
-        hello, task = hello | {"no_fork": "asked for"}, None
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
@@ -76,7 +77,7 @@ class Inbox:
         return json.loads(line)  # type: ignore[no-any-return]
 
 
-def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
     from autotune.errors import AutotuneError
     from autotune.task.source import TaskSource
@@ -93,7 +94,7 @@ def _import(source: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     except BaseException as error:
         frames = "".join(traceback.format_exception(error))
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
-    no_fork = ""
+    no_fork = "" if may_fork else "asked for"
     if (threads := _num_threads()) > max(1, before):
         no_fork = f"importing the model file started {plural(threads - before, 'thread')}"
     elif _has_cuda_context():
@@ -142,12 +143,25 @@ def _no_gpu_in_torch() -> Iterator[None]:
 
 
 def _has_cuda_context() -> bool:
-    """Whether this process initialised the CUDA driver; NVML alone does not open the unified-memory device."""
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
-                return True
-    return False
+    """Whether this process initialised CUDA, after which no fork of it can: as torch says, or the driver's library, where one is loaded.
+
+    Its device files would not do: WSL has others, and NVML opens some of them, too.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    with contextlib.suppress(OSError):  # not loaded
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED
+    return any(_links_to(f"/proc/self/fd/{number}").startswith("/dev/kfd") for number in os.listdir("/proc/self/fd"))
+
+
+def _links_to(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
@@ -161,12 +175,13 @@ def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    status = _reap(pid)
     _reap_descendants()
     if ended_by == "closed":
         os._exit(0)
     return {
-        "exit_code": os.waitstatus_to_exitcode(status),
+        "exit_code": -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status),
+        "stuck": status is None,
         "timed_out": ended_by == "timeout",
         "cancelled": ended_by == "cancel",
         "oom_killed": kernel_oom_kills() > kills_before,
@@ -220,11 +235,29 @@ def _wait(pid: int, deadline: float, inbox: Inbox) -> str:
         os.close(process)
 
 
+def _reap(pid: int) -> int | None:
+    """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on."""
+    process = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        if not poll.poll(_GIVE_UP_S * 1000):
+            _stuck.add(pid)
+            return None
+    finally:
+        os.close(process)
+    return os.waitpid(pid, 0)[1]
+
+
+_stuck: set[int] = set()
+
+
 def _reap_descendants() -> None:
     """Kill and reap whatever a probe left behind; orphans are re-parented to this process, their subreaper."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = [child for child in children if int(child) not in _stuck]
         if not children:
             return
         for child in children:

@@ -19,7 +19,7 @@ from autotune import techniques
 from autotune.predict.traces import Traces
 from autotune.records.config import Choice
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
-from autotune.runners.recorded import Figure, Header, Row, Table, TableError, figures_of
+from autotune.runners.recorded import Header, Row, Table, TableError
 
 FORMAT = 2  # format 1 holds less of the inspection, and opens
 MAGIC = f"# autotune table, format {FORMAT}"
@@ -50,7 +50,7 @@ def append(path: Path, header: Header, row: Row) -> None:
         speeds = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
         cells |= {name: _short(getattr(measured, name)) for name in (*speeds, "train_s")}
         cells |= {name: getattr(measured, name) for name in ("peak_bytes", "num_steps")}
-        cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items()}
+        cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items() if phase in PHASES}
     line = io.StringIO()
     with path.open("r+") as file:
         columns = [file.readline() for _ in range(3)][-1].strip().split(",")  # an older table has one that is gone
@@ -131,7 +131,7 @@ def _require_known_format(path: Path, first_line: str) -> None:
 def _row(header: Header, cells: Mapping[str, str]) -> Row:
     choices: dict[str, Choice] = {name: options[0] for name, options in header.choices.items()}
     choices |= {name: {str(c): c for c in header.choices[name]}[cells[name]] for name in _swept(header)}
-    kind = Kind(cells["kind"])
+    kind, repeat = Kind(cells["kind"]), int(cells["repeat"])
     wall_s, train_s, peak_bytes = float(cells["wall_s"]), float(cells["train_s"]), int(cells["peak_bytes"])
     config = techniques.complete(choices)  # a technique that is younger than the table was off
     if kind is not Kind.OK:
@@ -145,7 +145,7 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
             attempted_bytes=int(cells["attempted_bytes"]),
             bound=Bound(samples_per_s_high=float(high), peak_bytes_low=peak_bytes) if high else None,
         )
-        return Row(config=config, repeat=int(cells["repeat"]), outcome=outcome)
+        return Row(config=config, repeat=repeat, outcome=outcome)
     speed = float(cells["samples_per_s"])
     measured = Measurement(
         samples_per_s=speed,
@@ -160,8 +160,7 @@ def _row(header: Header, cells: Mapping[str, str]) -> Row:
         timed_s=train_s,
         phases_s={phase: float(cells[f"{phase}_s"]) for phase in PHASES if cells[f"{phase}_s"]},
     )
-    outcome = Outcome(kind=Kind.OK, measurement=measured, wall_s=wall_s)
-    return Row(config=config, repeat=int(cells["repeat"]), outcome=outcome)
+    return Row(config=config, repeat=repeat, outcome=Outcome(kind=Kind.OK, measurement=measured, wall_s=wall_s))
 
 
 def _swept(header: Header) -> list[str]:
@@ -179,19 +178,3 @@ def _columns(header: Header) -> list[str]:
 def _short(value: float) -> str:
     """Five significant digits: finer than any repeat agrees with another."""
     return f"{value:.5g}"
-
-
-__all__ = [
-    "Figure",
-    "Header",
-    "Row",
-    "Table",
-    "TableError",
-    "append",
-    "figures_of",
-    "mend",
-    "read",
-    "start",
-    "traces_path",
-    "write_traces",
-]

@@ -15,10 +15,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
@@ -26,6 +26,9 @@ from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.task import Task
 from autotune.units import format_bytes
+
+if TYPE_CHECKING:
+    from autotune.devices import Device
 
 Report = Callable[[Progress], None]
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
@@ -61,11 +64,11 @@ class Channel:
             os.close(descriptor)
 
 
-def run_job(task: Task, request: dict[str, Any]) -> None:
+def run_job(task: Task | None, request: dict[str, Any]) -> None:
     """Run one job and leave the process. Never returns.
 
     Args:
-        task: the user's task, loaded.
+        task: the user's task, loaded; None for a job that needs none.
         request: `job` (a key of `JOBS`), `arguments` for it, `blas_threads` for numpy (0: as it is), `widest` (positions
             of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
     """
@@ -75,10 +78,10 @@ def run_job(task: Task, request: dict[str, Any]) -> None:
     def report(progress: Progress) -> None:
         channel.offer({"progress": progress.to_dict()})
 
-    if request["widest"] is not None:
+    if task is not None and request["widest"] is not None:
         task.use_widest(request["widest"])
     try:
-        if request["blas_threads"] > 1 and task.dataset() is not None:
+        if task is not None and request["blas_threads"] > 1 and task.dataset() is not None:
             _restore_blas_threads(request["blas_threads"])
         message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:
@@ -108,37 +111,58 @@ def enter(request: dict[str, Any]) -> None:
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
-    from autotune.devices import open_device
-    from autotune.devices.oom import attempted_bytes
-    from autotune.probe.measure import NonFiniteError, Run
+    from autotune.probe.measure import Run
     from autotune.session import prepare
 
     settings = ProbeSettings(**arguments["settings"])
-    device = open_device(arguments["device"])
-    if device.kind != "cuda":
-        hide_gpus()
-    seed_everything(settings.seed)
-    if settings.memory_limit_bytes is not None:
-        device.limit_memory(settings.memory_limit_bytes)
     started = time.perf_counter()
+    device: Device | None = None
     run: Run | None = None
     try:
+        device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
         session = prepare(task, arguments["config"], device=device)
         run = Run(session, device, settings, report)
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
-        oom = device.is_out_of_memory(error)
-        kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
-        attempted = attempted_bytes(error) if oom else 0
-        # read now: `_failure` clears the error's frames, and with them what the training held
-        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
-        outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=held)
+        outcome = failed_probe(error, device, stage, train_s)
     return {"outcome": outcome.to_dict()}
 
 
+def failed_probe(error: BaseException, device: Device | None, stage: str, train_s: float) -> Outcome:
+    """The outcome of a probe that raised.
+
+    Args:
+        device: None where the device could not be entered; if memory was short for that, others hold it.
+    """
+    from autotune.devices.oom import attempted_bytes, is_out_of_memory
+    from autotune.probe.measure import NonFiniteError
+
+    oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
+    kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
+    attempted = attempted_bytes(error) if oom else 0
+    held, crowded = 0, oom
+    if device is not None:
+        # read now: `_failure` clears the error's frames, and with them what the training held
+        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
+        crowded = oom and bool(_quietly(partial(device.is_crowded, attempted)))
+    outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=held)
+    if crowded:
+        said = f"other processes hold memory of the device that the limit allows: {outcome.cause}"
+        outcome = replace(outcome, crowded=True, cause=said)
+    return outcome
+
+
+def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Measure the device: argument `device`, as it names itself."""
+    from autotune.devices import device_named
+    from autotune.devices.calibration import measure
+
+    return {"calibration": measure(device_named(arguments["device"])).to_dict()}
+
+
 def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Validate the task and say what applies to it: arguments `device`, `memory_limit_bytes`."""
+    """Validate the task and say what applies to it: the arguments of `inspect_task`."""
     from autotune.devices import open_device
     from autotune.probe.inspection import inspect_task
 
@@ -150,18 +174,12 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
-    from autotune import techniques
-    from autotune.devices import open_device
     from autotune.probe.checks import run_checks
 
-    seed_everything(0)
-    device = open_device(arguments["device"])
-    if device.kind != "cuda":
-        hide_gpus()
-    if arguments["memory_limit_bytes"] is not None:
-        device.limit_memory(arguments["memory_limit_bytes"])
-    config = techniques.complete(arguments["config"])
-    return {"check": asdict(run_checks(task, config, device, batch_size=arguments["batch_size"]))}
+    if task.takes_whole_steps:
+        return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
+    device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0)
+    return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=arguments["batch_size"]))}
 
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -184,12 +202,26 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     return {"done": True}
 
 
-JOBS: dict[str, Callable[[Task, dict[str, Any], Report], dict[str, Any]]] = {
+JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
+    "calibrate": _calibrate,
     "probe": _probe,
     "inspect": _inspect,
     "check": _check,
     "trace": _trace,
 }
+
+
+def _limited_device(name: str, memory_limit_bytes: int | None, seed: int) -> Device:
+    """The device to train on, within its limit, after everything random was seeded."""
+    from autotune.devices import open_device
+
+    device = open_device(name)
+    if device.kind != "cuda":
+        hide_gpus()
+    seed_everything(seed)
+    if memory_limit_bytes is not None:
+        device.limit_memory(memory_limit_bytes)
+    return device
 
 
 def hide_gpus() -> None:
@@ -216,18 +248,19 @@ def _failure(
 ) -> Outcome:
     from autotune.devices.no_kernel import missing_kernel
     from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
-    from autotune.errors import AutotuneError
-    from autotune.task.usercode import arose_in_autotune
+    from autotune.errors import AutotuneError, DeviceError
+    from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError
 
+    missing = ""
     if kind is None and is_out_of_memory(error):
         kind = Kind.OOM
-    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
-    missing = missing_kernel(error) if kind is None else ""
-    if kind is None:
+    elif kind is None and isinstance(error, SystemExit):
+        kind = Kind.CRASHED
+    elif kind is None:
+        missing = missing_kernel(error)
         kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
-        if isinstance(error, SystemExit):
-            kind = Kind.CRASHED
+    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
     if isinstance(error, SystemExit):
         cause = f"the training code called sys.exit({error.code!r})"
     elif isinstance(error, AutotuneError | UnsupportedError):
@@ -241,33 +274,29 @@ def _failure(
     if own_fault:
         cause = f"a fault of autotune itself: {cause}"
     if attempted:
-        cause = f"an allocation of {format_bytes(attempted)} failed ({cause})"
+        cause = f"an allocation of {format_bytes(attempted)} failed"  # the library's own words are in the detail
     if isinstance(error, AutotuneError | UnsupportedError):
         detail = getattr(error, "frames", "")
+    elif own_fault:
+        detail = "".join(traceback.format_tb(error.__traceback__)) + cause
     else:
-        frames = "".join(traceback.format_tb(error.__traceback__)) + cause if own_fault else _frames(error)
-        detail = frames[-8000:]
+        detail = user_frames(error)
+        if "\n  File " not in detail:  # none of it is the user's own
+            detail = "".join(traceback.format_exception(error))
     for link in chain(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
     return Outcome(
         kind=kind,
         cause=cause[:500],
-        detail=detail,
+        detail=detail[-8000:],
         stage=stage,
         train_s=train_s,
         peak_bytes=peak_bytes,
         attempted_bytes=attempted,
         own_fault=own_fault,
+        device_fault=isinstance(error, DeviceError),
     )
-
-
-def _frames(error: BaseException) -> str:
-    """The frames of the user's own code, or all of them where there is none of it."""
-    from autotune.task.usercode import user_frames
-
-    frames = user_frames(error)
-    return frames if "\n  File " in frames else "".join(traceback.format_exception(error))
 
 
 def _quietly(read: Callable[[], int]) -> int:
@@ -283,7 +312,9 @@ def main() -> None:
 
     request = json.loads(Path(sys.argv[1]).read_text())
     enter(request)
-    run_job(TaskSource.from_dict(request["source"]).load(), request)
+    # what measures the device forks, which the user's module may not allow
+    task = None if request["job"] == "calibrate" else TaskSource.from_dict(request["source"]).load()
+    run_job(task, request)
 
 
 if __name__ == "__main__":

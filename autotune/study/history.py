@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from autotune.records.config import Config
@@ -9,14 +10,14 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
-from autotune.study.known_oom import KnownOom
+from autotune.study.known_hangs import KnownHangs
 from autotune.study.retry import retryable, what_stands
 
 
 class History:
     """What is known about the configs of a search.
 
-    `known`, `best`, `baseline`, `failed_again` and `known_oom` are views of the trials; `running` holds the configs whose
+    `known`, `best`, `baseline` and `failed_again` are views of the trials; `running` holds the configs whose
     probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that
     is left out), and the views follow.
 
@@ -107,7 +108,7 @@ class History:
         return {
             config: outcome
             for config, outcome in self.known.items()
-            if objective.feasible(outcome) and config not in failed and self.space.contains(config)
+            if objective.feasible(outcome) and config not in failed and self.space.answers(config)
         }
 
     @property
@@ -124,7 +125,7 @@ class History:
 
     @property
     def worst_score(self) -> float:
-        """The worst feasible score. Samplers are told it for an infeasible trial; an arbitrary figure would distort their models."""
+        """The worst feasible score. Samplers are told it for a trial without one; an arbitrary figure would distort their models."""
         objective = self.objective
         scores = [objective.score(outcome) for outcome in self.known.values() if objective.feasible(outcome)]
         return min(scores, default=objective.worst())
@@ -134,21 +135,25 @@ class History:
         """Seconds that each trial took, in order."""
         return [trial.wall_s for trial in self._trials if trial.number not in self._retryable]
 
-    @property
-    def known_oom(self) -> KnownOom:
-        """The configs known to be too large, because the same config with a smaller batch was."""
-        outcomes = [*self.known.items(), *self.failed_again.items()]
-        return KnownOom(config for config, outcome in outcomes if self._objective.does_not_fit(outcome))
+    def _smallest_too_large(self) -> dict[Config, int]:
+        """The smallest batch that was too large, by the config without its batch: a larger one needs at least as much."""
+        smallest: dict[Config, int] = {}
+        for config, outcome in (*self.known.items(), *self.failed_again.items()):
+            if self._objective.does_not_fit(outcome):
+                key = _without_batch(config)
+                smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
+        return smallest
 
     def admissible(self) -> Callable[[Config], bool]:
-        """A test whether a config may be probed: it is not known, not running, not known OOM, and inside the space."""
-        known, oom = self.known, self.known_oom
+        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large or to hang."""
+        known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
 
         def may_be_probed(config: Config) -> bool:
             return (
                 config not in known
                 and config not in self.running
-                and not oom.rules_out(config)
+                and config.batch_size < too_large.get(_without_batch(config), math.inf)
+                and not hangs.rules_out(config)
                 and self.space.contains(config)
             )
 
@@ -166,6 +171,10 @@ def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]
         by_config.setdefault(trial.config, []).append(trial)
     counted = {config: _since_last_search(found) for config, found in by_config.items()}
     return {config: found for config, found in counted.items() if all(trial.feasible for trial in found)}
+
+
+def _without_batch(config: Config) -> Config:
+    return config.replace(batch_size=1, accumulation_steps=1)
 
 
 def _since_last_search(trials: Sequence[Trial]) -> Sequence[Trial]:

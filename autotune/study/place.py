@@ -15,6 +15,7 @@ from autotune.errors import StudyError
 from autotune.predict.cache import FOLDER as TRACES_FOLDER
 
 DEFAULT_FOLDER = "studies"
+PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,11 @@ class Place:
     storage: str  # a URL
     study: str
     file: Path | None  # of an SQLite database
+
+    @property
+    def play_off(self) -> str:
+        """Name of the study that keeps the play-off, so that the best trial of `study` is the best of the search."""
+        return f"{self.study} play-off"
 
     @property
     def logs(self) -> Path:
@@ -39,9 +45,14 @@ class Place:
         return Path(tempfile.gettempdir()) / f"autotune-{name}.lock"
 
     @property
+    def folder(self) -> Path:
+        """What studies in one folder share lies there."""
+        return self.file.parent if self.file else Path(DEFAULT_FOLDER)
+
+    @property
     def traces(self) -> Path:
-        """Folder for traces, shared by the studies in one folder."""
-        return (self.file.parent if self.file else Path(DEFAULT_FOLDER)) / TRACES_FOLDER
+        """Folder for traces."""
+        return self.folder / TRACES_FOLDER
 
 
 def place_of(storage: str | None, study: str | None, task: str) -> Place:
@@ -66,10 +77,11 @@ def locked(place: Place) -> Iterator[None]:
     if ":memory:" in place.storage:  # nobody else's
         yield
         return
-    lock = filelock.FileLock(place.lock)
+    lock, folder = filelock.FileLock(place.lock), place.lock.parent
+    is_new = not folder.exists()
     where = place.file or f"{place.study} in {place.storage}"
     try:
-        place.lock.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise StudyError(
@@ -81,4 +93,8 @@ def locked(place: Place) -> Iterator[None]:
     try:
         yield
     finally:
+        place.lock.unlink(missing_ok=True)  # while it is held: whoever opens the name now makes a file of its own
         lock.release()
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty where anything was kept
+                folder.rmdir()

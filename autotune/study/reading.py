@@ -25,7 +25,8 @@ from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.study.store import FORMAT, trial_of
+from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
+from autotune.study.store import FORMAT, trials_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,9 +40,9 @@ class Study:
 
     Attributes:
         name: the study's name in its storage.
-        storage: a file path or a URL, as it was given.
+        storage: a file path, or a URL as it was given.
         attributes: facts that the search recorded about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
-            `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`.
+            `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`, `no_answer` (why a search found none).
         probes: every finished probe, in order.
         num_running: probes in progress, or left in that state by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
@@ -103,7 +104,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     """Read a study.
 
     Args:
-        path_or_url: a database file such as `studies/gpt.db`, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
+        path_or_url: a database file such as `studies/gpt.db`, `gpt` for short, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
         study: the study's name; optional if the storage holds one study.
 
     Raises:
@@ -124,25 +125,27 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
                 "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}, skip_table_creation=True
             )
         try:
-            names = [summary.study_name for summary in storage.get_all_studies()]
-            loaded = optuna.load_study(study_name=_choose(names, study, given), storage=storage)
-            attributes = loaded.user_attrs
-            trials = loaded.get_trials(deepcopy=False)
+            kept = storage.get_all_studies()
+            name = _choose([one.study_name for one in kept if PLAY_OFF_OF not in one.user_attrs], study, given)
+            parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
+            studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
+            attributes = next(one for one in studies if one.study_name == name).user_attrs
+            trials = [trial for one in studies for trial in one.get_trials(deepcopy=False)]
         finally:
             storage.remove_session()
             storage.engine.dispose()
     if "format" not in attributes:
         raise StudyError(
-            f"the study {loaded.study_name} in {given} was not made by autotune, so there are no probes to show; "
+            f"the study {name} in {given} was not made by autotune, so there are no probes to show; "
             "expected a study that `autotune search` wrote"
         )
-    require_readable(f"the study {loaded.study_name} in {given}", attributes["format"], FORMAT)
+    require_readable(f"the study {name} in {given}", attributes["format"], FORMAT)
     answer = attributes.get("result")
     return Study(
-        name=loaded.study_name,
-        storage=given,
+        name=name,
+        storage=given if "://" in given else str(file),
         attributes={key: value for key, value in attributes.items() if key != "result"},
-        probes=tuple(trial_of(trial) for trial in trials if trial.state is TrialState.COMPLETE),
+        probes=tuple(trials_of(trials)),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
         num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
         result=Result.from_dict(answer) if answer else None,
@@ -150,10 +153,13 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
 
 def _database_file(given: str) -> Path | None:
-    """The file of an SQLite database; None for another kind of storage."""
+    """The file of an SQLite database, also by the name that `--study` gave it; None for another kind of storage."""
     if given.startswith(_SQLITE_FILE):
         return Path(given.removeprefix(_SQLITE_FILE))
-    return None if "://" in given else Path(given)
+    if "://" in given:
+        return None
+    named = Path(DEFAULT_FOLDER) / f"{given}.db"
+    return named if named.exists() and not Path(given).exists() else Path(given)
 
 
 def _connect(file: Path) -> sqlite3.Connection:
@@ -174,7 +180,7 @@ def _require_database(file: Path) -> None:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     except sqlite3.Error as error:
         raise StudyError(
-            f"{file} cannot be read as a study: {error}; expected the SQLite database of a search"
+            f"{file} cannot be read as a study: {error}; expected the SQLite database of a search{_databases_near(file)}"
         ) from None
     if not {"studies", "alembic_version"} <= tables:
         raise StudyError(f"{file} is a database without a study in it; expected one that `autotune search` wrote")
@@ -182,13 +188,14 @@ def _require_database(file: Path) -> None:
 
 def _databases_near(file: Path) -> str:
     """Databases that the user may have meant, in words."""
-    folders = [file] if file.is_dir() else [file.parent, Path("studies")]
-    found = sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.db")})
+    folders = [file] if file.is_dir() else [file.parent, Path(DEFAULT_FOLDER)]
+    found = sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.db")} - {file})
     if not found:
-        return "; `autotune search model.py` makes one in studies/"
+        return f"; `autotune search model.py` makes one in {DEFAULT_FOLDER}/"
     close = difflib.get_close_matches(file.stem, [path.stem for path in found], n=3, cutoff=0.5)
-    named = [path for path in found if path.stem in close] or found[:5]
-    return f"; did you mean {' or '.join(str(path) for path in named)}?"
+    if named := [str(path) for path in found if path.stem in close]:
+        return f"; did you mean {' or '.join(named)}?"
+    return f"; there is {', '.join(map(str, found[:5]))}"
 
 
 def _choose(names: list[str], wanted: str | None, given: str) -> str:

@@ -18,8 +18,11 @@ def what_stands(outcomes: Sequence[Outcome]) -> Outcome:
 
     A measurement or an out-of-memory stays valid, since the limit is the same.
     """
-    certain = [outcome for outcome in outcomes if outcome.kind in (Kind.OK, Kind.OOM)]
-    return (certain or outcomes)[-1]
+    return ([outcome for outcome in outcomes if _is_certain(outcome)] or outcomes)[-1]
+
+
+def _is_certain(outcome: Outcome) -> bool:
+    return outcome.kind is Kind.OK or (outcome.kind is Kind.OOM and not outcome.crowded)
 
 
 def retryable(
@@ -30,9 +33,10 @@ def retryable(
 ) -> frozenset[int]:
     """The numbers of the trials whose failure is retryable.
 
-    A crash or an error gets a second try; after that the config is to blame. A probe that was killed sooner than it
-    would be now gets today's time-out. A baseline that failed for any reason but memory is always tried again, because
-    there is no gain without it. In the play-off only a failure for lack of memory is final.
+    A crash or an error gets a second try; after that the config is to blame. What failed because others held the memory
+    is tried again. A probe that was killed sooner than it would be now gets today's time-out, unless what it did shows
+    that its config is slower than the fastest. A baseline that failed for any reason but memory is always tried again,
+    because there is no gain without it. In the play-off only a failure for lack of memory is final.
 
     Args:
         trials: the trials of earlier searches.
@@ -54,17 +58,24 @@ def retryable(
         stands = what_stands([trial.outcome for trial in by_config[config]])
         if stands.ok:
             measured = stands
-        if stands.kind not in (Kind.OK, Kind.OOM):
+        if not _is_certain(stands):
             again |= {trial.number for trial in by_config[config]}
     patience_s = timeout_s(measured)
+    speeds = [
+        trial.outcome.measurement.samples_per_s for trial in trials if trial.feasible and trial.outcome.measurement
+    ]
+    fastest = max(speeds, default=0.0)
     for config, found in by_config.items():
-        if config not in baselines and _may_pass([trial.outcome for trial in found], patience_s):
+        if config not in baselines and _may_pass([trial.outcome for trial in found], patience_s, fastest):
             again |= {trial.number for trial in found}
     return frozenset(again)
 
 
-def _may_pass(outcomes: Sequence[Outcome], timeout_s: float) -> bool:
+def _may_pass(outcomes: Sequence[Outcome], timeout_s: float, fastest: float) -> bool:
     stands = what_stands(outcomes)
     if stands.kind is Kind.TIMEOUT:
-        return stands.wall_s < PATIENT * timeout_s
+        too_slow = stands.samples_per_s_high is not None and stands.samples_per_s_high < fastest
+        return not too_slow and stands.wall_s < PATIENT * timeout_s
+    if stands.crowded:
+        return True
     return stands.kind in PASSING and sum(outcome.kind in PASSING for outcome in outcomes) == 1

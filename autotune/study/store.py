@@ -1,14 +1,19 @@
-"""The study in Optuna's storage: one Optuna trial per probe, so nothing is lost and nothing is measured twice."""
+"""The study in Optuna's storage: one Optuna trial per probe, so nothing is lost and nothing is measured twice.
+
+The play-off measures again what the search found. Its trials are in a study of their own, so that `best_trial`, plots and
+samplers of Optuna see each config of the search once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.storages import get_storage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -18,12 +23,17 @@ from autotune.records.formats import require_readable
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
-from autotune.records.trial import Proposal, Trial
+from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
 from autotune.study.distributions import distributions_of
-from autotune.study.place import Place
+from autotune.study.place import PLAY_OFF_OF, Place
+from autotune.units import format_bytes
 
-FORMAT = 2  # 1 called a prediction a forecast, and opens
+# 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
+# feasible value. Both open.
+FORMAT = 3
+MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
+NO_ANSWER = "no_answer"  # attribute: why the last search found none; empty where it did, or did not end
 
 
 @contextlib.contextmanager
@@ -42,6 +52,19 @@ def storage_errors(place: Place) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _opening(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except StudyError:
+        raise
+    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
+        raise StudyError(
+            f"the storage {place.storage} cannot be opened: {_cause(error)}; "
+            "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
+        ) from None
+
+
 class Store:
     """A study opened for writing.
 
@@ -57,38 +80,45 @@ class Store:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
-        self._running: dict[int, optuna.Trial] = {}
-        try:
-            self._study = optuna.create_study(
-                storage=place.storage, study_name=place.study, direction="maximize", load_if_exists=True
-            )
-        except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
-            raise StudyError(
-                f"the storage {place.storage} cannot be opened: {_cause(error)}; "
-                "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
-            ) from None
-        known = self._study.user_attrs.get("fingerprint")
-        if known is None and self._study.trials:
-            raise StudyError(
-                f"the study {place.study} in {place.storage} was not made by autotune; use another with --study"
-            )
-        if known is not None:
+        self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
+        with _opening(place):
+            self._storage = get_storage(place.storage)
+            self._study = self._opened(place.study, "fingerprint")
+            names = optuna.get_all_study_names(self._storage)
+            self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
+        if known := self._study.user_attrs.get("fingerprint"):
             found = self._study.user_attrs.get("format", 1)
             require_readable(f"the study {place.study} in {place.storage}", found, FORMAT)
             _require_equal(place, known, dict(fingerprint))
-        for key, value in {"format": FORMAT, "fingerprint": dict(fingerprint), **attributes}.items():
+        facts = {"format": FORMAT, "fingerprint": dict(fingerprint), NO_ANSWER: ""}
+        for key, value in {**facts, **attributes}.items():
             self._study.set_user_attr(key, value)
-        self._close_what_a_dead_search_left()
+        for study in filter(None, (self._study, self._play_off)):
+            _close_what_a_dead_search_left(study)
+        self._next_number = 1 + max(map(_number, self._kept()), default=-1)
 
-    def _close_what_a_dead_search_left(self) -> None:
-        """Heartbeats do not work with ask and tell; the lock says that nobody runs these trials."""
-        for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
-            if trial.state is TrialState.WAITING:
-                self._study.ask()
-            if "outcome" in trial.user_attrs:  # measured, and not yet told
-                self._study.tell(trial.number, trial.user_attrs["score"])
-            else:
-                self._study.tell(trial.number, state=TrialState.FAIL)
+    def _opened(self, name: str, mark: str) -> optuna.Study:
+        """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
+        study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
+        if mark not in study.user_attrs and study.trials:
+            raise StudyError(
+                f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
+            )
+        return study
+
+    def _kept(self) -> list[FrozenTrial]:
+        """The trials of both studies."""
+        studies = filter(None, (self._study, self._play_off))
+        return [trial for study in studies for trial in study.get_trials(deepcopy=False)]
+
+    def _study_of(self, stage: str) -> optuna.Study:
+        """The study that keeps the trials of a stage; the play-off's is made when it begins."""
+        if stage != PLAY_OFF:
+            return self._study
+        if self._play_off is None:
+            self._play_off = self._opened(self.place.play_off, PLAY_OFF_OF)
+            self._play_off.set_user_attr(PLAY_OFF_OF, self.place.study)
+        return self._play_off
 
     def attributes(self) -> dict[str, Any]:
         """The study's own attributes."""
@@ -100,16 +130,17 @@ class Store:
 
     def trials(self) -> list[Trial]:
         """Every finished trial, in order."""
-        finished = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-        return [trial_of(trial) for trial in finished]
+        return trials_of(self._kept())
 
     def begin(self, proposal: Proposal, prediction: Prediction | None, space: Space) -> int:
         """Open a trial for a proposal and record it before it runs, so that a search that dies leaves evidence.
 
         Returns:
-            The trial's number, which `finish` and `fail` take.
+            The trial's number, which `finish` and `fail` take. The play-off's go on counting where the search's end.
         """
+        number, self._next_number = self._next_number, self._next_number + 1
         described: dict[str, Any] = {
+            "number": number,
             "config": proposal.config.as_dict(),
             "stage": proposal.stage,
             "reason": proposal.reason or (prediction.reason if prediction else ""),
@@ -117,32 +148,54 @@ class Store:
         }
         if proposal.round is not None:
             described["round"] = proposal.round
-        self._study.enqueue_trial(
+        study = self._study_of(proposal.stage)
+        study.enqueue_trial(
             space.params(proposal.config), user_attrs=described
         )  # one commit: a disk takes 20 ms for each
-        trial = self._study.ask(distributions_of(space))
-        self._running[trial.number] = trial
-        return trial.number
+        self._running[number] = study, study.ask(distributions_of(space))
+        return number
 
-    def finish(self, number: int, outcome: Outcome, objective: Objective, *, worst: float, disturbed: bool) -> Trial:
-        """Record an outcome. An infeasible one is COMPLETE with the worst value and a constraint.
+    def finish(self, number: int, outcome: Outcome, objective: Objective, *, disturbed: bool) -> Trial:
+        """Record an outcome. An infeasible one is COMPLETE with a constraint and the value of what does not train at all.
 
         Samplers do not see failed trials, and would propose the same config again.
         """
-        trial = self._running.pop(number)
+        study, trial = self._running.pop(number)
         infeasibility = objective.infeasibility(outcome)
-        score = objective.score(outcome) if outcome.ok else worst
+        feasible = infeasibility <= 0
+        score = objective.score(outcome) if feasible else objective.worst()
         trial.set_constraint("infeasibility", infeasibility)
-        for key, value in {"score": score, "feasible": infeasibility <= 0, "disturbed": disturbed}.items():
+        ended = "over the limit" if outcome.ok and not feasible else str(outcome.kind)
+        facts = {"ended": ended, "score": score, "feasible": feasible, "disturbed": disturbed}
+        if outcome.measurement is not None:
+            facts["peak_bytes"] = outcome.measurement.peak_bytes
+        for key, value in facts.items():
             trial.set_user_attr(key, value)
         trial.set_user_attr("outcome", outcome.to_dict())  # last: with it the trial is finished, told or not
-        return trial_of(self._study.tell(trial, score))
+        return trial_of(study.tell(trial, score))
 
     def fail(self, number: int, reason: str) -> None:
         """Close a trial that the user or a fault of the machine cut short."""
-        trial = self._running.pop(number)
+        study, trial = self._running.pop(number)
         trial.set_user_attr("fault", reason)
-        self._study.tell(trial, state=TrialState.FAIL)
+        study.tell(trial, state=TrialState.FAIL)
+
+
+def _close_what_a_dead_search_left(study: optuna.Study) -> None:
+    """Heartbeats do not work with ask and tell; the lock says that nobody runs these trials."""
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
+        if trial.state is TrialState.WAITING:
+            study.ask()
+        if "outcome" in trial.user_attrs:  # measured, and not yet told
+            study.tell(trial.number, trial.user_attrs["score"])
+        else:
+            study.tell(trial.number, state=TrialState.FAIL)
+
+
+def trials_of(trials: Iterable[FrozenTrial]) -> list[Trial]:
+    """The records of the trials that are finished, in the order in which they were begun."""
+    finished = (trial_of(trial) for trial in trials if trial.state is TrialState.COMPLETE)
+    return sorted(finished, key=lambda trial: trial.number)
 
 
 def trial_of(trial: FrozenTrial) -> Trial:
@@ -151,7 +204,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
     predicted = attributes.get("prediction") or attributes.get("forecast")  # its name in studies of format 1
     assert trial.value is not None  # every finished trial has one
     return Trial(
-        number=trial.number,
+        number=_number(trial),
         stage=attributes["stage"],
         config=Config(tuple(attributes["config"].items())),
         reason=attributes["reason"],
@@ -165,12 +218,22 @@ def trial_of(trial: FrozenTrial) -> Trial:
     )
 
 
+def _number(trial: FrozenTrial) -> int:
+    """One count over search and play-off; up to format 2 they were one study."""
+    number: int = trial.user_attrs.get("number", trial.number)
+    return number
+
+
 def stored_attributes(place: Place) -> dict[str, Any]:
-    """The attributes of an existing study; empty if there is none or it cannot be read."""
+    """The attributes of an existing study; empty if there is none.
+
+    Raises:
+        StudyError: the storage cannot be opened. That is found here, before anything takes seconds.
+    """
     if place.file is not None and not place.file.exists():
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with contextlib.suppress(Exception):  # no such study, no database: `Store` says what is wrong
+    with _opening(place), contextlib.suppress(KeyError):  # no such study
         return dict(optuna.load_study(study_name=place.study, storage=place.storage).user_attrs)
     return {}
 
@@ -183,9 +246,24 @@ def _cause(error: BaseException) -> str:
     return said.splitlines()[0] if said else type(error).__name__
 
 
+def require_comparable(place: Place, stored: Mapping[str, Any], **wanted: Any) -> None:
+    """Refuse a study that cannot be resumed, by what of its fingerprint is known before anything takes seconds.
+
+    Args:
+        stored: the study's attributes.
+
+    Raises:
+        StudyError: it has other values.
+    """
+    known = stored.get("fingerprint", {})
+    _require_equal(
+        place, {key: known[key] for key in wanted if key in known}, {k: wanted[k] for k in wanted if k in known}
+    )
+
+
 def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = [
-        f"{key} was {_shown(known, key)} and is {_shown(wanted, key)}"
+        f"{MEMORIES.get(key, key)} was {_shown(known, key)} and is {_shown(wanted, key)}"
         for key in sorted({*known, *wanted})
         if known.get(key) != wanted.get(key)
     ]
@@ -197,4 +275,7 @@ def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
-    return repr(fingerprint[key]) if key in fingerprint else "not recorded"  # by another version
+    if key not in fingerprint:
+        return "not recorded"  # by another version
+    value = fingerprint[key]
+    return format_bytes(value) if key in MEMORIES else repr(value)

@@ -1,68 +1,235 @@
-"""Batches of any structure: a tensor, or tuples, lists, dicts and dataclasses of tensors."""
+"""Batches of any structure: what is in them, how they move to a device, and how they are cut into micro batches.
+
+One rule says where the samples of a batch are: whatever has the length n in a batch of n samples, at two different n. So
+the samples may lie along any dimension of a tensor, or be the items of a list. If another length grows with n, too (rows
+packed into one, the edges of graphs), then only the code that makes batches can make smaller ones.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
+
+Cuts = int | Mapping[Any, Any] | None  # the dimension, or that of each part; None goes whole to every micro batch
 
 
 class StepBatch(list[Any]):
-    """The micro batches of one optimizer step, in order. `Session.loader` yields it and `Session.step` takes it."""
+    """The micro batches of one optimizer step, in order. `Session.loader` yields it and `Session.step` takes it.
+
+    Attributes:
+        sizes: samples of each micro batch.
+    """
+
+    def __init__(self, micro_batches: Iterable[tuple[Any, int]] = ()) -> None:
+        pairs = list(micro_batches)
+        super().__init__(micro for micro, _ in pairs)
+        self.sizes = [size for _, size in pairs]
+
+
+class CannotCutError(Exception):
+    """A batch cannot be cut into micro batches; the message says what it holds."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """The same structure with every tensor replaced by `function(tensor)`; other values stay as they are."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        items = {key: map_tensors(function, value) for key, value in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {f.name: map_tensors(function, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **changes)
-    return batch
+    """The same structure with every tensor replaced by `function(tensor)`; other values stay as they are.
+
+    Mappings, lists, tuples and dataclasses are structure, whatever their class. Objects of other classes stay.
+    """
+    return _map(batch, lambda part: isinstance(part, torch.Tensor), function)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on a device. Whatever has a method `to(device)` moves itself, as trainers have it; other values stay."""
+
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=True)
+        part = copy.copy(part)  # many move in place
+        moved = part.to(device)
+        return part if moved is None else moved
+
+    return _map(batch, _moves, move)
+
+
+def fresh_copy(batch: Any) -> Any:
+    """A copy for code that changes its input in place."""
+
+    def copied(part: Any) -> Any:
+        return part.clone() if isinstance(part, torch.Tensor) else copy.deepcopy(part)
+
+    return _map(batch, lambda part: isinstance(part, torch.Tensor) or (_moves(part) and not _parts(part)), copied)
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a batch, in a fixed order."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, batch)
-    return iter(found)
+    """Every tensor of a batch, in a fixed order, also those that other objects hold as attributes."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    else:
+        for part in contents(batch).values():
+            yield from tensors(part)
 
 
-def num_samples(batch: Any) -> int:
-    """Samples in a micro batch: the first dimension of its first tensor that has a dimension.
+def contents(batch: Any) -> Mapping[Any, Any]:
+    """The parts of a structure, or the attributes of another object that can move to a device; empty for all else."""
+    return _parts(batch) or (vars(batch) if _moves(batch) and hasattr(batch, "__dict__") else {})
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, or of the parts of a sparse one."""
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    return sum(getattr(tensor, part)().nbytes for part in parts) if parts else tensor.nbytes
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def find_cuts(small: Any, large: Any, sizes: tuple[int, int]) -> Cuts:
+    """Where the samples of a task's batches are, from two batches of different `sizes`.
+
+    Returns:
+        None if nothing in them depends on the size.
 
     Raises:
-        ValueError: the batch holds no tensor with a dimension.
+        CannotCutError: something depends on the size and has another length.
     """
-    for tensor in tensors(batch):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise ValueError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
+    if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
+        if small.is_nested:
+            return 0
+        found = [dim for dim in range(min(small.dim(), large.dim())) if (small.size(dim), large.size(dim)) == sizes]
+        if len(found) > 1:
+            raise CannotCutError(f"a tensor of shape {tuple(large.shape)} for {sizes[1]} samples")
+        if not found and small.shape != large.shape:
+            shapes = f"{tuple(small.shape)} and {tuple(large.shape)}"
+            raise CannotCutError(f"tensors of shapes {shapes} for {sizes[0]} and {sizes[1]} samples")
+        if not found and _is_number(small) and small.item() != large.item():
+            raise CannotCutError(f"a number that differs between batches ({small.item()} and {large.item()})")
+        return found[0] if found else None
+    if _is_sliced(small) and _is_sliced(large) and (len(small), len(large)) == sizes:
+        return 0
+    parts, others = _parts(small), _parts(large)
+    if parts.keys() != others.keys():
+        raise CannotCutError(f"a {type(small).__name__} with another number of items than samples")
+    if not parts and small is not large and (_moves(small) or hasattr(small, "__dict__")):
+        raise CannotCutError(f"an object of the class {type(small).__name__}")
+    if isinstance(small, np.ndarray) and isinstance(large, np.ndarray) and small.shape != large.shape:
+        shapes = f"{small.shape} and {large.shape}"
+        raise CannotCutError(f"arrays of shapes {shapes} for {sizes[0]} and {sizes[1]} samples")
+    if _is_number(small) and _is_number(large) and small != large:
+        raise CannotCutError(f"a number that differs between batches ({small} and {large})")
+    inside = {key: find_cuts(part, others[key], sizes) for key, part in parts.items()}
+    return inside if any(cut is not None for cut in inside.values()) else None
 
 
-def split(batch: Any, batch_size: int) -> StepBatch:
-    """Cut a batch into micro batches of `batch_size` samples along the first dimension; the last may be smaller.
+def split(batch: Any, cuts: Cuts, batch_size: int) -> StepBatch:
+    """Cut a batch into micro batches of `batch_size` samples; the last may be smaller.
 
-    Scalars, and tensors whose first dimension is not the number of samples, go whole to every micro batch.
+    Raises:
+        CannotCutError: its structure is not that of the batches in which the cuts were found.
     """
-    samples = num_samples(batch)
+    lengths = set(_lengths(batch, cuts))
+    if len(lengths) != 1:
+        raise CannotCutError(f"parts of {' and '.join(map(str, sorted(lengths))) or 'no'} samples")
+    samples = lengths.pop()
     if samples <= batch_size:
-        return StepBatch([batch])
+        return StepBatch([(batch, samples)])
+    starts = range(0, samples, batch_size)
+    return StepBatch(
+        (_slice(batch, cuts, start, min(start + batch_size, samples)), min(batch_size, samples - start))
+        for start in starts
+    )
 
-    def cut(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            whole = tensor.dim() == 0 or tensor.shape[0] != samples
-            return tensor if whole else tensor[start : start + batch_size]
 
-        return take
+def _map(batch: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    if is_leaf(batch):
+        return function(batch)
+    parts = _parts(batch)
+    return _with_parts(batch, {key: _map(part, is_leaf, function) for key, part in parts.items()}) if parts else batch
 
-    return StepBatch(map_tensors(cut(start), batch) for start in range(0, samples, batch_size))
+
+def _parts(batch: Any) -> Mapping[Any, Any]:
+    """What a structure holds, by key, position or field; empty for whatever is none."""
+    if isinstance(batch, Mapping):
+        return dict(batch.items())
+    if isinstance(batch, list | tuple):
+        return dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {}
+
+
+def _with_parts(batch: Any, parts: Mapping[Any, Any]) -> Any:
+    """A structure like `batch` with other parts. Attributes that are none of the parts are kept."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
+        try:  # a shallow copy may share its parts with the original
+            return type(batch)(parts)  # type: ignore[call-arg]
+        except Exception:
+            return dict(parts)
+    if isinstance(batch, tuple):
+        return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(parts.values())
+    copied = copy.copy(batch)
+    for key, part in parts.items():
+        if isinstance(batch, Mapping | list):
+            copied[key] = part
+        else:
+            object.__setattr__(copied, key, part)  # a frozen dataclass, too
+    return copied
+
+
+def _moves(part: Any) -> bool:
+    return not isinstance(part, type) and callable(getattr(part, "to", None))
+
+
+def _is_number(part: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return part.layout is torch.strided and part.numel() == 1
+    return (isinstance(part, np.ndarray) and part.size == 1) or isinstance(part, Number)
+
+
+def _is_sliced(part: Any) -> bool:
+    if isinstance(part, np.ndarray):
+        return part.ndim > 0
+    return hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, str | bytes | Mapping)
+
+
+def _lengths(batch: Any, cuts: Cuts) -> Iterator[int]:
+    if isinstance(cuts, Mapping):
+        parts = _parts(batch)
+        if missing := cuts.keys() - parts.keys():
+            raise CannotCutError(f"a {type(batch).__name__} without {min(missing, key=str)!r}")
+        for key, cut in cuts.items():
+            yield from _lengths(parts[key], cut)
+    elif isinstance(batch, torch.Tensor) and cuts is not None:
+        if batch.dim() <= cuts:
+            raise CannotCutError(f"a tensor of {batch.dim()} dimensions")
+        yield batch.size(cuts)
+    elif cuts is not None:
+        if not _is_sliced(batch):
+            raise CannotCutError(f"a {type(batch).__name__}")
+        yield len(batch)
+
+
+def _slice(batch: Any, cuts: Cuts, start: int, stop: int) -> Any:
+    if cuts is None:
+        return batch
+    if isinstance(cuts, Mapping):
+        return _with_parts(batch, {k: _slice(part, cuts.get(k), start, stop) for k, part in _parts(batch).items()})
+    if not isinstance(batch, torch.Tensor):
+        return batch[start:stop]
+    if batch.is_nested:
+        return torch.nested.as_nested_tensor(list(batch.unbind()[start:stop]), layout=batch.layout)
+    if batch.layout is not torch.strided:
+        return batch.index_select(cuts, torch.arange(start, stop, device=batch.device))
+    return batch.narrow(cuts, start, stop - start)

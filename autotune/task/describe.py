@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_ITEMS = 6
 
@@ -14,8 +17,8 @@ def describe(value: Any) -> str:
     import torch
 
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{_article(kind)} {kind} tensor of shape {tuple(value.shape)}"
+        kind = element_type(value)
+        return f"{_article(kind)} {kind} tensor of shape {shape(value)}"
     if isinstance(value, Mapping):
         items = [f"{key}: {describe(item)}" for key, item in list(value.items())[:_MAX_ITEMS]]
         return f"{_a(value)} with {len(value)} keys ({_join(items, len(value))})"
@@ -30,6 +33,16 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return f"the string {value[:40]!r}"
     return f"the class {value.__name__}" if isinstance(value, type) else _a(value)
+
+
+def element_type(tensor: torch.Tensor) -> str:
+    """`float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def shape(tensor: torch.Tensor) -> str:
+    """`(2, 8)`; of a nested tensor `(2, ...)`."""
+    return f"({tensor.size(0)}, ...)" if tensor.is_nested else str(tuple(tensor.shape))
 
 
 def _a(value: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
 from autotune.records.config import Choice
-from autotune.task import samples
-from autotune.task.describe import describe
+from autotune.task import adapters, samples
+from autotune.task.describe import describe, element_type, shape
 from autotune.task.source import source_hash
 from autotune.task.usercode import is_allocation_failure, user_code
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from autotune.task.task import Task
+
+
+NUM_COUNTED = 32  # samples whose tokens are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class TaskFacts:
         batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
             `make_batch`, else the training set's first two. Empty if it differs from call to call.
         widest: positions of up to 512 sampled members of the training set, the widest first.
+        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one.
         warnings: what the user should know about how the task was read.
     """
 
@@ -47,6 +52,7 @@ class TaskFacts:
     baseline: dict[str, Choice] | None
     batch: tuple[str, ...]
     widest: tuple[int, ...]
+    tokens_per_sample: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -56,6 +62,8 @@ def gather_facts(task: Task) -> TaskFacts:
     Raises:
         TaskError: one of them is not valid, or the user's code raised.
     """
+    from autotune.task.batches import num_bytes
+
     with user_code("your build_model"):
         model = task.model()
     with user_code("your configure_optimizers"):
@@ -66,23 +74,34 @@ def gather_facts(task: Task) -> TaskFacts:
         widest = task.widest()
     parameters = list(model.parameters())
     warnings = list(task.origin.warnings if task.origin else ())
+    if task.takes_whole_steps:
+        step = "train_step" if task.train_step else f"the manual optimization of {type(model).__name__}"
+        warnings.append(
+            f"{step} is one unit: only what does not reach into it is searched, its memory is learned from probes, and "
+            "gradients are not compared with plain fp32"
+        )
     if num_schedulers:
         warnings.append(
             "configure_optimizers also returned a learning-rate scheduler; autotune does not step it: it changes "
             "neither speed nor memory"
+        )
+    if left_out := adapters.hooks_left_out(model):
+        warnings.append(
+            f"autotune does not call {' and '.join(left_out)} of {type(model).__name__}: what is measured lacks it"
         )
     return TaskFacts(
         name=task.name,
         source_hash=source_hash(task),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *model.buffers())),
+        parameter_bytes=sum(map(num_bytes, (*parameters, *model.buffers()))),
         dataset_size=None if dataset is None else samples.dataset_size(dataset),
         has_batchnorm=uses_batch_statistics(model),
         global_batch=task.global_batch,
         baseline=None if task.baseline is None else dict(task.baseline),
-        batch=_shapes(task, dataset),
+        batch=_shapes(task),
         widest=widest,
+        tokens_per_sample=_tokens_per_sample(task),
         warnings=tuple(warnings),
     )
 
@@ -94,19 +113,12 @@ def uses_batch_statistics(model: torch.nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
-def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
+def _shapes(task: Task) -> tuple[str, ...]:
     """Types and shapes of a small batch that is the same each time; empty if the user's code cannot provide one."""
     from autotune.task.batches import tensors
 
-    def batch() -> Any:
-        if task.make_batch is not None:
-            return task.batch(2)
-        from torch.utils.data import default_collate
-
-        return (task.collate_fn or default_collate)(samples.widest_samples(dataset, (0, 1), 2))
-
     def found() -> tuple[str, ...]:
-        return tuple(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors(batch()))
+        return tuple(f"{element_type(tensor)} {shape(tensor)}" for tensor in tensors(task.small_batch(2)))
 
     with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
         shapes = found()
@@ -114,11 +126,24 @@ def _shapes(task: Task, dataset: Any) -> tuple[str, ...]:
     return ()
 
 
-def check_task(task: Task, device: torch.device) -> None:
-    """Build everything once and take one training step of two samples on `device`, with a model that nothing else uses.
+def _tokens_per_sample(task: Task) -> float | None:
+    if task.loss_weight is not None:
+        dataset = task.dataset()
+        most = None if dataset is None else samples.dataset_size(dataset)
+        num_samples = min(NUM_COUNTED, most or NUM_COUNTED)
+        with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
+            return task.weight(task.small_batch(num_samples), num_samples) / num_samples
+    return None
+
+
+def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
+    """Build everything once and take one training step of a few samples on `device`, with a model that nothing else uses.
 
     A failed allocation is raised unchanged, for the caller to classify. One in the optimizer's step alone is ignored,
     since other configs may have room for it.
+
+    Returns:
+        Seconds of the training step.
 
     Raises:
         TaskError: the task is not valid, or the user's code raised (with its frames).
@@ -136,40 +161,53 @@ def check_task(task: Task, device: torch.device) -> None:
     if task.checkpoint_blocks is not None:
         with user_code("your checkpoint_blocks"):
             _check_blocks(model, task.checkpoint_blocks(model))
-    batch = _batch(task)
+    batch = _batch(task, batch_size)
+    started = time.perf_counter()
+    if task.takes_whole_steps:
+        _check_whole_step(task, model, optimizer, batch, device)
+        return time.perf_counter() - started
     with user_code("your loss_weight" if task.loss_weight else "counting the samples of a batch"):
-        weight = task.weight(batch)
+        weight = task.weight(batch, batch_size)
     if not weight > 0:
         raise TaskError(
-            f"the loss of a batch of two samples averages over {weight:g} terms; expected more than 0: "
+            f"the loss of a batch of {batch_size} samples averages over {weight:g} terms; expected more than 0: "
             + ("correct loss_weight(batch)" if task.loss_weight else "make_batch gives no label that counts")
         )
     _check_gradients(task, model, batch, device)
     _check_update(task, model, optimizer)
+    return time.perf_counter() - started
 
 
-def _batch(task: Task) -> Any:
+def _batch(task: Task, batch_size: int) -> Any:
+    from autotune.task.batches import CannotCutError
+
     if task.make_batch is None:
         advice = "give a collate_fn(samples) that makes one batch of samples of unequal size, or correct it there"
-        with user_code("making a batch of two samples of your train_dataset", advice):
-            return task.batch(2)
-    for batch_size in (3, 2):  # two sizes: one alone could be the fixed one
-        with user_code(f"your make_batch({batch_size})"):
-            batch = task.batch(batch_size)
+        with user_code(f"making a batch of {batch_size} samples of your train_dataset", advice):
+            return task.batch(batch_size)
+    for size in (batch_size + 1, batch_size) if batch_size == 2 else (batch_size,):
+        with user_code(f"your make_batch({size})"):
+            batch = task.batch(size)
+    with contextlib.suppress(CannotCutError):
+        if task.cuts() is None:  # nothing in it depends on its size
+            raise TaskError(
+                f"make_batch ignores its size: for two sizes it returned {describe(batch)}; make the first dimension of "
+                "every tensor its argument, batch_size"
+            )
     return batch
 
 
 def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
     import torch
 
-    from autotune.task.batches import map_tensors
+    from autotune.task.batches import to_device
 
     what = (
         "your training_step"
         if task.training_step
         else f"the forward pass of {type(model).__name__} on {describe(batch)}"
     )
-    moved = map_tensors(lambda tensor: tensor.to(device), batch)
+    moved = to_device(batch, device)
     with user_code(what, "correct it there, or what make_batch or train_dataset gives it, and run again"):
         loss = task.loss(model, moved)
     with user_code(
@@ -183,12 +221,26 @@ def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: tor
         )
 
 
+def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch: Any, device: torch.device) -> None:
+    from autotune.task.batches import to_device
+
+    before = [parameter._version for parameter in model.parameters()]
+    with user_code("your own step", "correct it there, or what make_batch or train_dataset gives it, and run again"):
+        task.whole_step(model, optimizers, to_device(batch, device))
+    after = [parameter._version for parameter in model.parameters()]
+    if before == after and all(parameter.grad is None for parameter in model.parameters()):
+        raise TaskError(
+            f"the step left every parameter of {type(model).__name__} as it was, and without a gradient; expected it to "
+            "call backward() and the optimizers' step() itself: a function that only returns the loss is training_step"
+        )
+
+
 def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     import torch
 
     advice = (
         "return an optimizer from configure_optimizers(model) whose step() takes this model's gradients and needs no "
-        "closure, such as torch.optim.SGD"
+        f"closure, such as torch.optim.SGD; or {adapters.WHOLE_STEP}"
     )
     try:
         if task.max_grad_norm is not None:

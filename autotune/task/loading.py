@@ -218,11 +218,11 @@ def _misspelt(module: ModuleType) -> tuple[str, ...]:
         for name, item in vars(module).items()
         if name not in _NAMES and (name.isupper() or getattr(item, "__module__", None) == module.__name__)
     ]
+    missing = [name for name in _NAMES if not hasattr(module, name)]
     return tuple(
-        f"{near} in the model file is not used; if {missing} was meant, rename it"
-        for missing in _NAMES
-        if not hasattr(module, missing)
-        for near in difflib.get_close_matches(missing, own, n=1, cutoff=_MISSPELT)
+        f"{name} in the model file is not used; if {near} was meant, rename it"
+        for name in own
+        for near in difflib.get_close_matches(name, missing, n=1, cutoff=_MISSPELT)
     )
 
 

@@ -45,6 +45,20 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
     raise _no_default(batch, "a dict for model(**batch) or a pair (x, y) of model input and target was expected", None)
 
 
+def reported(returned: Any) -> torch.Tensor:
+    """The sum of the losses that a `train_step` returned, in any structure; zero for none."""
+    import torch
+
+    from autotune.task.batches import contents
+
+    if isinstance(returned, torch.Tensor):
+        return returned.detach().float().mean()
+    if isinstance(returned, int | float):
+        return torch.tensor(float(returned))
+    parts = [reported(part) for part in contents(returned).values()]
+    return sum(parts, torch.zeros((), device=parts[0].device if parts else None))
+
+
 def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
     """Number of terms that `default_loss` averages over; None if it is the number of samples.
 
@@ -114,31 +128,20 @@ def _example(batch: Any, output: Any) -> str:
     """A `training_step` to start from, with the batch's own names and the model's output."""
     import torch
 
-    head = "def training_step(model, batch):\n"
+    target, unpack, call = "target", "", "batch"
     if isinstance(batch, Mapping):
-        body = "    output = model(**batch)\n"
+        known = (name for name in ("labels", "label", "targets", "target", "y") if name in batch)
+        target, call = next((f'batch["{name}"]' for name in known), target), "**batch"
     elif isinstance(batch, list | tuple) and len(batch) > 1:
-        names = ["x", "y"] if len(batch) == 2 else [*(f"x{i}" for i in range(1, len(batch))), "y"]
-        body = f"    {', '.join(names)} = batch\n    output = model({', '.join(names[:-1])})\n"
-    else:
-        body = "    output = model(batch)\n"
-    if isinstance(batch, Mapping):
-        target = next(
-            (f'batch["{name}"]' for name in ("labels", "label", "targets", "target", "y") if name in batch), "target"
-        )
-    else:
-        target = "y" if "y = batch" in body else "target"
+        names = ["x"] if len(batch) == 2 else [f"x{i}" for i in range(1, len(batch))]
+        target, unpack, call = "y", f"    {', '.join((*names, 'y'))} = batch\n", ", ".join(names)
     logits = "output.logits" if hasattr(output, "logits") else "output"
-    integer = (
-        isinstance(batch, list | tuple)
-        and bool(batch)
-        and isinstance(batch[-1], torch.Tensor)
-        and _is_integer(batch[-1])
-    )
-    if integer and isinstance(output, torch.Tensor) and output.numel() == batch[-1].numel():
-        loss = "binary_cross_entropy_with_logits(output.flatten(), y.float().flatten())"
-    elif integer:
-        loss = f"cross_entropy({logits}.flatten(0, -2), y.flatten())  # classes in the last dimension"
-    else:
+    last = batch[-1] if target == "y" else None
+    if not (isinstance(last, torch.Tensor) and _is_integer(last)):
         loss = f"mse_loss({logits}, {target})  # whatever your loss is, as a mean over the batch"
-    return f"{head}{body}    return torch.nn.functional.{loss}"
+    elif isinstance(output, torch.Tensor) and output.numel() == last.numel():
+        loss = "binary_cross_entropy_with_logits(output.flatten(), y.float().flatten())"
+    else:
+        loss = f"cross_entropy({logits}.flatten(0, -2), y.flatten())  # classes in the last dimension"
+    head = f"def training_step(model, batch):\n{unpack}    output = model({call})\n"
+    return f"{head}    return torch.nn.functional.{loss}"

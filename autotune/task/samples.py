@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.task.describe import describe
+from autotune.units import plural
 
 NUM_SAMPLED = 512
 MAX_SAMPLING_S = 2.0
@@ -78,7 +78,7 @@ def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]
     size = (count if widest else 0) if stream else len(dataset)
     if count > size:
         raise TaskError(
-            f"a batch of {count} samples was asked for, but the training set has {size}; choose a smaller batch_size"
+            f"a batch of {plural(count, 'sample')} was asked for, but the training set has {size}; choose a smaller batch_size"
         )
     positions = list(itertools.islice(itertools.cycle(widest), count))
     if not stream:
@@ -91,16 +91,14 @@ def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]
 
 def width(sample: Any) -> int:
     """Number of elements of a sample. Elements of tensors and arrays, numbers and characters count one each."""
-    if isinstance(sample, Mapping):
-        return sum(width(item) for item in sample.values())
+    from autotune.task.batches import contents
+
     if isinstance(sample, str | bytes):
         return len(sample)
-    if isinstance(sample, list | tuple):
-        return sum(width(item) for item in sample)
-    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        return sum(width(getattr(sample, field.name)) for field in dataclasses.fields(sample))
     if callable(numel := getattr(sample, "numel", None)):
         return int(numel())
+    if parts := contents(sample):
+        return sum(map(width, parts.values()))
     size = getattr(sample, "size", 1)  # a numpy array's elements, or an image's width and height
     if isinstance(size, tuple):
         return int(size[0] * size[1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
+from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
@@ -15,6 +17,7 @@ from autotune.task.describe import describe
 if TYPE_CHECKING:
     import torch
 
+    from autotune.task.batches import CannotCutError, Cuts
     from autotune.task.source import Origin
 
 
@@ -27,7 +30,10 @@ class Task:
         make_batch: returns a micro batch with the given number of samples, on the CPU, of the largest shape that training
             will meet.
         training_step: returns the scalar mean loss of a batch; None for the default losses.
-        configure_optimizers: returns the optimizer for a model; None for AdamW.
+        train_step: in place of `training_step`, a whole optimizer step of the user's own on a batch: `optimizers` is what
+            `configure_optimizers` returned. It may return losses to show. It is one unit, into which no technique reaches.
+            The manual optimization of a LightningModule is taken so, too.
+        configure_optimizers: returns the optimizer for a model, or, for `train_step`, several; None for AdamW.
         train_dataset: returns the training set, instead of or beside `make_batch`.
         collate_fn: makes a micro batch from a list of samples; None for torch's default.
         checkpoint_blocks: returns the modules that activation checkpointing may recompute; None to find them.
@@ -46,7 +52,8 @@ class Task:
     build_model: Callable[[], torch.nn.Module]
     make_batch: Callable[[int], Any] | None = None
     training_step: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
-    configure_optimizers: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None
+    train_step: Callable[[torch.nn.Module, Any, Any], Any] | None = None
+    configure_optimizers: Callable[[torch.nn.Module], Any] | None = None
     train_dataset: Callable[[], Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     checkpoint_blocks: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None
@@ -85,6 +92,11 @@ class Task:
             )
         known.last_model = weakref.ref(model)
         adapters.adapt(model)
+        if lazy := next((module for module in model.modules() if adapters.is_lazy(module)), None):
+            raise TaskError(
+                f"build_model returned a {type(model).__name__} whose {type(lazy).__name__} has no shape yet; run a batch "
+                "through the model before build_model returns it, or write the sizes out"
+            )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             frozen = any(True for _ in model.parameters())
             seen = "no parameter that requires a gradient" if frozen else "no parameters"
@@ -92,18 +104,20 @@ class Task:
             raise TaskError(
                 f"build_model returned a {type(model).__name__} with {seen}; expected something to train: {hint}"
             )
+        known.manual = adapters.is_lightning(model) and not model.automatic_optimization
         known.lightning, known.shifts_labels = adapters.is_lightning(model), adapters.shifts_labels(model)
         return model.train()
 
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The user's optimizer for `model`, or AdamW over what requires a gradient.
+    def optimizer(self, model: torch.nn.Module) -> Any:
+        """The user's optimizer for `model`, or AdamW over what requires a gradient. For a `train_step` all that
+        `configure_optimizers` returned.
 
         Raises:
             TaskError: there are two optimizers or none, or the optimizer has none of the model's parameters.
         """
         return self.optimizer_and_schedulers(model)[0]
 
-    def optimizer_and_schedulers(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, int]:
+    def optimizer_and_schedulers(self, model: torch.nn.Module) -> tuple[Any, int]:
         """Like `optimizer`, with the number of learning-rate schedulers returned with it, which are not used."""
         import torch
 
@@ -113,14 +127,37 @@ class Task:
             result = model.configure_optimizers()  # type: ignore[operator]
         else:
             result = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-        optimizer, num_schedulers = adapters.sole_optimizer(result)
+        optimizers, num_schedulers = adapters.optimizers_of(result)
         own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise TaskError(
-                f"configure_optimizers returned {type(optimizer).__name__} without any parameter of the model it was "
-                "given; expected one over `model.parameters()` of its argument, not over those of another model"
-            )
+        for optimizer in optimizers:
+            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                raise TaskError(
+                    f"configure_optimizers returned {type(optimizer).__name__} without any parameter of the model it was "
+                    "given; expected one over `model.parameters()` of its argument, not over those of another model"
+                )
+        if self.takes_whole_steps:
+            if self.train_step is None:
+                adapters.take_manual_steps(model, optimizers, result)
+            return result, 0
+        optimizer = adapters.sole_optimizer(optimizers)
+        if adapters.is_lightning(model):
+            adapters.hook_optimizer(model, optimizer)
         return optimizer, num_schedulers
+
+    def whole_step(self, model: torch.nn.Module, optimizers: Any, batch: Any) -> torch.Tensor:
+        """Take the user's own step. Returns the sum of the losses that it returned, as a scalar without gradient."""
+        if self.train_step is None:
+            return losses.reported(adapters.lightning_step(model, batch))
+        return losses.reported(self.train_step(model, optimizers, batch))
+
+    @property
+    def takes_whole_steps(self) -> bool:
+        """Whether an optimizer step is one unit of the user's: a `train_step`, or a LightningModule's manual optimization.
+
+        A LightningModule may have to be built to know.
+        """
+        may_be = self.train_step is None and self.training_step is None and adapters.may_be_lightning(self.build_model)
+        return self.train_step is not None or (may_be and self._known().manual)
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Scalar mean loss of a micro batch that is on the model's device.
@@ -132,7 +169,6 @@ class Task:
         if self.training_step is not None:
             source, loss = "training_step", self.training_step(model, batch)
         elif adapters.is_lightning(model):
-            adapters.check_lightning(model)
             source, loss = f"training_step of {type(model).__name__}", adapters.lightning_loss(model, batch)
         else:
             source, loss = f"the model's own loss ({type(model).__name__})", losses.default_loss(model, batch)
@@ -153,14 +189,12 @@ class Task:
             )
         return loss
 
-    def weight(self, batch: Any) -> float:
-        """How many terms `loss` averages over in this micro batch.
+    def weight(self, batch: Any, num_samples: int) -> float:
+        """How many terms `loss` averages over in this micro batch of `num_samples`.
 
         `loss_weight` says so. Without it, the default losses count the targets that are not ignored (a causal language
         model shifts its labels, so the first of a sequence does not count). Otherwise it is the number of samples.
         """
-        from autotune.task.batches import num_samples
-
         if self.loss_weight is not None:
             return float(self.loss_weight(batch))
         if self.training_step is None:
@@ -169,35 +203,61 @@ class Task:
                 terms = losses.default_weight(batch, shifts_labels=known.shifts_labels)
                 if terms is not None:
                     return terms
-        return float(num_samples(batch))
+        return float(num_samples)
 
     def batch(self, batch_size: int) -> Any:
-        """A micro batch of exactly `batch_size` samples, of the largest shape, on the CPU. Raises TaskError."""
-        from autotune.task.batches import num_samples
+        """A micro batch of `batch_size` samples, of the largest shape, on the CPU. Raises TaskError.
 
-        if self.make_batch is not None:
-            name, batch = "make_batch", self.make_batch(batch_size)
-        else:
-            name, batch = "collate_fn", self._collate(batch_size)
+        What `make_batch` or the collate function makes of that number is believed, whatever its shape.
+        """
+        return self._batch(batch_size, None)
+
+    def small_batch(self, batch_size: int) -> Any:
+        """Like `batch`, of the first samples of the training set instead of its widest: quick, and always the same ones."""
+        return self._batch(batch_size, range(batch_size))
+
+    def cuts(self) -> Cuts:
+        """Where the samples of a batch are, so that others than `make_batch` can cut it; found once per process.
+
+        Raises:
+            CannotCutError: only the task's own code can make smaller batches.
+        """
+        import torch
+
+        from autotune.task.batches import CannotCutError, find_cuts
+
+        known = _KNOWN.setdefault(self, _Known())
+        if not known.cuts:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    small, large, sizes = self._two_batches()
+                known.cuts = (find_cuts(small, large, sizes),)
+            except CannotCutError as error:
+                known.cuts = (error,)
+        if isinstance(known.cuts[0], CannotCutError):
+            raise CannotCutError(*known.cuts[0].args)
+        return known.cuts[0]
+
+    def _two_batches(self) -> tuple[Any, Any, tuple[int, int]]:
+        """Batches of two sizes: small ones, or, where those are not legal, of once and twice the baseline's size.
+
+        Raises CannotCutError with the reason where neither can be made.
+        """
+        from autotune.task.batches import CannotCutError
+
+        usual = int((self.baseline or {}).get(BATCH_SIZE, DEFAULT_BATCH_SIZE))
+        num_samples = samples.dataset_size(self.dataset()) if self.make_batch is None else None
+        sizes = (1, 2) if num_samples in (1, 2) else (2, 3)
+        with suppress(Exception):
+            return self.small_batch(sizes[0]), self.small_batch(sizes[1]), sizes
+        usual = max(1, min(usual, (num_samples or 2 * usual) // 2))
         try:
-            samples_made = num_samples(batch)
-        except ValueError:
-            raise TaskError(
-                f"{name} returned {describe(batch)}; expected a tensor, or a tuple, list, dict or dataclass of tensors "
-                "whose first dimension is the samples: return one of these"
-            ) from None
-        if samples_made != batch_size:
-            if name == "make_batch":
-                raise TaskError(
-                    f"make_batch ignores its size: {batch_size} samples were asked for, but the first tensor of what "
-                    f"it returned has {samples_made} ({describe(batch)}); make the first dimension of every tensor its "
-                    "argument, batch_size"
-                )
-            raise TaskError(
-                f"collating {batch_size} samples of train_dataset gave {samples_made} ({describe(batch)}); expected "
-                "the samples in the first dimension of every tensor: change collate_fn(samples)"
-            )
-        return batch
+            return self.small_batch(usual), self.small_batch(2 * usual), (usual, 2 * usual)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CannotCutError(
+                f"parts that are not known: making batches of {usual} and {2 * usual} samples failed ({reason})"
+            ) from error
 
     def dataset(self) -> Any | None:
         """The training set, built once per process; None when the task has only `make_batch`."""
@@ -207,6 +267,11 @@ class Task:
         if known.dataset is None:
             known.dataset = samples.check_dataset(self.train_dataset())
         return known.dataset
+
+    def loader_batch_size(self) -> int | None:
+        """Samples of the batches that a LightningModule's own loader makes, where the data is that loader's; else None."""
+        owner = getattr(self.train_dataset, "__self__", None)
+        return owner.batch_size() if isinstance(owner, adapters.LightningData) else None
 
     def widest(self) -> tuple[int, ...]:
         """Positions of sampled members of the training set, the widest first; empty without a training set.
@@ -225,11 +290,21 @@ class Task:
         """Use `positions` as the result of `widest`."""
         _KNOWN.setdefault(self, _Known()).widest = tuple(positions)
 
-    def _collate(self, batch_size: int) -> Any:
+    def _batch(self, batch_size: int, positions: Sequence[int] | None) -> Any:
         from torch.utils.data import default_collate
 
-        widest = samples.widest_samples(self.dataset(), self.widest(), batch_size)
-        return (self.collate_fn or default_collate)(widest)
+        if self.make_batch is not None:
+            name, batch = "make_batch", self.make_batch(batch_size)
+        else:
+            members = samples.widest_samples(self.dataset(), positions or self.widest(), batch_size)
+            name, batch = "collate_fn", (self.collate_fn or default_collate)(members)
+        if batch is None:
+            raise TaskError(f"{name} returned None; expected a batch: is `return` missing?")
+        if isinstance(batch, Iterator):
+            raise TaskError(
+                f"{name} returned {describe(batch)}, which can be read once only; expected a batch: make a list of it"
+            )
+        return batch
 
     def _known(self) -> _Known:
         known = _KNOWN.setdefault(self, _Known())
@@ -244,9 +319,11 @@ class _Known:
 
     last_model: weakref.ref[Any] | None = None
     lightning: bool = False
+    manual: bool = False
     shifts_labels: bool = False
     dataset: Any = None
     widest: tuple[int, ...] = ()
+    cuts: tuple[Cuts | CannotCutError, ...] = ()
 
 
 _KNOWN: weakref.WeakKeyDictionary[Task, _Known] = weakref.WeakKeyDictionary()

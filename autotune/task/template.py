@@ -52,7 +52,7 @@ def build_model() -> nn.Module:
 def make_batch(batch_size: int):
     """A batch of the largest shape that training will meet, on the CPU. Required, unless there is train_dataset().
 
-    Tensors in a tuple, list, dict or dataclass, with the samples in the first dimension.
+    Tensors in a tuple, list, dict or dataclass, or a list of samples, or whatever your loss takes: it is believed.
     Here: x of shape (batch_size, 32, 64), y of shape (batch_size,).
     """
     return torch.randn(batch_size, 32, 64), torch.randint(NUM_CLASSES, (batch_size,))
@@ -66,6 +66,17 @@ def make_batch(batch_size: int):
 # def training_step(model, batch):
 #     x, y = batch
 #     return nn.functional.cross_entropy(model(x), y)
+
+# A whole optimizer step of your own instead, where one loss and one optimizer are not enough (two networks, say). It is
+# run as it is; `optimizers` is what configure_optimizers returns: one, or a tuple, list or dict of several.
+#
+# def train_step(model, optimizers, batch):
+#     x, y = batch
+#     loss = nn.functional.cross_entropy(model(x), y)
+#     optimizers.zero_grad()
+#     loss.backward()
+#     optimizers.step()
+#     return loss
 
 # The optimizer. Without it: torch.optim.AdamW over all that requires a gradient.
 #

@@ -17,13 +17,16 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "build_model": (),
     "make_batch": ("batch_size",),
     "training_step": ("model", "batch"),
+    "train_step": ("model", "optimizers", "batch"),
     "configure_optimizers": ("model",),
     "train_dataset": (),
     "collate_fn": ("samples",),
     "checkpoint_blocks": ("model",),
     "loss_weight": ("batch",),
 }
-CONSTANTS = ("global_batch", "baseline", "max_grad_norm")  # in capitals in a model file
+
+
+_WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
 def check_fields(task: Task) -> None:
@@ -36,9 +39,18 @@ def check_fields(task: Task) -> None:
         function = getattr(task, name)
         if function is not None or name == "build_model":
             check_signature(name, function)
-    _check_global_batch(task.global_batch)
-    _check_baseline(task.baseline)
-    _check_max_grad_norm(task.max_grad_norm)
+    if task.train_step is not None:
+        for name in _WITHOUT_TRAIN_STEP:
+            if getattr(task, name) is not None:
+                raise TaskError(
+                    f"there is train_step, which is a whole optimizer step of its own, and {name}, which it leaves unused; "
+                    f"do that inside train_step and leave {name} out, or leave train_step out"
+                )
+    for name, (is_valid, expected) in CONSTANTS.items():
+        value = getattr(task, name)
+        if value is not None and not is_valid(value):
+            seen = f"{name} ({name.upper()} in a model file) is {value!r:.200}"
+            raise TaskError(f"{seen}; expected {expected}, or leave it out")
 
 
 def check_signature(name: str, function: Any) -> None:
@@ -55,41 +67,35 @@ def check_signature(name: str, function: Any) -> None:
         signature.bind(*parameters)
     except TypeError as error:
         what = f"the class {function.__name__}" if isinstance(function, type) else name
+        loss_alone = "; one that only returns the loss is training_step(model, batch)" if name == "train_step" else ""
         raise TaskError(
             f"{what}{_without_annotations(signature)}{_where(function)} cannot be called as {expected}: {error}; "
-            f"change its parameters to ({', '.join(parameters)}), or give the others default values"
+            f"change its parameters to ({', '.join(parameters)}), or give the others default values{loss_alone}"
         ) from None
 
 
-def _check_global_batch(value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise TaskError(
-            f"global_batch (GLOBAL_BATCH in a model file) is {value!r}; expected a whole number of samples per "
-            "optimizer step, at least 1: set it to what you train with, or leave it out"
-        )
-
-
-def _check_baseline(value: Any) -> None:
-    if value is None:
-        return
-    expected = (
-        'expected a config dict such as {"batch_size": 32, "amp": "bf16"}: name what you run today, or leave it out'
+def _is_config_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and type(choice) in (int, str, bool) for key, choice in value.items()
     )
-    if not isinstance(value, Mapping):
-        raise TaskError(f"baseline (BASELINE in a model file) is {value!r:.200}; {expected}")
-    for key, choice in value.items():
-        if not isinstance(key, str) or type(choice) not in (int, str, bool):
-            raise TaskError(f"baseline (BASELINE in a model file) holds {key!r}: {choice!r:.80}; {expected}")
 
 
-def _check_max_grad_norm(value: Any) -> None:
-    if value is None:
-        return
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise TaskError(
-            f"max_grad_norm (MAX_GRAD_NORM in a model file) is {value!r}; expected a positive number such as 1.0: "
-            "gradients are clipped to this norm; leave it out for no clipping"
-        )
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+# name, in capitals in a model file -> what makes a value of it valid, and what is expected
+CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "global_batch": (
+        lambda value: type(value) is int and value > 0,
+        "a whole number of samples per optimizer step, at least 1: set it to what you train with",
+    ),
+    "baseline": (
+        _is_config_dict,
+        'a config dict such as {"batch_size": 32, "amp": "bf16"}: name what you run today',
+    ),
+    "max_grad_norm": (_is_positive, "a positive number such as 1.0: gradients are clipped to this norm"),
+}
 
 
 def _without_annotations(signature: inspect.Signature) -> inspect.Signature:

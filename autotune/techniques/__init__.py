@@ -22,12 +22,23 @@ from autotune.records.batch_plan import (
 )
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, plain_label, whole_number
+from autotune.techniques.base import (
+    MANTISSA_BITS,
+    REACHES_INTO_STEP,
+    Phase,
+    Recomputation,
+    Technique,
+    UnsupportedError,
+    plain_label,
+    whole_number,
+)
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.discovery import Registry
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.units import plural
 
 __all__ = [
+    "REACHES_INTO_STEP",
     "REGISTRY",
     "Build",
     "Expectation",
@@ -38,11 +49,13 @@ __all__ = [
     "Support",
     "Technique",
     "UnsupportedError",
+    "arithmetic_of",
     "complete",
     "is_ordered",
     "known",
     "label_of",
     "restored_settings",
+    "setup_s",
     "untraceable",
     "validate",
     "with_baseline_batch",
@@ -86,20 +99,40 @@ def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> 
     """A full config from a partial config dict: what is missing is off, accumulation follows from the global batch.
 
     Raises:
-        ConfigError: an unknown key, an invalid choice, or a batch size that does not divide the global batch.
+        ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
     """
     given = {name: validate(name, choice) for name, choice in choices.items()}
     batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch)))
     plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
-    batch = {BATCH_SIZE: plan.batch_size, ACCUMULATION: given.get(ACCUMULATION, plan.accumulation_steps)}
+    plan = BatchPlan(batch_size, int(given.get(ACCUMULATION, plan.accumulation_steps)))
+    if not plan.keeps(global_batch):
+        samples = plan.samples_per_step
+        raise ConfigError(
+            f"{BATCH_SIZE} {batch_size} x {ACCUMULATION} {plan.accumulation_steps} is {plural(samples, 'sample')} per optimizer step, "
+            f"but the global batch is {global_batch}; leave {ACCUMULATION} out of the config, or ask for a global batch "
+            f"of {samples} (--global-batch {samples}, in Python global_batch={samples})"
+        )
+    batch = {BATCH_SIZE: batch_size, ACCUMULATION: plan.accumulation_steps}
     switched = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}
     return Config((*batch.items(), *switched.items()))
+
+
+def arithmetic_of(config: Config) -> str:
+    """The type in which a config computes matrix products and convolutions: the shortest that one of its techniques chooses."""
+    types = (technique.arithmetic(config[technique.name]) for technique in REGISTRY.values())
+    return max(types, key=list(MANTISSA_BITS).index)
 
 
 def untraceable(config: Config, device_kind: str) -> str:
     """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
     on = (t for t in REGISTRY.values() if config[t.name] != t.off)
     return "; ".join(filter(None, (t.untraceable(config[t.name], device_kind) for t in on)))
+
+
+def setup_s(config: Config) -> float:
+    """Seconds before the first step that the techniques of `config` are expected to need beyond plain training."""
+    on = [(t, choice) for t in REGISTRY.values() if (choice := config[t.name]) != t.off]
+    return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
 
 
 def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:

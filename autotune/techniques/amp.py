@@ -7,17 +7,23 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, one_of
+from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError, one_of
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import ACCELERATE, LIGHTNING, TRANSFORMERS, Table, Words
+from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
     import torch
+
+    from autotune.devices.base import Device
+
 _CHOICES = ("off", "bf16", "fp16")
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
+WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
 
 
 class Amp(Technique):
@@ -26,9 +32,7 @@ class Amp(Technique):
     name: ClassVar[str] = "amp"
     summary: ClassVar[str] = "shorter arithmetic: faster, smaller activations; fp16 with gradient scaling"
     listed_choices: ClassVar[str] = "`off` `bf16` `fp16`"
-    applies: ClassVar[str] = (
-        "bf16: GPUs from compute capability 8.0; fp16: GPUs; either: CPUs with that arithmetic (others: if included)"
-    )
+    applies: ClassVar[str] = "where the measured rate of the device is worth it (emulated: if included)"
     off: ClassVar[Choice] = "off"
     phase: ClassVar[Phase] = Phase.MODEL
     order: ClassVar[int] = 10
@@ -59,19 +63,30 @@ class Amp(Technique):
     }
 
     def support(self, setting: Setting) -> Support:
-        """On a CPU what it has the arithmetic for; on GPUs fp16, and bf16 from compute capability 8.0.
+        """What is worth it by the measured rates; what is slower than fp32 is searched if included, with the reason.
 
-        What a processor only emulates is searched if included: it is many times slower.
+        Where nothing was measured, tables tell: of compute capabilities, and oneDNN's of a processor's instructions.
         """
-        if setting.device.kind == "cpu":
-            return _support_on_cpu(setting.device.torch_device)
-        capability = setting.device.info().capability
-        if capability >= _BF16_CAPABILITY:
-            return Support(choices=_CHOICES)
-        return Support(
-            choices=("off", "fp16"),
-            reason=f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}",
-        )
+        choices, optional, reasons = [self.off], [], []
+        flops = forward_flops(setting)
+        for choice in _CHOICES[1:]:
+            found = worth(setting.calibration, flops, str(choice))
+            if choice == "fp16" and setting.task.takes_whole_steps:
+                reasons.append(f"fp16 needs gradient scaling: {REACHES_INTO_STEP}")
+            elif setting.device.kind == "cpu" and choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
+                reasons.append("this torch build cannot train in fp16 on a CPU")
+            elif found is not None and not found.ends:
+                reasons.append(f"{choice} is left out, a step in it would hardly end here ({found.figures})")
+            elif found is not None and found.gain < WORTH:
+                optional.append(choice)
+                reasons.append(f"{choice} is {1 / found.gain:.3g} times slower than fp32 here ({found.figures})")
+            elif found is None and (reason := _hint(setting.device, choice)):
+                if setting.device.kind == "cpu":
+                    optional.append(choice)
+                reasons.append(reason)
+            else:
+                choices.append(choice)
+        return Support(choices=tuple(choices), optional=tuple(optional), reason="; ".join(reasons))
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Wrap the forward pass; fp16 gets a GradScaler, bf16 (which has fp32's range) none."""
@@ -80,15 +95,17 @@ class Amp(Technique):
         dtype = torch.bfloat16 if choice == "bf16" else torch.float16
         build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype))
         if choice == "fp16":
+            if build.task.takes_whole_steps:
+                raise UnsupportedError(f"amp=fp16 needs gradient scaling: {REACHES_INTO_STEP}")
             build.scaler = torch.amp.GradScaler(build.device.kind)
 
     def label(self, choice: Choice) -> str:
         """`fp32`, `bf16` or `fp16`."""
         return "fp32" if choice == self.off else str(choice)
 
-    def mantissa_bits(self, choice: Choice) -> int:
-        """8 in bf16, 11 in fp16."""
-        return {"bf16": 8, "fp16": 11}.get(str(choice), super().mantissa_bits(choice))
+    def arithmetic(self, choice: Choice) -> str:
+        """The type that is chosen."""
+        return {"bf16": BF16, "fp16": FP16}.get(str(choice), FP32)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Faster where the device has the arithmetic, a little slower where it does not; fp16 pays for its scaler, too."""
@@ -99,6 +116,11 @@ class Amp(Technique):
             activations=Factor(typical=0.7, spread=1.2),
             untraced=Factor(spread=2.0),
         )
+
+    @property
+    def reaches_into_step(self) -> bool:
+        """Not autocast, which lies around a step. fp16 does, with its GradScaler: `support` and `apply` see to that."""
+        return False
 
     def traced_as(self, choice: Choice) -> Choice:
         """Both types have two bytes, and a GradScaler holds a few scalars."""
@@ -115,17 +137,15 @@ class Amp(Technique):
         return one_of(choice, _CHOICES)
 
 
-def _support_on_cpu(device: torch.device) -> Support:
-    possible = [choice for choice in _CHOICES if choice != "fp16" or _trains_in_fp16(device)]
-    emulated = tuple(choice for choice in possible if choice != "off" and not _has_arithmetic(choice))
-    reasons = [] if "fp16" in possible else ["this torch build cannot train in fp16 on a CPU"]
-    if emulated:
-        them = "it" if len(emulated) == 1 else "them"
-        reasons.append(
-            f"this processor has no {' or '.join(emulated)} arithmetic, and emulating {them} is many times slower"
-        )
-    choices = tuple(choice for choice in possible if choice not in emulated)
-    return Support(choices=choices, optional=emulated, reason="; ".join(reasons))
+def _hint(device: Device, choice: str) -> str:
+    """Why a type is not worth it, by what is known of such devices; empty where it may be."""
+    if device.kind == "cpu":
+        emulates = f"this processor has no {choice} arithmetic, and emulating it is many times slower"
+        return "" if _has_arithmetic(choice) else emulates
+    capability = device.info().capability
+    if choice == "fp16" or capability >= _BF16_CAPABILITY:
+        return ""
+    return f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
 
 
 def _has_arithmetic(choice: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from autotune.task import Task
 
-FP32_MANTISSA_BITS = 24  # the hidden one included
+MANTISSA_BITS = {FP32: 24, TF32: 11, FP16: 11, BF16: 8}  # the hidden one included; the longest type first
+
+
+REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run as it is"
 
 
 class Phase(IntEnum):
@@ -125,9 +129,9 @@ class Technique(ABC):
         """The one of `choices` that saves the most memory; None for a technique that is not there to save memory."""
         return None
 
-    def mantissa_bits(self, choice: Choice) -> int:
-        """How many bits of a value its arithmetic keeps, the hidden one included."""
-        return FP32_MANTISSA_BITS
+    def arithmetic(self, choice: Choice) -> str:
+        """The type in which matrix products and convolutions are computed, as far as this technique decides it."""
+        return FP32
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """What `choice` is expected to do to time and memory; asked only for `choice != off`.
@@ -150,6 +154,14 @@ class Technique(ABC):
             device_kind: torch's type of the device that is to train: `cpu` or `cuda`.
         """
         return ""
+
+    @property
+    def reaches_into_step(self) -> bool:
+        """Whether its choices change what happens between a batch and the updated parameters.
+
+        It is not offered then for a task whose `train_step` is one unit.
+        """
+        return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
 
     @property
     def shapes_memory(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 
 if TYPE_CHECKING:
@@ -22,29 +23,36 @@ class Setting:
 
     Attributes:
         model: built by the task, plain fp32, on the device, in training mode.
-        optimizer: the task's own optimizer for `model`, no state yet.
+        optimizer: the task's own optimizer for `model`, no state yet; for a `train_step` all that the task configures.
         batch: a micro batch of two samples, on the device.
         baseline: what the user runs today, complete.
         global_batch: samples per optimizer step, or None when the user left it open.
         dataset_size: samples in the training set, or None without a dataset.
+        calibration: what was measured of the device; nothing, where it is not the machine's own.
     """
 
     task: Task
     device: Device
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     batch: Any
     baseline: Mapping[str, Choice]
     global_batch: int | None
     dataset_size: int | None
+    calibration: Calibration = NOT_MEASURED
+
+    def try_step(self, batch: Any) -> None:
+        """Run the model forward as training does. A task's own `train_step` is run whole, and moves the parameters."""
+        if not self.task.takes_whole_steps:
+            self.task.loss(self.model, batch)
+        else:
+            self.task.whole_step(self.model, self.optimizer, batch)
 
     def fresh_batch(self) -> Any:
         """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
-        import torch
+        from autotune.task.batches import fresh_copy
 
-        from autotune.task.batches import map_tensors
-
-        return map_tensors(torch.clone, self.batch)
+        return fresh_copy(self.batch)
 
 
 @dataclass(kw_only=True)
@@ -56,14 +64,18 @@ class Build:
         batch_transforms: applied in order to every micro batch once it is on the device.
         scaler: scales the loss and unscales the gradients, or None.
         loader_options: keyword arguments for the data loader.
+        batch_streams: applied in order to the stream of micro batches that the data loader yields.
+        one_micro_batch: why a step can take only one micro batch; empty where it can take several.
     """
 
     task: Task
     device: Device
     config: Config
     model: torch.nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
+    optimizer: Any = field(init=False)
     forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     batch_transforms: list[Callable[[Any], Any]] = field(default_factory=list)
     scaler: torch.amp.GradScaler | None = None
     loader_options: dict[str, Any] = field(default_factory=dict)
+    batch_streams: list[Callable[[Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
+    one_micro_batch: str = ""

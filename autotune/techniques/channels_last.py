@@ -21,26 +21,27 @@ class ChannelsLast(Technique):
     name: ClassVar[str] = "channels_last"
     summary: ClassVar[str] = "images with the channels innermost, as convolution kernels prefer: often faster"
     listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "2-D convolutions on image batches"
+    applies: ClassVar[str] = "2-D convolutions"
     off: ClassVar[Choice] = False
     phase: ClassVar[Phase] = Phase.MODEL
     order: ClassVar[int] = 20
     likely: ClassVar[tuple[Choice, ...]] = (True,)
 
     def support(self, setting: Setting) -> Support:
-        """It applies to 2-D convolutions on 4-D floating tensors, unless the model's code calls `view` in the old layout."""
+        """It applies to 2-D convolutions, unless the model's code calls `view` in the old layout.
+
+        Their input need not be in the batch as it is: models stack lists of images, and make spectrograms of sound.
+        """
         import torch
 
-        from autotune.task.batches import map_tensors, tensors
+        from autotune.task.batches import map_tensors
 
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
             return Support(choices=(False,), reason="the model has no 2-D convolution")
-        if not any(_is_image(tensor) for tensor in tensors(setting.batch)):
-            return Support(choices=(False,), reason="the batch has no 4-D floating tensor")
         layouts = [(parameter, parameter.data) for parameter in setting.model.parameters()]
         try:
             setting.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            setting.task.loss(setting.model, map_tensors(_to_channels_last, setting.fresh_batch()))
+            setting.try_step(map_tensors(_to_channels_last, setting.fresh_batch()))
         except RuntimeError as error:
             if "view size is not compatible" not in str(error):
                 raise
@@ -56,6 +57,11 @@ class ChannelsLast(Technique):
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Most fast convolutions use this layout, yet some kernels do not have it."""
         return Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
+
+    @property
+    def reaches_into_step(self) -> bool:
+        """The layout of the model and of its input is set before any step."""
+        return False
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the model in place and every micro batch as it arrives."""

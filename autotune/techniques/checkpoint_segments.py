@@ -14,6 +14,7 @@ from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 from autotune.techniques.recomputed import Checkpointed, Segments
+from autotune.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ class CheckpointSegments(Technique):
         num_segments, num_blocks = int(choice), len(chain.blocks)
         if num_segments > num_blocks:
             raise UnsupportedError(
-                f"checkpoint_segments={num_segments}: the model has no more than {num_blocks} blocks"
+                f"checkpoint_segments={num_segments}: the model has no more than {plural(num_blocks, 'block')}"
             )
         _switch_off_caches(build.model)
         sequence = None
@@ -160,7 +161,7 @@ def _is_run(chain: Chain, setting: Setting) -> bool:
     called = [block for block in chain.blocks if not is_layer(block)] + ([chain.sequential] if chain.sequential else [])
     hooks = [module.register_forward_pre_hook(lambda *_: calls.append(None)) for module in called]
     try:
-        setting.task.loss(setting.model, setting.fresh_batch())
+        setting.try_step(setting.fresh_batch())
     finally:
         for hook in hooks:
             hook.remove()

@@ -6,19 +6,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, one_of
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.precision import worth
 
 _CHOICES = ("highest", "tf32")
 _TF32_CAPABILITY = (8, 0)
+WORTH = 1.05  # of fp32's rate
 
 
 class MatmulPrecision(Technique):
-    """The precision of fp32 matrix products, for the whole process; convolutions use TF32 by default."""
+    """The precision of fp32 matrix products, for the whole process.
+
+    cuDNN's convolutions have a switch of their own, which is on by default: "plain fp32" is what torch does by default, TF32 in
+    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.exact_convolutions`).
+    """
 
     name: ClassVar[str] = "matmul_precision"
     summary: ClassVar[str] = "fp32 matrix products on tensor cores, inputs rounded to 10 bits of mantissa: faster"
@@ -43,33 +50,44 @@ class MatmulPrecision(Technique):
                 choices=("highest",),
                 reason=f"TF32 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}",
             )
-        if getattr(*_setting()) in ("tf32", True):
-            return Support(choices=("highest",), reason="the model file switches TF32 on itself")
+        found = worth(setting.calibration, {MATMUL: 1.0}, TF32)
+        if found is not None and found.gain < WORTH:
+            return Support(
+                choices=("highest",), optional=("tf32",), reason=f"TF32 gains nothing on this GPU ({found.figures})"
+            )
+        if _precision() != "highest":
+            return Support(choices=("highest",), reason="the model file sets the precision of fp32 products itself")
         return Support(choices=_CHOICES)
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Switch TF32 on for the rest of the process."""
-        matmul, name = _setting()
-        setattr(matmul, name, "tf32" if name == "fp32_precision" else True)
+        """Switch TF32 on for the rest of the process.
+
+        Not by `fp32_precision`: once that is set for one backend, the older getters raise, and inductor and Lightning read
+        those.
+        """
+        import torch
+
+        torch.set_float32_matmul_precision("high")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put the precision back."""
-        matmul, name = _setting()
-        before = getattr(matmul, name)
+        import torch
+
+        before = _precision()
         try:
             yield
         finally:
-            if getattr(matmul, name) != before:
-                setattr(matmul, name, before)
+            if before is not None and _precision() != before:
+                torch.set_float32_matmul_precision(before)
 
     def label(self, choice: Choice) -> str:
         """`tf32`, or `highest matmul`."""
         return f"{choice} matmul" if choice == self.off else str(choice)
 
-    def mantissa_bits(self, choice: Choice) -> int:
-        """11 in TF32."""
-        return 11 if choice == "tf32" else super().mantissa_bits(choice)
+    def arithmetic(self, choice: Choice) -> str:
+        """TF32, where it is chosen."""
+        return TF32 if choice == "tf32" else FP32
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Matrix products are faster. Nothing is left to gain where they are computed in bf16 or fp16 already."""
@@ -80,13 +98,11 @@ class MatmulPrecision(Technique):
         return one_of(choice, _CHOICES)
 
 
-def _setting() -> tuple[Any, str]:
-    """The object that holds the setting, and the attribute's name.
-
-    torch 2.9 and newer have `fp32_precision`. Reading the older `allow_tf32` raises once the newer one was written, so
-    only one of them is ever used.
-    """
+def _precision() -> str | None:
+    """`highest`, `high` or `medium`; None where the model file has set one backend's `fp32_precision`, so that nobody can ask."""
     import torch
 
-    matmul = torch.backends.cuda.matmul
-    return matmul, "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None

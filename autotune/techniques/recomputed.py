@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,28 +13,36 @@ if TYPE_CHECKING:
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 
-class _Recomputed:
+class Recomputed:
     """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
 
     An object, not a closure, so that a deep copy of the model (a moving average of it, say) refers to its own blocks.
+
+    Attributes:
+        keep: makes contexts for the first pass and for its recomputation, in which the first keeps some results for the
+            second; None keeps nothing.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.original = vars(module).get("forward")  # a forward that the user replaced on this very instance
+        self.keep: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None
         self.constant: set[Place] = set()  # buffers that forward passes were seen to leave alone
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass."""
         if self.original is not None:
             return self.original(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of `function`, which calls `modules` and runs again in the backward pass."""
         from torch.utils.checkpoint import checkpoint
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             buffers = _Buffers(modules, self.constant)
-            return buffers.recorded(), _EachTime(buffers.replayed)
+            first, again = (nullcontext(), nullcontext()) if self.keep is None else self.keep()
+            return _Both(buffers.recorded(), first), _EachTime(buffers.replayed, again)
 
         # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
         # random state it keeps.
@@ -47,7 +55,7 @@ class _Recomputed:
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
-class Checkpointed(_Recomputed):
+class Checkpointed(Recomputed):
     """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
 
     def __init__(self, module: torch.nn.Module, segments: Segments | None) -> None:
@@ -61,7 +69,7 @@ class Checkpointed(_Recomputed):
         return self.checkpoint((self.module,), self.call, *args, **kwargs)
 
 
-class Segments(_Recomputed):
+class Segments(Recomputed):
     """The forward of a `Sequential`, cut into segments of nearly equal numbers of children.
 
     Models may also iterate over a `Sequential` and call its children themselves; then the children's own
@@ -145,21 +153,39 @@ class _Buffers:
                 module._buffers[name] = buffer
 
 
+class _Both(AbstractContextManager[None]):
+    """Two contexts, one inside the other."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts = outer, inner
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
+
+
 class _EachTime(AbstractContextManager[None]):
     """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
 
-    There are several where the loss takes derivatives itself, before the backward pass.
+    There are several where the loss takes derivatives itself, before the backward pass. What was kept is used up by the first.
     """
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[None]], first: AbstractContextManager[Any]) -> None:
         self._make = make
+        self._inner = first
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(self._make())
+        self._entered.enter_context(self._inner)
+        self._inner = nullcontext()
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.close()
+        self._entered.__exit__(*exception)
 
 
 def _may_be_statistics(buffer: torch.Tensor) -> bool:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.study.history import History
 from autotune.tuning import finalists
 
 MIN_TIMEOUT_S = 20.0
+CHECK_SHARE = 0.1  # of the budget: kept for the answer's check before any check was made
+OVERRUN = 1.05  # times the budget that a search may take
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
@@ -30,8 +32,12 @@ class Budget:
         now_s: reads the runner's clock; in a replay it shows the recorded seconds.
         started_s: when the user began to wait, on that clock.
         num_trials: largest number of probes outside the play-off; None for no limit.
+        begins: is told of each purpose outside the probes when `split` begins to count it.
         spent_s: seconds by purpose (`split` adds to it).
+        lost_s: seconds of probes that ended as a time-out, ended early or killed.
         first_probe_s: seconds from the start to the first probe; None before it.
+        shared_from_s: when exploring and the play-off began to share the rest of the time, in seconds from the start.
+        check_s: how long the longest check has taken, which the answer's own check will take again.
     """
 
     budget_s: float
@@ -39,8 +45,12 @@ class Budget:
     now_s: Callable[[], float]
     started_s: float
     num_trials: int | None = None
+    begins: Callable[[str], None] = lambda name: None
     spent_s: dict[str, float] = field(default_factory=dict)
+    lost_s: float = 0.0
     first_probe_s: float | None = None
+    shared_from_s: float = 0.0
+    check_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -48,9 +58,20 @@ class Budget:
         return self.now_s() - self.started_s
 
     @property
+    def latest_s(self) -> float:
+        """Seconds after the start at which the search should have ended at the latest."""
+        return OVERRUN * self.budget_s
+
+    @property
     def left_s(self) -> float:
         """Seconds until the search must end: its budget plus one time-out."""
         return self.budget_s + self.first_timeout_s - self.elapsed_s
+
+    @property
+    def free_s(self) -> float:
+        """Seconds for more probes: until the answer must be checked. The first check may take as long as the inspection."""
+        check_s = self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
+        return self.budget_s - check_s - self.elapsed_s
 
     @property
     def first_timeout_s(self) -> float:
@@ -81,8 +102,13 @@ class Budget:
         if self.num_trials is not None and num_begun >= self.num_trials:
             return False
         expected_s = self.expected_probe_s(history)
-        leave_s = finalists.time_to_leave(expected_s, self.budget_s) if history.best else expected_s
-        return self.elapsed_s + expected_s < self.budget_s - leave_s
+        shared_s = self.budget_s - self.shared_from_s
+        leave_s = finalists.time_to_leave(expected_s, shared_s) if history.best else expected_s
+        return expected_s + leave_s < self.free_s
+
+    def allows_a_round(self, round_s: float, number: int) -> bool:
+        """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""
+        return round_s < (self.free_s if number else self.latest_s - self.elapsed_s)
 
     def expected_probe_s(self, history: History) -> float:
         """Seconds that the next probe will take, judged by the latest ones."""
@@ -92,12 +118,15 @@ class Budget:
     def add_run(self, outcome: Outcome, num_slots: int) -> None:
         """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""
         training_s = outcome.spent_training_s
+        if outcome.kind is Kind.TIMEOUT:
+            self.lost_s += outcome.wall_s
         for name, seconds in (("training", training_s), ("probes", outcome.wall_s - training_s)):
             self.spent_s[name] = self.spent_s.get(name, 0.0) + seconds / num_slots
 
     @contextlib.contextmanager
     def split(self, name: str) -> Iterator[None]:
-        """Add the time spent inside the block to `spent_s[name]`."""
+        """Add the time spent inside the block to `spent_s[name]`, and tell that it begins."""
+        self.begins(name)
         before_s = self.now_s()
         try:
             yield

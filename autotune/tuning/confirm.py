@@ -1,7 +1,8 @@
-"""Runs the play-off: measures the best few configs and the baseline again in fresh processes."""
+"""Holds the play-off of a search: who takes part, how long a process is timed, and until when rounds are played."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import median
 
@@ -9,12 +10,12 @@ from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.tuning import finalists
-from autotune.tuning.playoff import Standing, play_off
+from autotune.tuning.evidence import Searched
+from autotune.tuning.playoff import Entrant, PlayOff, Standing
 from autotune.tuning.state import Search
 from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
-PLAY_OFF_MIN_TIMED_S = 0.5
 
 
 def finalists_of(search: Search) -> list[Config]:
@@ -24,45 +25,104 @@ def finalists_of(search: Search) -> list[Config]:
     others = [config for config in near if config != history.space.baseline]
     if not others:
         return []
-    return others[: finalists.affordable(budget.budget_s - budget.elapsed_s, median(history.probe_wall_s))]
+    return others[: finalists.affordable(budget.free_s, median(history.probe_wall_s))]
 
 
-def confirm(search: Search, admit: Callable[[Config], bool] = lambda config: True) -> Standing | None:
-    """Run the play-off of the best few and the baseline; None when no round was completed.
+def confirm(
+    search: Search, admit: Callable[[Config], bool] = lambda config: True, *, share: float = 1.0
+) -> Standing | None:
+    """Go on with the play-off of the best few and the baseline; None when no round was completed.
 
     Args:
-        admit: whether a config may replace a finalist that failed.
+        admit: whether a config may replace a finalist that failed, or come in when others have lost.
+        share: of the time left, that it may take.
     """
-    history, budget = search.history, search.budget
-    settings = budget.paced(search.settings, history)
-    settings = settings.replace(
-        interval=PLAY_OFF_INTERVAL,
-        slowest_samples_per_s=0.0,
-        max_timed_s=max(PLAY_OFF_MIN_TIMED_S, settings.max_timed_s / 2),
-    )
+    if search.play_off is None:
+        search.play_off = _opened(search)
+    play_off, ranked = search.play_off, _ranked(search)
     playing = finalists_of(search)
-    if playing:
-        search.tell(f"play-off: {plural(len(playing), 'config')} and the baseline, in fresh processes")
+    merits = {config: search.history.objective.merit(outcome) for config, outcome in ranked.items()}
+    candidates = [config for config in ranked if config != search.history.space.baseline]
+    for config in playing:
+        others = [other for other in candidates if other != config]
+        play_off.enter(_entrant(search, config, finalists.chosen(config, others, len(playing), merits)))
+    if num := len(play_off.playing):
+        search.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
+    taken = (*playing, search.history.space.baseline)
+    waiting = filter(admit, finalists.substitutes(ranked, search.history.objective, taken))  # asked one by one
+    keep_s = (1 - share) * max(0.0, search.budget.free_s)
+    return play_off.play(
+        lambda round_s, number: search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number),
+        substitutes=(_entrant(search, config, None) for config in waiting),
+        challenger=lambda: _challenger(search, play_off, candidates, admit),
+    )
 
-    def run(config: Config, number: int) -> Outcome | None:
-        trial = None
-        while trial is None and not search.interrupted() and budget.left_s > 0:  # once more after a fault
-            proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
-            trial = search.probe(proposal, settings)
-        return trial.outcome if trial is not None else None
 
+def _opened(search: Search) -> PlayOff:
+    """A play-off that goes on with the rounds of earlier searches of the study."""
+    history = search.history
     baseline, outcome = history.space.baseline, history.baseline
     runs = outcome is not None and history.objective.feasible(outcome) and baseline not in history.failed_again
-    waiting = finalists.substitutes(_ranked(search), history.objective, (*playing, baseline))
-    return play_off(
-        playing,
-        baseline if runs else None,
-        run=run,
-        objective=history.objective,
-        has_time=lambda round_s, number: finalists.may_play(number, budget.elapsed_s + round_s, budget.budget_s),
-        seed=search.options.seed,
-        substitutes=filter(admit, waiting),  # asked one by one, when its turn comes
+    settings = search.budget.paced(search.settings, history)
+    settings = settings.replace(
+        interval=PLAY_OFF_INTERVAL, slowest_samples_per_s=0.0, min_timed_s=search.inspection.device.sustained_s
     )
+
+    def run(config: Config, number: int) -> Outcome | None:
+        assert search.play_off is not None
+        timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
+        trial = None
+        while trial is None and not search.interrupted() and search.budget.left_s > 0:  # once more after a fault
+            proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
+            trial = search.probe(proposal, timed)
+        return trial.outcome if trial is not None else None
+
+    rounds = [(trial.round, trial.outcome.measurement) for trial in history.trials if trial.round is not None]
+    searched = Searched(math.log(history.objective.merit(outcome))) if runs and outcome is not None else None
+    return PlayOff(
+        _entrant(search, baseline, searched) if runs else None,
+        run,
+        history.objective,
+        seed=search.options.seed,
+        first_round=max((number for number, _ in rounds), default=-1) + 1,
+        disturbed=[number for number, found in rounds if found is not None and found.disturbances],
+        baseline_may_win=history.space.answers(baseline),
+    )
+
+
+def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
+    """A config that plays, with the rounds that it has played in earlier searches."""
+    earlier = {
+        trial.round: trial.outcome
+        for trial in search.history.trials
+        if trial.config == config and trial.round is not None and trial.feasible
+    }
+    return Entrant(config, searched, search.history.known[config].wall_s, earlier)
+
+
+def _challenger(
+    search: Search, play_off: PlayOff, candidates: list[Config], admit: Callable[[Config], bool]
+) -> Entrant | None:
+    """The next config that may yet beat the leader, by what the search found and how much processes differ."""
+    history, objective = search.history, search.history.objective
+    base = play_off.baseline
+    if len(play_off.playing) >= finalists.MOST or base is None or base.searched is None or base.failed:
+        return None
+    best_log, evidence = base.searched.log, play_off.evidence()
+    if compared := play_off.compared:
+        leader = play_off.leader(evidence, compared)
+        ahead = evidence.difference(leader.config, base.config).mean
+        best_log += max(0.0, ahead) if play_off.baseline_may_win else ahead
+    known = [entrant.config for entrant in play_off.entrants]
+    for config in candidates:
+        if config in known or config not in history.feasible:
+            continue
+        found = finalists.may_win(math.log(objective.merit(history.known[config])), best_log, evidence.std)
+        late = _entrant(search, config, found)
+        has_time = search.budget.allows_a_round(finalists.FEWEST_ROUNDS * (play_off.round_s + late.wall_s), 1)
+        if found is not None and has_time and admit(config):
+            return late
+    return None
 
 
 def _ranked(search: Search) -> dict[Config, Outcome]:

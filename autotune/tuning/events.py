@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
+from autotune.records.progress import Progress
+from autotune.records.trial import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,9 @@ class SearchStarted:
     space: dict[str, tuple[int | str | bool, ...]]  # technique -> choices that are searched
     num_configs: int
     unsupported: dict[str, str]  # technique -> why it does not apply
-    num_resumed: int  # finished probes found in the study
+    known: tuple[Trial, ...]  # finished probes found in the study, with the best feasible of them and the baseline
+    best: tuple[Config, Outcome] | None
+    baseline: Outcome | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,14 @@ class ProbeStarted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProbeAdvanced:
+    """A running probe has come further, or time has passed."""
+
+    number: int
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeEnded:
     """A probe ended. `feasible` includes the headroom; `prediction` is what was predicted before it ran."""
 
@@ -61,6 +73,13 @@ class ProbeEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Working:
+    """Something other than a probe begins: `import`, `inspection`, `tracing`, `checks`."""
+
+    purpose: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Note:
     """A message for the user: a warning, a dropped technique, a new phase of the search."""
 
@@ -68,7 +87,7 @@ class Note:
     warning: bool = False
 
 
-Event = SearchStarted | ProbeStarted | ProbeEnded | Note
+Event = SearchStarted | ProbeStarted | ProbeAdvanced | ProbeEnded | Working | Note
 
 
 class Listener:

@@ -17,7 +17,8 @@ from autotune.tuning.why import OWN_STUDY
 
 BATCH_SIZE = 4
 BATCHNORM_BATCH_SIZE = 64
-MIN_CHECK_S = 10.0
+MIN_CHECK_S = 2.0
+MIN_COMPARISON_S = 10.0
 MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 ATTRIBUTE = "exactness"  # of the study: why a choice is not exact, empty where it is
 MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
@@ -105,16 +106,28 @@ class Exactness:
                 yield name, choice, found
 
     def check(self, config: Config, timeout_s: float) -> Check | Outcome | NotCompared:
-        """Run the checks in a process of their own, within the time that is left."""
+        """Run the checks in a process of their own, within the time that is left.
+
+        Micro batches are checked where the config has more of them than the user's baseline: those are the user's own.
+        """
         search = self._search
-        settings = search.settings.replace(timeout_s=min(timeout_s, max(MIN_CHECK_S, search.budget.left_s)))
+        budget = search.budget
+        left_s = max(MIN_CHECK_S, budget.latest_s - budget.elapsed_s)
+        settings = search.settings.replace(timeout_s=min(timeout_s + techniques.setup_s(config), left_s))
         small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
         size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
+        if search.inspection.step_samples > BATCH_SIZE:  # fewer are an error
+            size = search.inspection.step_samples
+        if config.accumulation_steps <= search.history.space.baseline.accumulation_steps:
+            config = config.replace(accumulation_steps=1)
+        started_s = budget.elapsed_s
         try:
-            with search.budget.split("checks"):
+            with budget.split("checks"):
                 return search.runner.check(config, settings, size)
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
+        finally:
+            budget.check_s = max(budget.check_s, budget.elapsed_s - started_s)
 
     def _known(self) -> dict[str, str]:
         return dict(self._search.store.attributes().get(ATTRIBUTE, {}))
@@ -123,7 +136,7 @@ class Exactness:
         budget = self._search.budget
         if budget.elapsed_s > budget.budget_s:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
-        check = self.check(config, max(MIN_CHECK_S, MAX_CHECK_SHARE * budget.budget_s))
+        check = self.check(config, max(MIN_COMPARISON_S, MAX_CHECK_SHARE * budget.budget_s))
         if isinstance(check, NotCompared):
             return Finding(exact=None, reason=check.reason, comparable=False)
         if isinstance(check, Check):

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
-from autotune.tuning import why
+from autotune.tuning import shortage, why
 from autotune.tuning.state import Search
 from autotune.units import plural
 
 SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
-TRACE_SLICE_S = 5.0  # between two probes
 
 
 def measure_baseline(search: Search) -> None:
-    """Probe the baseline. If the user did not give one, halve its batch until it fits."""
+    """Probe the baseline. If the user did not give one, halve its batch until it fits and neither hangs nor crashes."""
     given, history = search.inspection.baseline_given, search.history
-    while True:
-        _probe_baseline(search, "what you run today" if given else "plain fp32")
-        outcome = history.baseline
-        too_large = outcome is not None and history.objective.does_not_fit(outcome)
-        smaller = history.space.with_smaller_baseline()
-        if given or not too_large or smaller is None or search.interrupted():
-            return
+    while not search.interrupted():
+        smaller = None if given else history.space.with_smaller_baseline()
+        # plain training of so many samples ran out of memory in the inspection
+        too_large = (
+            bool(search.inspection.shortage) and history.space.baseline.batch_size >= search.inspection.step_samples
+        )
+        if smaller is None or not too_large:
+            _probe_baseline(search, "what you run today" if given else "plain fp32")
+            outcome = history.baseline
+            if smaller is None or outcome is None or not _is_too_much(outcome, history):
+                return
+            _trace_between(search)
         history.space = smaller
+        while not shortage.may_fit(search, smaller.baseline) and (half := smaller.with_smaller_baseline()) is not None:
+            history.space = smaller = half
         search.store.set_attribute("baseline_config", smaller.baseline.as_dict())
+
+
+def _is_too_much(outcome: Outcome, history: History) -> bool:
+    return history.objective.does_not_fit(outcome) or outcome.kind in (Kind.TIMEOUT, Kind.CRASHED)
 
 
 def _probe_baseline(search: Search, reason: str) -> None:
     """Probe the baseline, again after each fault of the machinery: its time bounds that of the other probes."""
-    history, faults = search.history, -1
-    while search.probing.num_faults != faults:
-        faults = search.probing.num_faults
+    history, probing, faults = search.history, search.probing, -1
+    while probing.num_faults != faults:
+        faults = probing.num_faults
         if search.interrupted() or not history.admissible()(history.space.baseline):
             return
-        search.probe(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
+        with probing.nothing_left_running():
+            probing.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
+            _trace_beside(search)
+            while probing.is_running:
+                probing.finish_next()
 
 
 def explore(search: Search, proposer: Proposer) -> None:
@@ -43,8 +57,11 @@ def explore(search: Search, proposer: Proposer) -> None:
     probing, history = search.probing, search.history
     with probing.nothing_left_running():
         while True:
-            _trace_meanwhile(search)
-            while _may_start_another(search) and (proposal := proposer.propose(history)) is not None:
+            _trace_between(search)
+            _trace_beside(search)
+            while _may_start_another(search) and not shortage.is_hopeless(search):
+                if (proposal := proposer.propose(history)) is None:
+                    break
                 probing.start(proposal)
             if not probing.is_running:
                 return
@@ -52,37 +69,53 @@ def explore(search: Search, proposer: Proposer) -> None:
 
 
 def _may_start_another(search: Search) -> bool:
-    """Whether to start another probe. Until memory is predicted one runs at a time: tracing would disturb its timing."""
-    probing = search.probing
-    waits_for_tracing = probing.is_running and not search.tracing.is_done
+    """Whether to start another probe. As long as tracing would disturb their timing, one runs at a time."""
+    probing, tracing = search.probing, search.tracing
+    waits_for_tracing = probing.is_running and not tracing.is_done and tracing.beside is None
     may_go_on = not search.interrupted() and search.budget.allows_a_probe(search.history)
     return may_go_on and probing.has_free_slot and not waits_for_tracing
 
 
-def _trace_meanwhile(search: Search) -> None:
+def _trace_between(search: Search) -> None:
     """Trace more configs, if no probe runs and another one is to come."""
     tracing = search.tracing
-    if tracing.is_done or search.probing.is_running or not _may_start_another(search):
-        return
-    with search.budget.split("tracing"):
-        tracing.advance(TRACE_SLICE_S)
-    traces = tracing.traces
-    search.store.set_attribute(
-        "traces", {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": tracing.wall_s}
-    )
-    if not tracing.is_done:
-        return
+    if tracing.beside is None and not tracing.is_done and not search.probing.is_running and _may_start_another(search):
+        with search.budget.split("tracing"):
+            tracing.advance()
+        _note_traces(search)
+
+
+def _trace_beside(search: Search) -> None:
+    """Take in what was traced beside the probes, and go on with it, where that does not disturb them."""
+    tracing = search.tracing
+    if tracing.beside is not None and not tracing.is_done:
+        tracing.advance_beside()
+        _note_traces(search)
+
+
+def _note_traces(search: Search) -> None:
+    traces, wall_s = search.tracing.traces, search.tracing.wall_s
+    noted = {"num_groups": len(traces.models), "failures": dict(traces.failures), "wall_s": wall_s}
+    search.store.set_attribute("traces", noted)
+    if search.tracing.is_done:
+        _tell_of_traces(search)
+
+
+def _tell_of_traces(search: Search) -> None:
+    tracing, traces = search.tracing, search.tracing.traces
     if traces.models:
-        search.tell(f"predicted the memory of {_combinations(len(traces.models))} in {tracing.wall_s:.1f} s")
-    if missing := tracing.num_missing:
+        took = f" in {tracing.wall_s:.1f} s" if tracing.beside is None else ", beside the probes"
+        search.tell(f"predicted the memory of {_combinations(len(traces.models))}{took}")
+    if missing := len(tracing.missing):
         search.tell(
-            f"there was no time to trace {_combinations(missing)} within {tracing.max_s:.0f} s; "
-            "their memory is learned from probes"
+            f"the time for tracing was up ({tracing.max_s:.1f} s) with {_combinations(missing)} to go: probes tell their "
+            "memory, and the next search of this task carries on"
         )
     if traces.failures:
         label, reason = next(iter(traces.failures.items()))
         others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
-        search.tell(f"memory cannot be traced for {label}{others}: {reason}; it is learned from probes")
+        what = f" for {label}{others}" if traces.models else ""
+        search.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
 
 
 def _combinations(number: int) -> str:

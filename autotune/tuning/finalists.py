@@ -1,21 +1,25 @@
-"""Which configs take part in the play-off, which replace a config that fails there, and how long it may take."""
+"""Which configs take part in the play-off, which come in later, and how much time a search leaves for it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Container, Mapping, Sequence
 
 from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
+from autotune.tuning.evidence import Searched
 
 MOST = 3
 SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
 SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
-FEWEST_ROUNDS = 2  # without a second round there is no interval between processes,
-FEWEST_ROUNDS_OVERRUN = 1.2  # which is worth this much of the budget
-MAX_SHARE = 0.4  # of the budget
+FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
+MAX_SHARE = 0.4  # of the time that exploring and play-off share
+MAY_WIN = 0.1  # chance to beat the leader that is worth a place
+MAY_WIN_Z = 1.2816  # standard deviations below it that leave this chance
+BETTER = math.log(1.01)
 
 
 def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
@@ -30,6 +34,20 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
         best = max(merits.values(), default=0.0)
         near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
     return near
+
+
+def chosen(config: Config, others: Sequence[Config], num: int, merits: Mapping[Config, float]) -> Searched | None:
+    """What the search found of one of `num` finalists; None where its own figure is not what it was chosen for."""
+    log, rivals = math.log(merits[config]), sorted((math.log(merits[other]) for other in others), reverse=True)
+    bars = [*(best + math.log(NEAR_BEST) for best in rivals[:1]), *rivals[num - 1 : num]]
+    bar = max(bars, default=None)
+    return Searched(log, bar) if bar is None or log >= bar else None
+
+
+def may_win(log: float, best_log: float, std: float) -> Searched | None:
+    """What the search found of a config that may yet beat the best, where one process differs from another by `std`."""
+    bar = best_log + BETTER - MAY_WIN_Z * std * math.sqrt(2)
+    return Searched(log, bar) if log >= bar else None
 
 
 def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: Container[Config]) -> list[Config]:
@@ -54,12 +72,6 @@ def affordable(left_s: float, probe_s: float) -> int:
     return max(1, min(2, fewest), min(MOST, wanted))
 
 
-def time_to_leave(probe_s: float, budget_s: float) -> float:
-    """Seconds that a search leaves for the play-off: the rounds wanted, up to a share of the budget."""
-    return min(WANTED_ROUNDS * (MOST + 1) * probe_s, MAX_SHARE * budget_s)
-
-
-def may_play(number: int, ends_s: float, budget_s: float) -> bool:
-    """Whether round `number`, counted from 0, may be played if it ends `ends_s` after the start. The first always may."""
-    overrun = FEWEST_ROUNDS_OVERRUN if number < FEWEST_ROUNDS else 1.0
-    return number < 1 or ends_s < overrun * budget_s
+def time_to_leave(probe_s: float, shared_s: float) -> float:
+    """Seconds of the shared time that exploring leaves for the play-off: the rounds wanted, up to a share."""
+    return min(WANTED_ROUNDS * (MOST + 1) * probe_s, MAX_SHARE * shared_s)

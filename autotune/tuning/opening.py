@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from autotune import techniques
@@ -16,7 +13,6 @@ from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.predict.cache import TraceCache
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
@@ -24,22 +20,23 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
-from autotune.space import Space, build_space
+from autotune.space import build_space, require_possible
 from autotune.study.history import History
 from autotune.study.place import Place, locked, place_of
-from autotune.study.store import Store, storage_errors, stored_attributes
+from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning import why
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
-from autotune.tuning.events import Listener, Note, SearchStarted
+from autotune.tuning.calibrating import calibrated
+from autotune.tuning.events import Listener, Note, SearchStarted, Working
+from autotune.tuning.interruption import interruptible
 from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 from autotune.version import __version__
 
-MIN_TRACE_S = 5.0
-MAX_TRACE_SHARE = 0.1  # of the budget
+MAX_TRACE_SHARE = 0.05  # of the budget
 
 
 @contextlib.contextmanager
@@ -55,35 +52,47 @@ def opened(
         source = source.with_global_batch(options.global_batch)
     if options.sampler not in sampler_names():
         raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    require_possible(options.fix, options.include, options.exclude)  # before anything takes seconds
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     task_name = runner.task_name if runner is not None else _required(source).name
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
+        interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
         place = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
         stack.enter_context(locked(place))
         stack.enter_context(storage_errors(place))
         if runner is None:
-            import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
-            runner = LocalRunner(
-                _required(source), device=options.device, logs=place.logs, import_timeout_s=import_timeout_s
-            )
+            patience_s = max(MIN_TIMEOUT_S, options.budget_s)
+            runner = LocalRunner(_required(source), device=options.device, logs=place.logs, import_timeout_s=patience_s)
         budget = Budget(
             budget_s=options.budget_s,
             probe_timeout_s=options.probe_timeout_s,
             now_s=runner.now_s,
             started_s=runner.now_s(),
             num_trials=options.num_trials,
+            begins=lambda purpose: listener.on(Working(purpose=purpose)),
         )
         stored = stored_attributes(place)
         with budget.split("import"):
             device = runner.device()
             limit_bytes = _memory_limit(options, place, stored, device.free_bytes)
+            asked_for = {
+                "memory_limit_bytes": limit_bytes,
+                "headroom": options.headroom,
+                "objective": options.objective,
+            }
+            require_comparable(place, stored, **asked_for)
             stack.enter_context(runner)
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
-            inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s)
+            calibration, why_none = calibrated(runner, device, place.folder)
+            if why_none:
+                listener.on(Note(text=f"the device could not be measured: {why_none}", warning=True))
+            inspection = runner.inspect(
+                memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s, calibration=calibration
+            )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         if options.global_batch not in (None, inspection.global_batch):
@@ -91,20 +100,34 @@ def opened(
                 f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
                 f"{inspection.global_batch or 'none'}; leave the option out"
             )
+        if inspection.shortage:
+            listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
         space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
         asked = _asked(options, source, stored)
-        store = _store(place, inspection, space, options, asked, limit_bytes, model=runner.stated.model)
+        attributes = {
+            "task": inspection.facts["name"],
+            "model": runner.stated.model,
+            "asked": dict(asked),
+            "objective": options.objective,
+            "memory_limit_bytes": limit_bytes,
+            "headroom": options.headroom,
+            "space": {name: list(choices) for name, choices in space.choices.items()},
+            "unsupported": inspection.unsupported,
+            "baseline_config": space.baseline.as_dict(),
+        }
+        store = Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
         objective = Objective(name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom)
         history = History(space, objective, store.trials(), budget.timeout_s)
-        listener.on(_started(place, inspection, history, options, device, limit_bytes))
+        listener.on(_started(place, inspection, history, options, limit_bytes))
         for note in notes:
             listener.on(Note(text=note))
         sizes = [int(size) for size in space.choices["batch_size"]]
         target = target_of(device)
         cache = TraceCache(place.traces, inspection.facts, target, sizes) if runner.keeps_traces else None
-        max_trace_s = max(MIN_TRACE_S, MAX_TRACE_SHARE * options.budget_s)
-        tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s)
-        interrupted = stack.enter_context(_interruptible())
+        max_trace_s = MAX_TRACE_SHARE * options.budget_s
+        tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
+        stack.enter_context(tracing)
+        interruption.is_ready = True
         yield Search(
             runner=runner,
             store=store,
@@ -119,9 +142,11 @@ def opened(
                 inspection.outside_bytes,
                 options.seed,
                 tell=lambda text: listener.on(Note(text=text, warning=True)),
+                calibration=calibration,
             ),
+            calibration=calibration,
             listener=listener,
-            interrupted=interrupted,
+            interrupted=interruption,
             asked=asked,
             warnings=list(inspection.facts.get("warnings", ())),
         )
@@ -143,39 +168,15 @@ def _settings(options: SearchOptions, limit_bytes: int, budget: Budget) -> Probe
     )
 
 
-def _store(
-    place: Place,
-    inspection: Inspection,
-    space: Space,
-    options: SearchOptions,
-    asked: Mapping[str, str | int],
-    limit_bytes: int,
-    *,
-    model: str,
-) -> Store:
-    attributes = {
-        "task": inspection.facts["name"],
-        "model": model,
-        "asked": dict(asked),
-        "objective": options.objective,
-        "memory_limit_bytes": limit_bytes,
-        "headroom": options.headroom,
-        "space": {name: list(choices) for name, choices in space.choices.items()},
-        "unsupported": inspection.unsupported,
-        "baseline_config": space.baseline.as_dict(),
-    }
-    return Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
-
-
 def _started(
     place: Place,
     inspection: Inspection,
     history: History,
     options: SearchOptions,
-    device: DeviceInfo,
     limit_bytes: int,
 ) -> SearchStarted:
-    threads = f", {device.num_threads} threads" if device.num_threads else ""
+    device = inspection.device
+    threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
     return SearchStarted(
         task=inspection.facts["name"],
         device=f"{device.name} ({device.model}{threads})",
@@ -188,7 +189,9 @@ def _started(
         space=dict(history.space.choices),
         num_configs=history.space.num_combinations,
         unsupported=inspection.unsupported,
-        num_resumed=history.num_resumed,
+        known=history.trials,
+        best=history.best,
+        baseline=history.baseline,
     )
 
 
@@ -243,38 +246,25 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: in
     }
 
 
+def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
+    """That plain training does not fit, and what comes of it."""
+    return (
+        f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
+        f"({inspection.shortage}); what needs least memory by prediction is tried first"
+    )
+
+
 def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     """The error for a task that could not be inspected."""
     if outcome.kind is Kind.OOM:
         return NothingFeasible(
-            f"even two samples do not train within {format_bytes(limit_bytes)}: "
-            f"{why.describe_shortage([outcome], limit_bytes)}; "
-            "raise --memory-limit, or make the model or the sample smaller"
+            f"the model and a few samples do not fit within {format_bytes(limit_bytes)}, before any training: "
+            f"{outcome.cause}; raise --memory-limit, or make the model or the sample smaller"
         )
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"one training step of two samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        f"one training step of a few samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
         "holds its output",
         frames=outcome.detail,
     )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """First Ctrl-C: the search ends after the running probe. Second: at once, killing it."""
-    asked = threading.Event()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

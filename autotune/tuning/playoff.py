@@ -1,13 +1,13 @@
-"""The play-off: fresh, interleaved, shuffled processes of the best few and the baseline, compared in pairs.
+"""The play-off: fresh, interleaved, shuffled processes of the best few and the baseline, compared within rounds.
 
-The search's own figures only choose who takes part: the best of many noisy figures is too good to be true.
+The answer is the highest expected speed whose chance to be slower than the baseline by more than 1 % is below 5 %.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -15,29 +15,46 @@ from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.result import Dropped, Measured
-from autotune.records.rounds import round_effects
-from autotune.study.figures import measured, ratio_interval
+from autotune.study.figures import measured
+from autotune.tuning.evidence import Evidence, Searched
+
+Ratio = tuple[float, float, float]  # with its 95 % interval
 
 MIN_ROUNDS = 3
-MAX_ROUNDS = 12
-DECIDED = 0.01  # half-width of the gain's interval at which more rounds tell nothing new
-LOST = 0.99  # confidence at which a loser is dropped: it is looked at after every round
+MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
+WIDE = 0.05  # width of the gain's interval, as a share of it, up to which more rounds tell nothing new
+SLOWER = math.log(0.99)  # than the baseline, by more than which an answer must not be
+RISK = 0.05  # chance of it that is taken
+CONFIDENCE = 0.95
+LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
+SHORTEST_TIMED_S = 0.5
+NORMAL_95 = 1.96
 
 
 @dataclass
 class Entrant:
-    """One config in the play-off; `outcomes` by round."""
+    """One config in the play-off.
+
+    Attributes:
+        searched: what the search found of it, if that counts.
+        wall_s: how long a process of it takes.
+        outcomes: by round.
+        failed: why it is out for good: it did not run through within the memory. Empty where it did.
+        lost_to: who is so much better that it is out, as long as that one runs through.
+    """
 
     config: Config
+    searched: Searched | None = None
+    wall_s: float = 0.0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    dropped: str = ""  # why it is out
-    failed: bool = False  # out because it did not run through within the memory, not because others are better
+    failed: str = ""
+    lost_to: Entrant | None = None
 
     @property
-    def peak_bytes(self) -> int:
-        """The highest peak of its processes."""
-        return self.measured().peak_bytes
+    def dropped(self) -> bool:
+        """Whether it is out."""
+        return bool(self.failed) or self.lost_to is not None
 
     def measured(self) -> Measured:
         """The throughput over its fresh processes, with the interval between them."""
@@ -48,7 +65,7 @@ class Entrant:
         if not self.failed:
             return self.measured()
         if any(outcome.measurement for outcome in self.outcomes.values()):
-            return Dropped(**vars(self.measured()), dropped=self.dropped)
+            return Dropped(**vars(self.measured()), dropped=self.failed)
         return Dropped(
             config=self.config.as_dict(),
             samples_per_s=0.0,
@@ -56,95 +73,312 @@ class Entrant:
             peak_bytes=0,
             step_s=0.0,
             num_processes=0,
-            dropped=self.dropped,
+            dropped=self.failed,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How the play-off ended.
+    """How the play-off stands.
 
     Attributes:
         answer: the entrant to recommend; None when every entrant failed.
         baseline: None when it did not run, in the search or here.
-        gain: merit of the answer over the baseline's, with its 95 % interval; None without a baseline that runs.
+        candidate: the answer; where that is the baseline, the best of the others, or None.
+        gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is `throughput`.
+        num_rounds: those of earlier searches among them.
     """
 
     answer: Entrant | None
     baseline: Entrant | None
-    gain: tuple[float, float, float] | None
-    speedup: tuple[float, float, float] | None
+    candidate: Entrant | None
+    gain: Ratio | None
+    speedup: Ratio | None
     entrants: tuple[Entrant, ...]
     num_rounds: int
 
 
-def paired_ratio(
-    a: Entrant, b: Entrant, merit: Callable[[Outcome], float], confidence: float = 0.95
-) -> tuple[float, float, float] | None:
-    """Merit of `a` over `b` from the rounds that both finished, with its interval; None when there is no such round."""
-    rounds = [
-        number
-        for number, outcome in a.outcomes.items()
-        if outcome.ok and number in b.outcomes and b.outcomes[number].ok
-    ]
-    if not rounds:
-        return None
-    return ratio_interval([math.log(merit(a.outcomes[n]) / merit(b.outcomes[n])) for n in rounds], confidence)
-
-
-def play_off(
-    candidates: Iterable[Config],
-    baseline: Config | None,
-    *,
-    run: Callable[[Config, int], Outcome | None],
-    objective: Objective,
-    has_time: Callable[[float, int], bool],
-    seed: int,
-    substitutes: Iterable[Config] = (),
-) -> Standing | None:
-    """Run rounds until the answer and its gain are known, or time is up.
-
-    None if the first round was not completed: entrants that had not run by then would look like failures.
+class PlayOff:
+    """The entrants and the rounds that they have played.
 
     Args:
-        candidates: the best few, best first.
-        baseline: the user's baseline; None when it does not run.
+        baseline: None when the user's baseline does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
-        has_time: whether there is time for a round of that many seconds, given the number of rounds already done. If all
-            who ran have failed and somebody is left, one more round is played anyway: else there is no answer.
-        substitutes: best first; one replaces each candidate that fails, or a baseline that failed alone.
+        first_round: the number of the next round; the earlier ones were played by earlier searches.
+        disturbed: which of the earlier rounds something disturbed.
+        baseline_may_win: not where it leaves what the user fixed; then it plays to be compared with.
     """
-    order, waiting = random.Random(seed), iter(substitutes)
-    base = Entrant(baseline) if baseline is not None else None
-    entrants = [Entrant(config) for config in candidates if config != baseline]
-    round_s, number = 0.0, 0
-    while number < MAX_ROUNDS and (has_time(round_s, number) or _is_open(_everyone(entrants, base))):
-        playing = [entrant for entrant in _everyone(entrants, base) if not entrant.dropped]
-        order.shuffle(playing)
-        round_s = 0.0
-        for entrant in playing:
-            outcome = run(entrant.config, number)
+
+    def __init__(
+        self,
+        baseline: Entrant | None,
+        run: Callable[[Config, int], Outcome | None],
+        objective: Objective,
+        *,
+        seed: int,
+        first_round: int = 0,
+        disturbed: Iterable[int] = (),
+        baseline_may_win: bool = True,
+    ) -> None:
+        self.baseline = baseline
+        self.entrants: list[Entrant] = []
+        self.objective = objective
+        self._run = run
+        self._order = random.Random(seed)
+        self._first_round = self._next_round = first_round
+        self.baseline_may_win = baseline_may_win
+        self._rounds: list[int] = []
+        self._disturbed = set(disturbed)
+
+    def enter(self, entrant: Entrant) -> None:
+        """Let a config play from the next round on, if it has not played yet."""
+        if entrant.config not in [known.config for known in self._everyone()]:
+            self.entrants.append(entrant)
+
+    def play(
+        self,
+        has_time: Callable[[float, int], bool],
+        *,
+        substitutes: Iterable[Entrant] = (),
+        challenger: Callable[[], Entrant | None] = lambda: None,
+    ) -> Standing | None:
+        """Play rounds until the answer and its gain are known, or time is up; nobody plays against the baseline alone.
+
+        None if no round was completed: entrants that had not run by then would look like failures.
+
+        Args:
+            has_time: whether there is time for a round of that many seconds, given the number of rounds already done. If
+                all who ran have failed and somebody is left, one more round is played anyway: else there is no answer.
+            substitutes: best first; one replaces each candidate that fails.
+            challenger: the next config that may still turn out better, if there is one.
+        """
+        waiting = iter(substitutes)
+        while len(self._rounds) < MAX_ROUNDS:
+            if self._rounds and (late := challenger()) is not None:
+                self.enter(late)
+            if not self.playing or (self._rounds and self._is_settled()):
+                break
+            running = self._affordable(lambda round_s: has_time(round_s, len(self._rounds)))
+            if not running or not self._play_round(running, waiting):
+                break
+            self._drop_losers()
+        return self._standing() if self._rounds else None
+
+    @property
+    def playing(self) -> list[Entrant]:
+        """The entrants that are still in."""
+        return [entrant for entrant in self.entrants if not entrant.dropped]
+
+    @property
+    def compared(self) -> list[Entrant]:
+        """The entrants that are still in and can be compared by now."""
+        return [entrant for entrant in self.playing if self._is_comparable(entrant)]
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that the next round will take."""
+        return sum(entrant.wall_s for entrant in self._everyone() if not entrant.dropped)
+
+    def evidence(self, figure: Callable[[Outcome], float] | None = None) -> Evidence:
+        """What the rounds say of a figure, by default the merit. A disturbed round counts until enough others were played."""
+        enough = all(
+            len(entrant.outcomes.keys() - self._disturbed) >= (1 if entrant.dropped else MIN_ROUNDS)
+            for entrant in self._everyone()
+            if not entrant.failed
+        )
+        left_out, of = self._disturbed if enough else (), figure or self.objective.merit
+        return Evidence(
+            {
+                entrant.config: {n: math.log(of(o)) for n, o in entrant.outcomes.items() if o.ok and n not in left_out}
+                for entrant in self._everyone()
+            },
+            {entrant.config: entrant.searched for entrant in self._everyone() if entrant.searched and figure is None},
+        )
+
+    def leader(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant:
+        """The entrant of the highest expected merit."""
+        if self._base is None:
+            return max(entrants, key=lambda entrant: evidence.levels[entrant.config])
+        base = self._base.config
+        return max(entrants, key=lambda entrant: evidence.difference(entrant.config, base).mean)
+
+    def timed_s(self, longest_s: float) -> float:
+        """Seconds to time a process for, so that the answer gets surest for its cost.
+
+        Short where processes differ, long where blocks within one do: the square root of overhead times the variance
+        within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
+        """
+        found = [outcome for entrant in self._everyone() for outcome in entrant.outcomes.values()]
+        timed = [(o.wall_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
+        if not timed or len(self._rounds) < MIN_ROUNDS - 1:
+            return min(SHORTEST_TIMED_S, longest_s)
+        overhead_s = fmean(seconds for seconds, _ in timed)
+        within = fmean(
+            ((m.samples_per_s_high - m.samples_per_s_low) / 2 / NORMAL_95 / m.samples_per_s) ** 2 * m.timed_s
+            for _, m in timed
+        )
+        all_together = self.evidence(samples_per_s).std ** 2
+        between = max(all_together - within / fmean(m.timed_s for _, m in timed), 1e-3 * all_together)
+        return min(max(math.sqrt(max(0.0, overhead_s) * within / between), SHORTEST_TIMED_S), longest_s)
+
+    @property
+    def _base(self) -> Entrant | None:
+        """The baseline, as long as it runs through."""
+        return self.baseline if self.baseline is not None and not self.baseline.dropped else None
+
+    @property
+    def _rival(self) -> Entrant | None:
+        """The baseline, as long as it may be the answer."""
+        return self._base if self.baseline_may_win else None
+
+    def _everyone(self) -> list[Entrant]:
+        return [*self.entrants, *([self.baseline] if self.baseline is not None else [])]
+
+    def _is_comparable(self, entrant: Entrant) -> bool:
+        """Whether it ran, and beside the baseline if that runs: nothing else takes the mood of the machine out."""
+        beside = entrant if self._base is None else self._base
+        return not entrant.failed and bool(entrant.outcomes.keys() & beside.outcomes.keys())
+
+    @property
+    def _all_rounds(self) -> set[int]:
+        """The numbers of the rounds that count, those of earlier searches among them."""
+        played = {number for entrant in self._everyone() for number in entrant.outcomes}
+        return {number for number in played if number < self._first_round} | set(self._rounds)
+
+    def _affordable(self, has_time: Callable[[float], bool]) -> list[Entrant]:
+        """Who plays the next round: all who are in, or the leader and the baseline where there is no time for more."""
+        running = [entrant for entrant in self._everyone() if not entrant.dropped]
+        if has_time(self.round_s) or self._is_open():
+            return running
+        if not self.compared:
+            return []
+        leader = self.leader(self.evidence(), self.compared)
+        pair = [entrant for entrant in running if entrant in (leader, self.baseline)]
+        return pair if len(pair) > 1 and has_time(sum(entrant.wall_s for entrant in pair)) else []
+
+    def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
+        """Run each of them once. False if that was cut short: of that round only the failures count."""
+        number, self._next_round = self._next_round, self._next_round + 1
+        self._order.shuffle(running)
+        for entrant in running:
+            outcome = self._run(entrant.config, number)
             if outcome is None:
-                return _standing(entrants, base, objective, number) if number else None
-            round_s += outcome.wall_s
-            entrant.outcomes[number] = outcome
-            if not outcome.ok or objective.beyond_memory(outcome):
-                entrant.dropped, entrant.failed = failure(outcome), True
-                alone = not entrants  # a baseline that nothing comes near, and that yet fails, leaves no answer
-                if (entrant is not base or alone) and (substitute := next(waiting, None)) is not None:
-                    entrants.append(Entrant(substitute))
-        number += 1
-        played = [entrant for entrant in entrants if entrant.outcomes]
-        if number >= MIN_ROUNDS and _settle(played, base, objective) and played == entrants:
-            break
-    return _standing(entrants, base, objective, number) if number else None
+                for ran in running:
+                    if not ran.failed:
+                        ran.outcomes.pop(number, None)
+                return False
+            entrant.outcomes[number], entrant.wall_s = outcome, outcome.wall_s
+            if outcome.measurement is not None and outcome.measurement.disturbances:
+                self._disturbed.add(number)
+            if not outcome.ok or self.objective.beyond_memory(outcome):
+                entrant.failed = failure(outcome)
+                for other in self.entrants:
+                    other.lost_to = None if other.lost_to is entrant else other.lost_to
+                if entrant is not self.baseline and (substitute := next(substitutes, None)) is not None:
+                    self.enter(substitute)
+        self._rounds.append(number)
+        return True
 
+    def _is_open(self) -> bool:
+        """Whether all who ran have failed, and somebody has yet to run."""
+        left = [bool(entrant.outcomes) for entrant in self._everyone() if not entrant.dropped]
+        return bool(left) and not any(left)
 
-def _is_open(everyone: Iterable[Entrant]) -> bool:
-    """Whether all who ran have failed, and somebody has yet to run."""
-    left = [bool(entrant.outcomes) for entrant in everyone if not entrant.dropped]
-    return bool(left) and not any(left)
+    def _drop_losers(self) -> None:
+        """Drop the entrants that have lost to the leader, to the baseline, or are slower than the objective allows."""
+        self._drop_too_slow()
+        known = [entrant for entrant in self.compared if len(entrant.outcomes) >= MIN_ROUNDS - 1]
+        if not known:
+            return
+        evidence, rival = self.evidence(), self._rival
+        leader = self.leader(evidence, known)
+        for entrant in known:
+            against = [] if entrant is leader else [(leader, 0.0)]
+            against += [(rival, CLOSE)] if rival else []
+            for other, by in against:
+                if evidence.difference(entrant.config, other.config).chance_below(by) > 1 - LOST:
+                    entrant.lost_to = other
+
+    def _drop_too_slow(self) -> None:
+        """With the objective `memory`: in pairs, since the whole machine may have become slower since the search."""
+        if self.objective.name != "memory" or (rival := self._rival) is None:
+            return
+        speeds = self.evidence(samples_per_s)
+        for entrant in self.compared:
+            lost = speeds.difference(entrant.config, rival.config).mean < math.log(MEMORY_SPEED_TOLERANCE)
+            if lost and len(entrant.outcomes) >= MIN_ROUNDS - 1:
+                entrant.lost_to = rival
+
+    def _is_settled(self) -> bool:
+        """Whether more rounds would tell nothing new of those who are still in."""
+        sure = [entrant for entrant in self.compared if len(entrant.outcomes) >= MIN_ROUNDS]
+        num_clean = len(self._all_rounds - self._disturbed)
+        if sure != self.playing or (num_clean < MIN_ROUNDS and len(self._all_rounds) < 2 * MIN_ROUNDS):
+            return False
+        evidence = self.evidence()
+        leader = self.leader(evidence, sure)
+        for entrant in sure:
+            if entrant is not leader:
+                ahead = evidence.difference(entrant.config, leader.config)
+                if 1 - ahead.chance_below(CLOSE) > RISK:
+                    return False
+        if self._base is None:
+            return True
+        gain, low, high = self._gain(evidence, leader, self._base)
+        return (high - low) / gain <= WIDE
+
+    def _gain(self, evidence: Evidence, entrant: Entrant, base: Entrant) -> Ratio:
+        """What an entrant gains over the baseline. The interval holds for all who played at once (Bonferroni), so also for the best."""
+        num = sum(bool(other.outcomes) and not other.failed for other in self.entrants)
+        return evidence.difference(entrant.config, base.config).ratio(1 - (1 - CONFIDENCE) / max(1, num))
+
+    def _standing(self) -> Standing:
+        """Choose the answer: on a tie less memory, then fewer techniques."""
+        evidence, base = self.evidence(), self._base
+        ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
+        answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
+        gain = speedup = None
+        if base is not None:
+            if answer is None:
+                answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
+            if candidate is not None:
+                gain = self._gain(evidence, candidate, base)
+                speeds = evidence if self.objective.name == "throughput" else self.evidence(samples_per_s)
+                speedup = self._gain(speeds, candidate, base)
+        return Standing(
+            answer=answer,
+            baseline=base,
+            candidate=candidate,
+            gain=gain,
+            speedup=speedup,
+            entrants=tuple(self.entrants),
+            num_rounds=len(self._all_rounds),
+        )
+
+    def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
+        """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline."""
+        base = self._rival
+        if base is not None:
+            over = {entrant.config: evidence.difference(entrant.config, base.config) for entrant in entrants}
+            entrants = [entrant for entrant in entrants if over[entrant.config].chance_below(SLOWER) < RISK]
+        if not entrants:
+            return None
+        best = self.leader(evidence, entrants)
+        as_good = [e for e in entrants if evidence.levels[e.config] > evidence.levels[best.config] - CLOSE]
+        if base is not None:
+            proven = [entrant for entrant in as_good if over[entrant.config].chance_below(0.0) < RISK]
+            if best not in proven and over[best.config].mean < CLOSE:
+                as_good.append(base)
+            elif best in proven:  # never traded for a gain that is not
+                as_good = proven
+
+        def cost(entrant: Entrant) -> tuple[int, int]:
+            peak_step = round(math.log(entrant.measured().peak_bytes) / math.log(1 + CLOSE))
+            return peak_step, len(entrant.config.differences(base.config)) if base else 0
+
+        chosen = min([best, *as_good], key=cost)
+        return None if chosen is base else chosen
 
 
 def failure(outcome: Outcome) -> str:
@@ -152,95 +386,6 @@ def failure(outcome: Outcome) -> str:
     if outcome.ok:
         return "it needs more than the memory limit less headroom"
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
-
-
-def _settle(entrants: list[Entrant], base: Entrant | None, objective: Objective) -> bool:
-    """Drop the entrants that have lost. True when the rest is decided."""
-    if objective.name == "memory" and base is not None and not base.dropped:
-        for entrant in entrants:  # in pairs, since the whole machine may have become slower since the search
-            speed = paired_ratio(entrant, base, samples_per_s)
-            if not entrant.dropped and speed is not None and speed[0] < MEMORY_SPEED_TOLERANCE:
-                entrant.dropped = "slower than the baseline"
-    remaining = [entrant for entrant in entrants if not entrant.dropped]
-    if not remaining:
-        return True
-    leader = _leader(remaining, _levels(_everyone(entrants, base), objective))
-    for entrant in remaining:
-        against_leader = paired_ratio(entrant, leader, objective.merit, LOST)
-        if entrant is not leader and against_leader is not None and against_leader[2] < 1:
-            entrant.dropped = "slower" if objective.name == "throughput" else "worse"
-    alone = sum(not entrant.dropped for entrant in remaining) == 1
-    if base is None or base.dropped:
-        return alone
-    gain = paired_ratio(leader, base, objective.merit)
-    return alone and gain is not None and (gain[2] - gain[1]) / 2 / gain[0] <= DECIDED
-
-
-def _everyone(entrants: Sequence[Entrant], base: Entrant | None) -> list[Entrant]:
-    return [*entrants, *([base] if base is not None else [])]
-
-
-def _levels(everyone: Sequence[Entrant], objective: Objective) -> dict[Config, float]:
-    """Log merit of each entrant, corrected for how fast each round was as a whole: not all ran in the same rounds."""
-    logs = {
-        entrant.config: {n: math.log(objective.merit(outcome)) for n, outcome in entrant.outcomes.items() if outcome.ok}
-        for entrant in everyone
-    }
-    effects = round_effects(logs)
-    return {
-        config: fmean(value - effects[n] for n, value in values.items()) for config, values in logs.items() if values
-    }
-
-
-def _leader(entrants: Sequence[Entrant], levels: Mapping[Config, float]) -> Entrant:
-    return max(entrants, key=lambda entrant: levels[entrant.config])
-
-
-def _standing(entrants: list[Entrant], base: Entrant | None, objective: Objective, rounds: int) -> Standing:
-    """Choose the answer: on a tie less memory, then fewer techniques. It is the baseline unless one beats it beyond the noise."""
-    _settle([entrant for entrant in entrants if entrant.outcomes], base, objective)
-    remaining = [entrant for entrant in entrants if not entrant.dropped and entrant.outcomes]
-    everyone = _everyone(entrants, base)
-    base = base if base is not None and base.outcomes and not base.dropped else None
-    levels = _levels(everyone, objective)
-    answer = _choose(remaining, base, objective, levels) if remaining else None
-    gain = speedup = None
-    if base is not None:
-        if answer is not None:
-            gain, speedup = paired_ratio(answer, base, objective.merit), paired_ratio(answer, base, samples_per_s)
-        if gain is None or gain[1] <= 1:
-            answer, gain, speedup = base, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
-    return Standing(
-        answer=answer,
-        baseline=base,
-        gain=gain,
-        speedup=speedup,
-        entrants=tuple(entrants),
-        num_rounds=rounds,
-    )
-
-
-def _choose(
-    entrants: Sequence[Entrant], base: Entrant | None, objective: Objective, levels: Mapping[Config, float]
-) -> Entrant:
-    """The best entrant, or the cheapest of those as good. A proven gain over the baseline is never traded for an unproven one."""
-
-    def proven(entrant: Entrant) -> bool:
-        against_base = None if base is None else paired_ratio(entrant, base, objective.merit)
-        return base is None or (against_base is not None and against_base[1] > 1)
-
-    sure = [entrant for entrant in entrants if proven(entrant)]
-    best = _leader(sure or entrants, levels)
-
-    def as_good(entrant: Entrant) -> bool:
-        against_best = paired_ratio(entrant, best, objective.merit)
-        return against_best is not None and against_best[0] > 1 - CLOSE
-
-    def cost(entrant: Entrant) -> tuple[int, int]:
-        peak_step = round(math.log(entrant.peak_bytes) / math.log(1 + CLOSE))
-        return peak_step, len(entrant.config.differences(base.config)) if base else 0
-
-    return min([best, *filter(as_good, sure)], key=cost)
 
 
 def samples_per_s(outcome: Outcome) -> float:

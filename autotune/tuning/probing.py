@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from autotune import techniques
 from autotune.proposers.cost_model import CostModel
-from autotune.records.outcome import Kind, Outcome, calmer
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Bound, Kind, Outcome, calmer
 from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
-from autotune.records.trial import PLAY_OFF, Proposal, Trial
+from autotune.records.trial import BASELINE, PLAY_OFF, Proposal, Trial
 from autotune.runners.runner import ProbeFault, ProbeJob, Runner
 from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.budget import Budget
-from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
+from autotune.tuning.events import Listener, Note, ProbeAdvanced, ProbeEnded, ProbeStarted
+from autotune.tuning.patience import Patience, patience_for
 
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
+LOOK_EVERY_S = 0.25  # at the probes that run
 
 
 @dataclass(kw_only=True)
@@ -26,45 +30,43 @@ class Flight:
 
     Attributes:
         number: the number of its trial.
+        patience: how long it may take.
+        began_s: when it was submitted, on the runner's clock.
         disturbed: the outcome of its first run, if that was disturbed and this is the second.
+        hopeless: why it was ended, and what is known of its config; None where it was not.
     """
 
     number: int
     proposal: Proposal
     prediction: Prediction | None
     settings: ProbeSettings
+    patience: Patience
+    began_s: float = 0.0
     disturbed: Outcome | None = None
+    hopeless: tuple[str, Bound] | None = None
 
 
+@dataclass(kw_only=True)
 class Probing:
     """Probes configs, as many at a time as the runner has slots.
 
-    Args:
+    Attributes:
         settings: for every probe; the budget adds time-outs and the slowest speed worth timing.
         interrupted: whether the user wants the search to end.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        store: Store,
-        history: History,
-        cost_model: CostModel,
-        budget: Budget,
-        settings: ProbeSettings,
-        listener: Listener,
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self.runner = runner
-        self.store = store
-        self.history = history
-        self.cost_model = cost_model
-        self.budget = budget
-        self.settings = settings
-        self.listener = listener
-        self.interrupted = interrupted
-        self.num_faults = 0
-        self._in_flight: dict[int, Flight] = {}  # by the runner's ticket
+    runner: Runner
+    store: Store
+    history: History
+    inspection: Inspection
+    cost_model: CostModel
+    budget: Budget
+    settings: ProbeSettings
+    listener: Listener
+    interrupted: Callable[[], bool]
+    num_faults: int = 0
+    _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
+    _usual: set[str] = field(default_factory=set)  # disturbances that a second run met again: this machine is like that
 
     @property
     def has_free_slot(self) -> bool:
@@ -103,8 +105,12 @@ class Probing:
         Args:
             settings: the play-off's; by default the search's, paced by the budget.
         """
-        settings = settings or self.budget.paced(self.settings, self.history)
         in_play_off = proposal.stage == PLAY_OFF
+        patience = patience_for(proposal, self.history, self.budget, self.inspection)
+        if settings is None:
+            front = () if proposal.stage == BASELINE else patience.front
+            settings = self.budget.paced(self.settings, self.history).replace(front=front)
+        settings = settings.replace(timeout_s=settings.timeout_s + techniques.setup_s(proposal.config))
         prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
         number = self.store.begin(proposal, prediction, self.history.space)
         if self.budget.first_probe_s is None:
@@ -119,12 +125,15 @@ class Probing:
                 elapsed_s=self.budget.elapsed_s,
             )
         )
-        self._submit(Flight(number=number, proposal=proposal, prediction=prediction, settings=settings))
+        self._submit(
+            Flight(number=number, proposal=proposal, prediction=prediction, settings=settings, patience=patience)
+        )
 
     def _submit(self, flight: Flight) -> None:
         left_s = max(1.0, self.budget.left_s)
         settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
         self.history.running.add(flight.proposal.config)
+        flight.began_s = self.runner.now_s()
         try:
             ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings))
         except ProbeFault as fault:
@@ -143,31 +152,53 @@ class Probing:
             cut it short.
         """
         try:
-            finished = self.runner.collect()
+            while (finished := self.runner.collect(LOOK_EVERY_S)) is None:
+                self._look_after_running()
         except ProbeFault as fault:
             lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
             self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
             return None
-        assert finished is not None and isinstance(finished.result, Outcome)
+        assert isinstance(finished.result, Outcome)
         flight = self._in_flight.pop(finished.ticket)
         outcome = finished.result
+        if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
+            outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
         self.budget.add_run(outcome, self.runner.num_slots)
         if flight.disturbed is not None:
+            self._usual |= _disturbances(flight.disturbed) & _disturbances(outcome)
             outcome = calmer(flight.disturbed, outcome)
-        elif self._is_worth_another(outcome):
-            flight.disturbed = outcome
+        elif self._is_worth_another(flight, outcome):
+            flight.disturbed, flight.hopeless = outcome, None
             self._submit(flight)
             return None
         return self._end(flight, outcome)
 
-    def _is_worth_another(self, outcome: Outcome) -> bool:
-        disturbed = outcome.measurement is not None and bool(outcome.measurement.disturbances)
-        return disturbed and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
+    def _look_after_running(self) -> None:
+        """Tell how far the probes have come, and end those that nothing can come of any more."""
+        for ticket, flight in self._in_flight.items():
+            if (progress := self.runner.progress(ticket)) is None:
+                continue
+            self.listener.on(ProbeAdvanced(number=flight.number, progress=progress))
+            elapsed_s = self.runner.now_s() - flight.began_s
+            if flight.hopeless is None and elapsed_s > flight.patience.allowed_s(progress):
+                patience = flight.patience
+                flight.hopeless = patience.why(progress, elapsed_s), patience.bound(progress, elapsed_s)
+                self.runner.cancel(ticket)
+
+    def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
+        """Whether to run it again. In the play-off a disturbed round is played again as a whole."""
+        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and _disturbances(outcome) - self._usual)
+        return (
+            bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
+        )
 
     def _end(self, flight: Flight, outcome: Outcome) -> Trial | None:
         proposal = flight.proposal
         in_play_off = proposal.stage == PLAY_OFF
         self.history.running.discard(proposal.config)
+        if outcome.kind is Kind.CRASHED and self.interrupted():  # a batch system signals every process of a job
+            self.store.fail(flight.number, f"interrupted: {outcome.cause}")
+            return None
         if in_play_off and outcome.kind is Kind.TIMEOUT and self.budget.left_s <= 0:
             # killed for want of time, not of patience: that tells nothing of the config
             self.store.fail(flight.number, "cut short by the end of the search")
@@ -177,7 +208,6 @@ class Probing:
             flight.number,
             outcome,
             objective,
-            worst=self.history.worst_score,
             disturbed=flight.disturbed is not None,
         )
         self.history.append(trial)
@@ -208,6 +238,10 @@ class Probing:
     def _give_up(self, flight: Flight, why: str) -> None:
         self.history.running.discard(flight.proposal.config)
         self.store.fail(flight.number, why)
+
+
+def _disturbances(outcome: Outcome) -> set[str]:
+    return set() if outcome.measurement is None else set(outcome.measurement.disturbances)
 
 
 def _cause(error: BaseException) -> str:

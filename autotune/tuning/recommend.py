@@ -7,24 +7,25 @@ from collections.abc import Iterable
 from statistics import median
 
 from autotune.errors import AutotuneError
+from autotune.predict.roofline import Roofline
 from autotune.records.config import Config
+from autotune.records.front import front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Check, Measured, Result
+from autotune.records.result import Check, Measured, Result, Rival
 from autotune.runners.runner import NotCompared
 from autotune.study.figures import measured as measured_by
-from autotune.tuning import why
+from autotune.tuning import shortage, why
 from autotune.tuning.exactness import Exactness
-from autotune.tuning.playoff import Standing, failure
+from autotune.tuning.playoff import CLOSE, Ratio, Standing, failure
 from autotune.tuning.state import Search
+from autotune.tuning.undecided import open_question
 from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
 BATCH_RULES = (
-    "the answer takes {new} samples per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
+    "the answer takes {samples} per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
 )
-
-Ratio = tuple[float, float, float]  # with its 95 % interval
 
 
 class NothingFeasible(AutotuneError):
@@ -59,7 +60,12 @@ def why_nothing(search: Search) -> str:
     history = search.history
     if history.failed_again:
         return why.none_again(history.failed_again, history.space.baseline, history.objective)
-    return why.no_fit(history.searched, history.objective.memory_limit_bytes)
+    tried = [trial for trial in history.searched if history.space.answers(trial.config)]
+    reason = why.no_fit(tried, history.objective.memory_limit_bytes, shortage.least_need(search))
+    if not history.space.fixed:
+        return reason
+    fixed = ", ".join(f"{name}={choice}" for name, choice in history.space.fixed.items())
+    return "; ".join(filter(None, (f"nothing feasible with {fixed}: {reason}", shortage.what_would_fit(search))))
 
 
 def _result(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
@@ -74,11 +80,17 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     else:
         return None
     baseline, speedup = _baseline(search, standing, measured)
+    is_baseline = answer == history.space.baseline
+    rival = _rival(standing) if is_baseline else None
+    undecided = open_question(search, standing, rival) if is_baseline and baseline else ""
     checks = _checks(search, exactness, answer) if standing is not None else ()
     _warn(search, exactness, standing, answer, outcomes, baseline)
     known = why.figures(history.trials, [*_ran_through(standing)])
     found = history.known[answer].measurement if answer in history.known else None
-    limit = why.limiting(answer, found, history.searched, history.objective) if found else ""
+    roofline = Roofline.of(search.calibration, search.tracing.traces)
+    use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
+    limit = why.limiting(answer, found, history.searched, history.objective, use) if found else ""
+    tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
     return Result(
         config=answer.as_dict(),
         samples_per_s=measured.samples_per_s,
@@ -87,16 +99,20 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         memory_limit_bytes=history.objective.memory_limit_bytes,
         headroom=history.objective.headroom,
         baseline=baseline,
-        speedup=speedup[0] if speedup else None,
-        speedup_ci=(speedup[1], speedup[2]) if speedup else None,
-        verdict=_verdict(speedup, is_baseline=answer == history.space.baseline),
+        speedup=1.0 if is_baseline else speedup[0] if speedup else None,
+        speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
+        verdict="undecided" if undecided else "same" if is_baseline else _verdict(speedup),
         objective=history.objective.name,
         confirmed=confirmed is not None,
+        rival=rival,
+        undecided=undecided,
         finalists=tuple(entrant.finalist() for entrant in (standing.entrants if standing else ()) if entrant.outcomes),
-        front=why.front(known),
+        front=front_of(known.values()),
         effects=why.effects(answer, history.space.baseline, why.figures(history.searched, ())),
         checks=checks,
         limit=limit,
+        use=use,
+        tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
         outcomes=dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
         probes=len(history.trials),
         wall_s=search.budget.elapsed_s,
@@ -117,12 +133,17 @@ def _split(search: Search) -> dict[str, float]:
     return {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())}
 
 
-def _verdict(speedup: Ratio | None, *, is_baseline: bool) -> str:
-    if speedup is None:
-        return "faster"  # than a baseline that does not run
-    if is_baseline:
-        return "same"
-    return "faster" if speedup[1] > 1 else "slower" if speedup[2] < 1 else "same"
+def _verdict(speedup: Ratio | None) -> str:
+    if speedup is None or speedup[1] > 1:
+        return "faster"  # None: than a baseline that does not run
+    return "slower" if speedup[2] < 1 else "faster" if speedup[0] > 1 + CLOSE else "same"
+
+
+def _rival(standing: Standing | None) -> Rival | None:
+    if standing is None or standing.candidate is None or standing.speedup is None:
+        return None
+    speedup, low, high = standing.speedup
+    return Rival(**vars(standing.candidate.measured()), speedup=speedup, speedup_ci=(low, high))
 
 
 def _ran_through(standing: Standing | None) -> Iterable[Measured]:
@@ -156,6 +177,8 @@ def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check
     """The answer's checks on the user's own model, at a small batch."""
     if search.interrupted():
         return ()
+    if answer == search.history.space.baseline:
+        return ()  # what the user runs is the measure, and not held against anything
     check = exactness.check(answer, search.budget.paced(search.settings, search.history).timeout_s)
     if isinstance(check, Check):
         if not check.passed:
@@ -194,7 +217,9 @@ def _warn(
         )
     old, new = history.space.baseline.samples_per_step, answer.samples_per_step
     if inspection.global_batch is None and new != old:
-        search.warn(BATCH_RULES.format(new=new, old=old, linear=new / old, root=(new / old) ** 0.5))
+        search.warn(
+            BATCH_RULES.format(samples=plural(new, "sample"), old=old, linear=new / old, root=(new / old) ** 0.5)
+        )
     for name in answer.differences(history.space.baseline):
         if note := inspection.support_of(name).note:
             search.warn(f"{name}: {note}")
@@ -206,7 +231,13 @@ def _warn(
             "something from every step (a list of losses with their graphs, say), and a long run will run out of memory"
         )
     if any(o.measurement and o.measurement.disturbances for o in outcomes):
-        search.warn("other work disturbed the machine during the play-off; a quiet machine gives narrower intervals")
+        search.warn("other work disturbed the machine; a quiet one gives narrower intervals")
+    if crowded := sum(trial.outcome.crowded for trial in history.trials):
+        search.warn(
+            f"{plural(crowded, 'probe')} found memory taken by other processes that was free when the search began, so "
+            f"larger configs may fit than were tried; search again on a free {inspection.device.name}, or leave the others "
+            "their memory with --memory-limit"
+        )
     if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
         search.warn(
             f"the budget left time for only {plural(standing.num_rounds, 'round')} of the play-off; "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from autotune.errors import AutotuneError
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
 from autotune.runners.runner import Runner
+from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
 from autotune.tuning.confirm import confirm
 from autotune.tuning.events import Listener
@@ -14,6 +16,8 @@ from autotune.tuning.opening import opened
 from autotune.tuning.playoff import Standing
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
 from autotune.tuning.state import Search
+
+SHARE = 0.4  # of the time left, for a play-off after which what was not tried yet may be
 
 
 def search(
@@ -50,6 +54,9 @@ def answer(search: Search) -> Result:
     try:
         standing = find(search, exactness)
         result = recommend(search, exactness, standing)
+    except AutotuneError as error:
+        search.store.set_attribute(NO_ANSWER, str(error))
+        raise
     except KeyboardInterrupt:  # the second one: the running probe is killed
         killed = True
         result = recommend(search, exactness, None)
@@ -62,7 +69,9 @@ def answer(search: Search) -> Result:
 def find(search: Search, exactness: Exactness) -> Standing | None:
     """Measure the baseline, explore, leave out what is not exact, and confirm the best.
 
-    If all of the best fail in the play-off, the search learns from that and continues.
+    Exploring and the play-off take turns while there is time and something to learn: where all of the best fail, and where
+    exploring was ended for lack of time that the play-off did not need. Where nothing beats the baseline, what was not
+    tried is.
 
     Returns:
         How the play-off ended; None if no round was completed, because of an interrupt or for lack of time.
@@ -70,23 +79,31 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
     Raises:
         NothingFeasible: no config ran within the limits.
     """
+    history, proposer, standing = search.history, search.proposer(), None
+    was_held = nothing_won = was_short = False
     exactness.leave_out_known_failures()
     measure_baseline(search)
+    search.budget.shared_from_s = search.budget.elapsed_s
     while not search.interrupted():
-        explore(search, search.proposer())
+        known = len(history.searched)
+        explore(search, proposer)
+        if nothing_won:
+            explore(search, search.untried())
         while exactness.leave_out_inexact():
             explore(search, search.undo_changes())
-        if search.interrupted():
+        if search.interrupted() or (was_held and not was_short and len(history.searched) == known):
             break
-        if search.history.best is None:
+        if history.best is None:
             raise NothingFeasible(why_nothing(search))
-        standing = confirm(search, exactness.may_come_in)
-        if standing is not None and standing.answer is not None:
-            return standing
-        if standing is None:
-            if not search.interrupted():
-                search.warn(
-                    "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"
-                )
-            break
-    return None
+        was_short = not was_held and search.budget.allows_a_probe(history) and any(search.untried().left(history))
+        num_failed = len(history.failed_again)
+        standing, was_held = confirm(search, exactness.may_come_in, share=SHARE if was_short else 1.0), True
+        search.budget.shared_from_s = search.budget.elapsed_s
+        nothing_won = standing is None or standing.answer is standing.baseline
+        if standing is not None and standing.answer is None and len(history.failed_again) > num_failed:
+            proposer, was_held = search.proposer(), False  # the search has learned from that, and continues
+    if standing is None and not search.interrupted() and search.play_off is not None and search.play_off.entrants:
+        search.warn(
+            "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"
+        )
+    return standing

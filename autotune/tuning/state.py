@@ -10,6 +10,8 @@ from autotune.proposers.base import Proposer
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import proposer_named
 from autotune.proposers.undo import UndoChanges
+from autotune.proposers.untried import Untried
+from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
@@ -20,6 +22,7 @@ from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note
+from autotune.tuning.playoff import PlayOff
 from autotune.tuning.probing import Probing
 from autotune.tuning.tracing import Tracing
 
@@ -29,9 +32,11 @@ class Search:
     """One search over one task.
 
     Attributes:
+        calibration: of the device.
         asked: the options that must be given again to run the answer.
         warnings: the warnings of the answer.
         interrupted: whether the user wants the search to end.
+        play_off: None before it was opened.
     """
 
     runner: Runner
@@ -45,19 +50,22 @@ class Search:
     cost_model: CostModel
     listener: Listener
     interrupted: Callable[[], bool]
+    calibration: Calibration = NOT_MEASURED
     asked: Mapping[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    play_off: PlayOff | None = None
 
     def __post_init__(self) -> None:
         self.probing = Probing(
-            self.runner,
-            self.store,
-            self.history,
-            self.cost_model,
-            self.budget,
-            self.settings,
-            self.listener,
-            self.interrupted,
+            runner=self.runner,
+            store=self.store,
+            history=self.history,
+            inspection=self.inspection,
+            cost_model=self.cost_model,
+            budget=self.budget,
+            settings=self.settings,
+            listener=self.listener,
+            interrupted=self.interrupted,
         )
 
     def proposer(self) -> Proposer:
@@ -67,6 +75,10 @@ class Search:
     def undo_changes(self) -> Proposer:
         """A proposer of the best config with each of its changes undone."""
         return UndoChanges(self.cost_model.is_likely_to_fit)
+
+    def untried(self) -> Untried:
+        """A proposer of what no probe has run yet."""
+        return Untried(self.cost_model)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
         """Run one proposal to its end."""

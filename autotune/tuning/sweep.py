@@ -20,9 +20,9 @@ from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
 from autotune.runners.local import LocalRunner
+from autotune.runners.recorded import Figure, Header, Row, Table, TableError, figures_of
 from autotune.runners.runner import Runner
-from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
-from autotune.space import Space, build_space
+from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.tuning.opening import inspection_failed
 from autotune.version import __version__
@@ -46,9 +46,10 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
 
     Raises:
         TaskError, ConfigError, DeviceError: the user can fix it; see the message.
-        NothingFeasible: not even two samples train within the memory limit.
+        NothingFeasible: not even the model fits within the memory limit.
         TableError: the file is not a table, or records something else.
     """
+    require_possible({}, (*options.grid, *options.include), options.exclude)
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     logs = options.out.with_suffix(".logs")
@@ -101,7 +102,7 @@ def _wants(known: Figure | None, options: SweepOptions) -> bool:
 
 def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
     outcome = runner.probe(config, settings)
-    disturbed = outcome.measurement is not None and outcome.measurement.disturbances
+    disturbed = outcome.crowded or (outcome.measurement is not None and outcome.measurement.disturbances)
     return calmer(outcome, runner.probe(config, settings)) if disturbed else outcome
 
 
@@ -122,11 +123,7 @@ def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
                 )
         kept = [choice for choice in possible if choice in wanted or choice == space.baseline[name]]
         choices[name] = tuple(sorted(kept)) if techniques.is_ordered(name) else tuple(kept)
-    return replace(space, choices=choices, supported=_searched(choices))
-
-
-def _searched(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
-    return {name: options for name, options in choices.items() if len(options) > 1}
+    return replace(space, choices=choices, supported={name: kept for name, kept in choices.items() if len(kept) > 1})
 
 
 def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> Header:
@@ -178,6 +175,3 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
         )
     table.mend(path)
     return begun
-
-
-__all__ = ["Progress", "sweep"]

@@ -1,25 +1,32 @@
-"""Traces configs between the probes, in slices of the budget, and keeps the traces with the studies."""
+"""Traces configs between the probes or beside them, within a share of the budget, and keeps the traces with the studies."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Self
 
 from autotune import techniques
 from autotune.predict.cache import TraceCache, agrees
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
-from autotune.runners.runner import Runner
+from autotune.runners.runner import ProbeFault, Runner, TraceJob
+
+SLICE_S = 5.0  # of one job
+LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting
 
 
 class Tracing:
-    """The traces of a space's configs so far.
+    """The traces of a space's configs so far. A context manager: leaving it ends what runs beside the probes.
 
     Args:
         configs: returns the configs to trace; they change with the space.
         target: the kind of device to predict for.
         cache: where the traces of earlier searches are kept; None keeps none.
-        max_s: time for all tracing.
+        max_s: time for all tracing between the probes.
+        beside: traces beside the probes, which takes none of their time; None where it would disturb them.
     """
 
     def __init__(
@@ -29,57 +36,96 @@ class Tracing:
         target: str,
         cache: TraceCache | None,
         max_s: float,
+        beside: Runner | None = None,
     ) -> None:
         self.traces = Traces(target=target)
         self.wall_s = 0.0
         self.max_s = max_s
         self._runner = runner
+        self.beside = beside
+        self._resources = contextlib.ExitStack()
+        self._ticket: int | None = None  # of the job that runs beside the probes
         self._configs = configs
         self._target = target
         self._cache = cache
-        self._kept: Traces | None = None
+        self._kept: Traces | None = None  # by an earlier search
+        self._to_confirm = False
         self._begun = False
         self._is_complete = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
 
     @property
     def is_done(self) -> bool:
         """Whether every config was traced or could not be, or time is up."""
-        return self._is_complete or (self._begun and self.wall_s >= self.max_s)
+        return self._is_complete or (self._begun and self.beside is None and self.wall_s >= self.max_s)
 
     @property
-    def num_missing(self) -> int:
-        """How many combinations of techniques still have to be traced."""
-        return len(plan_traces(self._configs()).without(self.traces).labels())
+    def missing(self) -> list[str]:
+        """Labels of the groups of techniques that still have to be traced."""
+        return plan_traces(self._configs()).without(self.traces).labels()
 
-    def advance(self, slice_s: float) -> None:
-        """Trace for about `slice_s` seconds, up to the end of the current group."""
+    def advance(self, slice_s: float = SLICE_S) -> None:
+        """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing."""
         started_s = self._runner.now_s()
-        if not self._begun:
-            self._begin()
-        if self.num_missing:
-            configs = list(self._configs())
-            left_s = self.max_s - self.wall_s - (self._runner.now_s() - started_s)
-            self._trace(configs, self.traces, min(slice_s, max(0.0, left_s)))
-        self._is_complete = not self.num_missing
+        self._begin()
+        left_s = max(0.0, self.max_s - self.wall_s)
+        found = self._runner.trace(
+            self._wanted(), self._target, left_s, known=self.traces, slice_s=min(slice_s, left_s)
+        )
         self.wall_s += self._runner.now_s() - started_s
-        if self._cache is not None and self.traces.models != (self._kept.models if self._kept else {}):
-            self._cache.write(self.traces)
-            self._kept = self.traces
+        self._take(replace(found, failures=self.traces.failures) if self.wall_s >= self.max_s else found)
+
+    def advance_beside(self) -> None:
+        """Take in what was traced beside the probes, and have more traced, without waiting for it."""
+        assert self.beside is not None
+        try:
+            if not self._begun:
+                self._resources.enter_context(self.beside)
+            self._begin()
+            if self._ticket is not None:
+                finished = self.beside.collect(timeout_s=0)
+                if finished is None:
+                    return
+                self._ticket = None
+                assert isinstance(finished.result, Traces), finished
+                self._take(self.traces.merged(finished.result))
+            left = plan_traces(self._wanted()).without(self.traces)
+            if left.labels():
+                job = TraceJob(plan=left, target=self._target, slice_s=SLICE_S, timeout_s=LONGEST_GROUP_S)
+                self._ticket = self.beside.submit(job)
+            else:
+                self._take(self.traces)
+        except ProbeFault:  # memory is learned from probes then
+            self._begun = self._is_complete = True
 
     def _begin(self) -> None:
-        """Reuse the traces of an earlier search if plain training still traces to the same."""
-        self._begun = True
-        self._kept = self._cache.read() if self._cache is not None else None
-        if self._kept is None:
-            return
-        sizes = sorted({config.batch_size for config in self._configs()})
-        plain = [techniques.complete({"batch_size": size}) for size in sizes]
-        self._trace(plain, self.traces, self.max_s)
-        if self.traces.failures:  # what is kept may be right, and is left for a time when this can be told
-            self._kept, self._cache = None, None
-        elif agrees(self.traces, self._kept):
-            self.traces = self._kept.merged(self.traces)
+        if not self._begun:
+            self._begun = True
+            self._kept = self._cache.read() if self._cache is not None else None
+            self._to_confirm = self._kept is not None
 
-    def _trace(self, configs: list[Config], known: Traces, slice_s: float) -> None:
-        left_s = max(0.0, self.max_s - self.wall_s)
-        self.traces = self._runner.trace(configs, self._target, left_s, known=known, slice_s=slice_s)
+    def _wanted(self) -> list[Config]:
+        """The configs to trace next. What an earlier search has traced is used if plain training still traces to the same."""
+        configs = list(self._configs())
+        if not self._to_confirm:
+            return configs
+        return [techniques.complete({"batch_size": size}) for size in sorted({c.batch_size for c in configs})]
+
+    def _take(self, found: Traces) -> None:
+        self.traces = found
+        if self._to_confirm and not plan_traces(self._wanted()).without(found).labels():
+            self._to_confirm = False
+            if found.failures:  # what is kept may be right, and is left for a time when this can be told
+                self._kept, self._cache = None, None
+            elif self._kept is not None and agrees(found, self._kept):
+                self.traces = self._kept.merged(found)
+        self._is_complete = not self._to_confirm and not self.missing
+        is_new = self.traces.models != (self._kept.models if self._kept else {})
+        if self._cache is not None and is_new and not self._to_confirm:
+            self._cache.write(self.traces)
+            self._kept = self.traces

@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from autotune.errors import AutotuneError, OwnFault, TaskError
+from autotune.errors import AutotuneError, DeviceError, OwnFault, TaskError
 from autotune.records.config import Config
-from autotune.records.front import front_of
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import Effect, Measured
+from autotune.records.result import DeviceUse, Effect, Measured
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
@@ -20,6 +19,7 @@ from autotune.tuning.playoff import failure
 from autotune.units import format_bytes
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
+BUSY, IDLE = 0.5, 0.15  # share of the device's limit from which a resource is the limit, and below which it is none
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another limit or headroom
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
@@ -34,6 +34,8 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
     text = outcome.cause + (f"; {consequence}" if consequence else "")
     if outcome.own_fault:
         return OwnFault(f"{text}; please report it with the traceback above", frames=outcome.detail)
+    if outcome.device_fault:
+        return DeviceError(text)
     return TaskError(text, frames=outcome.detail)
 
 
@@ -59,15 +61,14 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
 
 def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
     """The effect of each choice that differs from the baseline's, from pairs of configs that differ in it alone."""
-    pairs_of = list(known.items())
     found = []
     for name, choice in answer.differences(baseline).items():
         if name == "accumulation_steps":
             continue
         pairs = [
             (with_it, without)
-            for config, with_it in pairs_of
-            for other, without in pairs_of
+            for config, with_it in known.items()
+            for other, without in known.items()
             if config[name] == choice and other[name] == baseline[name] and set(_differ(config, other)) == {name}
         ]
         found.append(
@@ -91,32 +92,19 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
     return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
 
 
-def front(known: Mapping[Config, Measured]) -> tuple[Measured, ...]:
-    """The memory/throughput front of the feasible configs, by increasing memory."""
-    return front_of(known.values())
-
-
-def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective) -> str:
+def limiting(
+    answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective, use: DeviceUse | None = None
+) -> str:
     """What limits the speed of the answer now, in one sentence."""
     total_s = sum(found.phases_s.values())
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
     if share.get("data", 0.0) > DATA_BOUND:
         return f"Data loading: {share['data']:.0%} of a step is spent waiting for data; faster samples or more workers would help."
-    slower = [
-        probe.outcome.measurement
-        for probe in probed
-        if probe.outcome.measurement
-        and probe.config.batch_size < answer.batch_size
-        and _differ(probe.config, answer) == ["batch_size"]
-    ]
-    larger_does_not_fit = any(
-        objective.does_not_fit(probe.outcome)
-        and probe.config.batch_size > answer.batch_size
-        and _differ(probe.config, answer) == ["batch_size"]
-        for probe in probed
-    )
-    growing = any(found.samples_per_s > GROWING * measurement.samples_per_s for measurement in slower)
-    if larger_does_not_fit and growing:
+    batches = [probe for probe in probed if _differ(probe.config, answer) == ["batch_size"]]
+    smaller = [probe for probe in batches if probe.config.batch_size < answer.batch_size]
+    larger = [probe for probe in batches if probe.config.batch_size > answer.batch_size]
+    growing = any(found.samples_per_s > GROWING * speed for speed in _speeds(smaller))
+    if growing and any(objective.does_not_fit(probe.outcome) for probe in larger):
         usable = format_bytes(objective.usable_bytes)
         return f"Memory: throughput still rises with the batch size, and a larger batch does not fit in {usable}."
     utilization = found.telemetry.get("gpu_utilization")
@@ -125,19 +113,32 @@ def limiting(answer: Config, found: Measurement, probed: Sequence[Trial], object
     if share.get("optimizer", 0.0) > DATA_BOUND:
         return f"The optimizer step: it takes {share['optimizer']:.0%} of the time; more samples per optimizer step would amortise it."
     parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
-    larger = [
-        probe.outcome.measurement.samples_per_s
-        for probe in probed
-        if probe.outcome.measurement
-        and probe.config.batch_size > answer.batch_size
-        and _differ(probe.config, answer) == ["batch_size"]
-    ]
-    tried = "; a larger batch was not faster" if larger and max(larger) < GROWING * found.samples_per_s else ""
-    return f"Compute: a step is {parts}{tried}."
+    faster = max(_speeds(larger), default=math.inf)
+    tried = "; a larger batch was not faster" if faster < GROWING * found.samples_per_s else ""
+    return f"{_resource(use)}: a step is {parts}{tried}."
 
 
-def no_fit(probed: Sequence[Trial], limit_bytes: int) -> str:
-    """Why nothing was feasible, by how much, and what to try."""
+def _resource(use: DeviceUse | None) -> str:
+    """What a step is busy with, by how near it comes to the device's limits."""
+    if use is not None and use.bandwidth_share >= max(use.flops_share, BUSY):
+        return "Memory bandwidth"
+    if use is not None and use.flops_share < IDLE and use.bandwidth_share < IDLE:
+        return "Overhead, with arithmetic and memory far from their limits (operators too small for the device, Python)"
+    return "Compute"
+
+
+def _speeds(probed: Sequence[Trial]) -> list[float]:
+    return [probe.outcome.measurement.samples_per_s for probe in probed if probe.outcome.measurement]
+
+
+def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> str:
+    """Why nothing was feasible, by how much, and what to try.
+
+    Args:
+        predicted: how much is predicted to be needed, in words; empty where nothing is known.
+    """
+    if not probed:
+        return "; ".join(filter(None, (predicted, "no config was tried in the time there was: give a larger --budget")))
     failed = [probe.outcome for probe in probed]
     kinds = {outcome.kind for outcome in failed}
     over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
@@ -149,7 +150,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int) -> str:
         )
     if kinds <= {Kind.OOM}:
         return (
-            f"{describe_shortage(failed, limit_bytes)}; raise --memory-limit, {OWN_STUDY}, "
+            f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, {OWN_STUDY}, "
             "or make the model or the sample smaller"
         )
     listed = "; ".join(

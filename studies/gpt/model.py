@@ -6,9 +6,12 @@ The default size suits a two-core CPU. Larger machines set the environment:
     GPT_WIDTH         model width, a multiple of GPT_HEADS    128
     GPT_HEADS         attention heads                         4
     GPT_CONTEXT       bytes a sample                          256
+    GPT_VOCABULARY    tokens that are told apart, 256 of which occur   256
     GPT_GLOBAL_BATCH  samples an optimizer step               48
 
-For example `GPT_LAYERS=24 GPT_WIDTH=1024 GPT_HEADS=16 GPT_CONTEXT=1024 GPT_GLOBAL_BATCH=384`: 300 million parameters.
+For example `GPT_LAYERS=24 GPT_WIDTH=1024 GPT_HEADS=16 GPT_CONTEXT=1024 GPT_GLOBAL_BATCH=384`: 300 million parameters. GPT-2's own
+size, 124 million, with random weights and logits over its whole vocabulary, fills a large card:
+`GPT_LAYERS=12 GPT_WIDTH=768 GPT_HEADS=12 GPT_CONTEXT=1024 GPT_VOCABULARY=50257 GPT_GLOBAL_BATCH=512`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ LAYERS = int(os.environ.get("GPT_LAYERS", "4"))
 WIDTH = int(os.environ.get("GPT_WIDTH", "128"))
 HEADS = int(os.environ.get("GPT_HEADS", "4"))
 CONTEXT = int(os.environ.get("GPT_CONTEXT", "256"))
-VOCABULARY = 256  # every byte is a token
+VOCABULARY = int(os.environ.get("GPT_VOCABULARY", "256"))  # every byte is a token
 
 GLOBAL_BATCH = int(os.environ.get("GPT_GLOBAL_BATCH", "48"))
 BASELINE = {"batch_size": GLOBAL_BATCH // 4}  # plain fp32, four micro steps
@@ -55,7 +58,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, time) to logits of the next byte (batch, time, 256)."""
+    """Bytes (batch, time) to logits of the next byte (batch, time, VOCABULARY)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.runners import table
 from autotune.runners.local import LocalRunner
-from autotune.runners.table import Table
+from autotune.runners.recorded import Table
 from autotune.space import Space, build_space
 from autotune.task import load_task
 from autotune.task.source import TaskSource
@@ -128,7 +128,7 @@ def after_two_probes(recorded: Table, traces: Traces) -> Iterator[tuple[Config, 
     for seed in range(NUM_PAIRS):
         second = random.Random(seed).choice([config for config in configs if config != space.baseline])
         probed = {config: recorded.repeats[config][0].outcome for config in (space.baseline, second)}
-        model = MemoryModel(traces, recorded.header.outside_bytes, space).fitted(list(probed.items()))
+        model = MemoryModel(traces, recorded.header.outside_bytes, space, list(probed.items()))
         largest = {config: found for config, found in peaks.items() if config not in probed}
         for config, estimate in zip(largest, model.estimates(list(largest)), strict=True):
             assert estimate is not None

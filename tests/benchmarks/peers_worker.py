@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from autotune.devices.cpu import CpuDevice
 from autotune.task import Task, load_task
-from autotune.task.batches import num_samples
+from autotune.task.batches import split
 
 STEPS = 3  # Lightning's default `steps_per_trial`; Accelerate's loop takes as many
 STEPS_AN_EPOCH = 100
@@ -59,6 +59,11 @@ def loader(task: Task, batch_size: int) -> DataLoader[Any]:
     return DataLoader(Samples(task), batch_size=batch_size, collate_fn=lambda batch: batch)
 
 
+def num_samples(task: Task, batch: Any) -> int:
+    """Samples of a batch that a tool's own loader made."""
+    return sum(split(batch, task.cuts(), 2**31).sizes)
+
+
 def scale_batch_size(task: Task, mode: str, tell: Tell) -> int | None:
     """`lightning.pytorch.tuner.Tuner.scale_batch_size` with its default settings."""
     import lightning
@@ -79,7 +84,7 @@ def scale_batch_size(task: Task, mode: str, tell: Tell) -> int | None:
             return loader(task, self.batch_size)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            tell({"trained": num_samples(batch)})
+            tell({"trained": num_samples(task, batch)})
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
@@ -109,7 +114,7 @@ def find_executable_batch_size(task: Task, tell: Tell) -> int:
             optimizer.zero_grad()
             accelerator.backward(task.loss(model, batch))
             optimizer.step()
-            tell({"trained": num_samples(batch)})
+            tell({"trained": num_samples(task, batch)})
         return batch_size
 
     return int(train())

@@ -99,12 +99,44 @@ def test_an_unknown_choice(tmp_path):
     refused(search(tmp_path, GOOD, "--fix", "amp=bf17"), "bf17", "bf16")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["search", "model.py", "--fix", "ampp=bf16"],
+        ["search", "model.py", "--include", "ampp"],
+        ["sweep", "model.py", "--out", "table.csv", "--grid", "ampp=bf16"],
+        ["probe", "model.py", "--config", '{"ampp": "bf16"}'],
+        ["predict", "model.py", "--config", '{"ampp": "bf16"}'],
+    ],
+)
+def test_a_typo_in_a_techniques_name_is_refused_before_the_model_is_imported(tmp_path, arguments):
+    (tmp_path / "model.py").write_text("raise SystemExit('imported')\n" + GOOD)
+    refused(run(tmp_path, *arguments), "'ampp' is not a technique (did you mean amp?)")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.py"]  # and nothing is left behind
+
+
 def test_a_fix_without_a_choice(tmp_path):
     refused(search(tmp_path, GOOD, "--fix", "amp"), "amp", "NAME=CHOICE")
 
 
 def test_an_unknown_key_in_the_baseline(tmp_path):
     refused(search(tmp_path, GOOD.replace('{"batch_size": 4}', '{"batchsize": 4}')), "batchsize", "batch_size")
+
+
+@pytest.mark.parametrize("command", [("probe",), ("verify", "--steps", "2")])
+def test_a_technique_that_does_not_apply(tmp_path, command):
+    (tmp_path / "model.py").write_text(GOOD)
+    done = run(
+        tmp_path, *command, "model.py", "--device", "cpu", "--config", '{"batch_size": 4, "channels_last": true}'
+    )
+    refused(done, "channels_last=True", "the model has no 2-D convolution", "supported: False")
+
+
+def test_a_function_that_nothing_uses_is_named_by_a_probe_too(tmp_path):
+    (tmp_path / "model.py").write_text(GOOD + "\ndef trainings_step(model, batch): ...\n")
+    done = run(tmp_path, "probe", "model.py", "--device", "cpu", "--config", '{"batch_size": 4}')
+    assert done.returncode == 0, done.stderr
+    assert "note: trainings_step in the model file is not used" in done.stderr
 
 
 def test_a_batch_that_does_not_divide_the_global_batch(tmp_path):

@@ -45,7 +45,13 @@ def run(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProce
         (["search", "model.py", "--memory-limit", "lots"], "'lots' is not a memory size"),
         (["search"], "MODEL"),
         (["serach", "model.py"], "serach"),
-        (["search", "model.py", "--trails", "3"], "--trails"),
+        (
+            ["search", "model.py", "--trails", "3"],
+            "'--trails' is not an argument of `autotune search` (did you mean --trials?)",
+        ),
+        (["search", "model.py", "--fix", "amp"], "'amp' is not NAME=CHOICE"),
+        (["show"], "STUDY"),
+        (["search", "model.py", "other.py"], "'other.py' is not an argument"),
         (["verify", "model.py", "--config", "{}", "--steps", "many"], "many"),
     ],
 )
@@ -54,8 +60,9 @@ def test_a_usage_error_is_a_document_too(
 ) -> None:
     assert main(arguments) == 2
     plain = capsys.readouterr()
-    assert plain.out == "" and plain.err.startswith("usage: autotune")
-    assert expected in plain.err.splitlines()[-1] and "--help" in plain.err.splitlines()[-1]
+    (line,) = plain.err.splitlines()  # no lines of usage before it
+    assert plain.out == "" and line.startswith("autotune: ")
+    assert expected in line and "--help" in line
     assert main([*arguments, "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert expected in found["error"] and found["exit_code"] == 2

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import autotune
+from autotune.units import format_bytes
+from tests.room import limit_bytes
 
 MODELS = Path(__file__).parent.parent / "models"
 FIELDS = {
@@ -46,13 +48,23 @@ def answered(tmp_path_factory):
     """One finished search of a tiny model, in a folder of its own."""
     folder = tmp_path_factory.mktemp("answered")
     shutil.copy(MODELS / "tiny.py", folder)
-    return folder, search("tiny.py", "--budget", "12s", "--trials", "8", cwd=folder)
+    return folder, search("tiny.py", "--budget", "45s", "--trials", "8", cwd=folder)
 
 
 def test_the_json_has_every_field_that_is_promised(answered):
     _, result = answered
     assert result.keys() >= FIELDS
     assert result["baseline"].keys() >= {"config", "samples_per_s", "samples_per_s_ci", "peak_bytes"}
+
+
+def test_the_device_was_measured_and_the_answer_says_how_near_its_limits_it_runs(answered):
+    folder, result = answered
+    assert len(list(folder.glob("studies/.calibration/*.json"))) == 1
+    if not list(folder.glob("studies/.traces/*.json")):
+        pytest.skip("this machine was too slow to trace the model")
+    use = result["use"]
+    assert use["arithmetic"] in ("fp32", "bf16", "fp16")
+    assert 0 < use["flops_share"] < 2 and use["flops_per_s"] > 0 and use["bandwidth_share"] > 0
 
 
 def test_the_answer_keeps_the_global_batch(answered):
@@ -62,9 +74,12 @@ def test_the_answer_keeps_the_global_batch(answered):
 
 def test_the_answer_states_a_speed_up_with_an_interval_that_holds_it(answered):
     _, result = answered
-    low, high = result["speedup_ci"]
-    assert low <= result["speedup"] <= high
-    assert result["verdict"] in ("faster", "same")
+    kept = result["config"] == result["baseline"]["config"]
+    told = result["rival"] if kept else result
+    low, high = told["speedup_ci"]
+    assert low <= told["speedup"] <= high
+    assert result["verdict"] in (("same", "undecided") if kept else ("faster", "same"))
+    assert bool(result["undecided"]) == (result["verdict"] == "undecided")
 
 
 def test_the_answer_was_run_in_several_fresh_processes(answered):
@@ -76,9 +91,8 @@ def test_the_answer_was_run_in_several_fresh_processes(answered):
 
 def test_the_answers_gradients_were_compared_with_plain_fp32(answered):
     _, result = answered
-    (check,) = result["checks"]
-    assert check["passed"]
-    assert check["gradient_cosine"] > 0.999
+    assert len(result["checks"]) == (result["config"] != result["baseline"]["config"])
+    assert all(check["passed"] and check["gradient_cosine"] > 0.999 for check in result["checks"])
 
 
 def test_the_study_is_where_it_is_said_to_be_and_holds_every_probe(answered):
@@ -116,7 +130,7 @@ def test_prepare_runs_exactly_the_config_of_the_answer(answered):
 
 def test_the_same_command_goes_on_with_the_study(answered):
     folder, result = answered
-    again = search("tiny.py", "--budget", "12s", "--trials", "2", cwd=folder)
+    again = search("tiny.py", "--budget", "30s", "--trials", "2", cwd=folder)
     assert again["probes"] > result["probes"]
 
 
@@ -145,7 +159,7 @@ def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_pa
         "--probe-timeout",
         "3s",
         "--memory-limit",
-        "1GiB",
+        str(limit_bytes(800)),
         *fix,
         cwd=tmp_path,
     )
@@ -175,9 +189,10 @@ def test_nothing_that_fits_exits_with_1_and_says_by_how_much(tmp_path):
     shutil.copy(MODELS / "tiny.py", tmp_path)
     text = (tmp_path / "tiny.py").read_text().replace("128", "6000")
     (tmp_path / "tiny.py").write_text(text)
-    done = run("search", "tiny.py", "--memory-limit", "700MiB", "--device", "cpu", cwd=tmp_path)
+    limit = limit_bytes(480)
+    done = run("search", "tiny.py", "--memory-limit", str(limit), "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "700 MiB" in done.stderr and "--memory-limit" in done.stderr
+    assert format_bytes(limit) in done.stderr and "--memory-limit" in done.stderr
 
 
 def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path):
@@ -203,7 +218,8 @@ def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path):
     assert not (after["outcome"] == "running").any()
 
 
-def test_the_first_interrupt_ends_after_the_running_probe_with_the_best_so_far(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_is_acknowledged_and_ends_after_the_running_probe_with_the_best_so_far(tmp_path, number):
     shutil.copy(MODELS / "tiny.py", tmp_path)
     process = subprocess.Popen(
         command("search", "tiny.py", "--budget", "60s", "--device", "cpu", "--json"),
@@ -212,9 +228,10 @@ def test_the_first_interrupt_ends_after_the_running_probe_with_the_best_so_far(t
     for line in process.stderr:
         if "#3" in line:
             break
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    process.send_signal(number)
+    out, told = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "ending after this probe; " in told and " again to end now" in told
     result = json.loads(out)
     assert result["confirmed"] is False
     assert result["config"]["batch_size"] * result["config"]["accumulation_steps"] == 48
@@ -309,9 +326,11 @@ def training_step(model, batch):
     for line in process.stderr:
         if "#0" in line:
             break
-    time.sleep(8)  # by then a probe hangs
+    time.sleep(2)  # by then a probe hangs
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    for line in process.stderr:
+        if "ending after this probe" in line:
+            break
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -28,6 +28,7 @@ class FakeGpu:
     reasons: int = 0
     processes: list[tuple[int, int | None]] = field(default_factory=list)
     process_utilization: list[tuple[int, int]] = field(default_factory=list)
+    capability: tuple[int, int] = (9, 0)
     instances: list[FakeGpu] = field(default_factory=list)
     board: FakeGpu | None = None
 
@@ -76,7 +77,7 @@ class FakeNvml:
         return SimpleNamespace(used=gpu.used_bytes, total=gpu.total_bytes, free=gpu.total_bytes - gpu.used_bytes)
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
-        return 9, 0
+        return gpu.capability
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes]

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import autotune.devices
-from autotune.devices import available, open_device
+from autotune.devices import Telemetry, asked, available, open_device
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
@@ -108,12 +109,127 @@ def test_other_processes_on_a_gpu_are_noted(monkeypatch, cuda_build):
     assert "1 other process holds 3.00 GiB of cuda:0 (python3)" in note
 
 
-def test_gpus_that_differ_are_noted_unless_their_order_is_fixed(monkeypatch, cuda_build):
-    install(monkeypatch, FakeGpu("GPU-1"), FakeGpu("GPU-2", name="NVIDIA T4"))
+def answering(monkeypatch, *gpus, why=""):
+    """Torch, when asked in another process, shows these GPUs. Returns a list that grows with each question."""
+    asked_for = []
+
+    def ask():
+        asked_for.append(1)
+        return asked.Answer(gpus=gpus, why=why)
+
+    monkeypatch.setattr(asked, "_answers", {})
+    monkeypatch.setattr(asked, "_ask", ask)
+    return asked_for
+
+
+def seen_by_torch(name, uuid, total_bytes=24 * GIB):
+    return asked.AskedGpu(name=name, uuid=uuid, capability=(8, 9), free_bytes=total_bytes, total_bytes=total_bytes)
+
+
+def test_of_gpus_that_differ_cuda_says_which_is_the_first(monkeypatch, cuda_build):
+    t4 = FakeGpu("GPU-2", name="NVIDIA T4", total_bytes=15 * GIB, used_bytes=0, capability=(7, 5))
+    install(monkeypatch, t4, FakeGpu("GPU-1"))
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in open_device("cuda").info().notes[0]
+    asked_for = answering(monkeypatch, seen_by_torch("NVIDIA H200", "1"), seen_by_torch("NVIDIA T4", "2"))
+    infos = [open_device(name).info() for name in ("cuda:0", "cuda:1")]
+    assert [(info.model, info.capability) for info in infos] == [("NVIDIA H200", (9, 0)), ("NVIDIA T4", (7, 5))]
+    assert [info.free_bytes for info in infos] == [138 * GIB, 15 * GIB]
+    assert len(asked_for) == 1
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert open_device("cuda").info().notes == ()
+    assert open_device("cuda:0").info().model == "NVIDIA T4"
+    assert len(asked_for) == 1
+
+
+def test_boards_are_enumerated_once_not_at_every_reading(monkeypatch):
+    install(monkeypatch, FakeGpu("GPU-1"))
+    device = CudaDevice(0)
+    device.info()
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetCount", lambda: pytest.fail("enumerated again"))
+    assert device.telemetry().values and device.info()
+    device.settle()
+    assert device.contention() == 0
+
+
+@pytest.fixture
+def device_file(monkeypatch, tmp_path):
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(asked, "_SIGNS", (str(tmp_path / "nvidiactl"),))
+
+
+def test_where_nvml_is_missing_torch_is_asked_for_its_gpus(monkeypatch, cuda_build, device_file):
+    install(monkeypatch, error=NO_DRIVER)
+    monkeypatch.setattr("sys.modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    answering(monkeypatch, seen_by_torch("AMD Instinct MI300X", ""))
+    device = open_device("auto")
+    info = device.info()
+    assert (info.name, info.model, info.free_bytes) == ("cuda:0", "AMD Instinct MI300X", 24 * GIB)
+    assert "known from torch alone" in info.notes[0]
+    assert (device.telemetry(), device.contention(), device.slowdowns()) == (Telemetry(), 0, ())
+    device.settle()
+
+
+def test_a_gpu_whose_driver_does_not_report_its_memory_is_asked_of_torch(monkeypatch, cuda_build):
+    install(monkeypatch, FakeGpu("GPU-1", name="NVIDIA GB10"))
+    monkeypatch.delattr(sys.modules["pynvml"].__class__, "nvmlDeviceGetMemoryInfo")
+    answering(monkeypatch, seen_by_torch("NVIDIA GB10", "1", total_bytes=120 * GIB))
+    info = open_device("cuda").info()
+    assert (info.model, info.free_bytes) == ("NVIDIA GB10", 120 * GIB)
+    assert "does not report its memory" in info.notes[0]
+
+
+def test_a_sign_of_a_gpu_that_nobody_finds_is_told_loudly(monkeypatch, cuda_build, device_file):
+    install(monkeypatch, error=NO_DRIVER)
+    monkeypatch.setattr("sys.modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    answering(monkeypatch, why="The NVIDIA driver on your system is too old (found version 11040)")
+    device = open_device("auto")
+    assert device.name == "cpu"
+    assert (
+        "the GPU is not used: " in device.info().notes[0]
+        and "driver on your system is too old" in device.info().notes[0]
+    )
+    assert "too old" in message("cuda")
+
+
+def test_torch_is_not_asked_without_a_sign_of_a_gpu_or_where_it_is_hidden(monkeypatch, cuda_build, device_file):
+    install(monkeypatch, error=NO_DRIVER)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    asked_for = answering(monkeypatch)
+    assert open_device("auto").info().notes == ()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(asked, "_SIGNS", ())
+    assert open_device("auto").info().notes == ()
+    assert not asked_for
+
+
+def test_torch_really_answers_in_a_process_of_its_own():
+    import torch
+
+    answer = asked._ask()
+    assert len(answer.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_a_build_for_rocm_counts_as_one_that_can_use_a_gpu(monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.43482'\n")
+    monkeypatch.setattr("sys.modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(autotune.devices.util, "find_spec", lambda name: spec)
+    assert autotune.devices.torch_has_cuda()
+
+
+def test_an_nvml_that_raises_what_is_no_nvml_error_is_read_as_far_as_it_goes(monkeypatch, cuda_build):
+    class NVMLLibraryMismatchError(Exception):
+        pass
+
+    def mismatch(gpu):
+        raise NVMLLibraryMismatchError("Unversioned function called")
+
+    install(monkeypatch, FakeGpu("GPU-1", processes=[(7, GIB)]))
+    module = sys.modules["pynvml"]
+    older = module.nvmlDeviceGetComputeRunningProcesses
+    monkeypatch.setattr(module, "nvmlDeviceGetComputeRunningProcesses", mismatch)
+    assert open_device("cuda").telemetry().processes == ()
+    monkeypatch.setattr(module, "nvmlDeviceGetComputeRunningProcesses_v2", older, raising=False)
+    assert [pid for pid, _, _ in open_device("cuda").telemetry().processes] == [7]
 
 
 def test_an_instance_of_a_divided_gpu_is_noted(monkeypatch, cuda_build):

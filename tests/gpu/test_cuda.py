@@ -1,18 +1,27 @@
-"""The same path on a CUDA device: what no CPU can show. Skipped, with the reason, where there is none."""
+"""The same path on a CUDA device: what no CPU can show. Skipped, with the reason, where there is none.
 
+One process after another uses the device. What a GPU or a torch is too old for is skipped by its capability or version.
+"""
+
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from autotune import techniques
+from autotune.devices import nvml, open_device
+from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +40,15 @@ def run(prober, **choices):
     return prober.probe(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
 
 
+def require(capability, what):
+    """Skip where the GPU is older. The driver is asked: this process shall use no device."""
+    found = open_device("cuda:0").info().capability
+    if found < capability:
+        pytest.skip(
+            f"{what} needs compute capability {capability[0]}.{capability[1]}, this GPU has {found[0]}.{found[1]}"
+        )
+
+
 def gpt_after(lines):
     """The study's file with `lines` at its top."""
     future = "from __future__ import annotations\n"
@@ -43,12 +61,15 @@ def test_probes_are_forked_although_the_module_could_ask_for_cuda(prober):
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_every_precision_trains(prober, amp):
+    if amp == "bf16":
+        require((8, 0), "bf16")
     outcome = run(prober, amp=amp)
     assert outcome.kind is Kind.OK, outcome
     assert outcome.measurement.samples_per_s > 0
 
 
 def test_tf32_trains(prober):
+    require((8, 0), "TF32")
     assert run(prober, matmul_precision="tf32").kind is Kind.OK
 
 
@@ -80,6 +101,7 @@ def test_telemetry_is_recorded(prober):
 
 
 def test_checks_hold_for_bf16_and_checkpointing(prober):
+    require((8, 0), "bf16")
     config = techniques.complete({"batch_size": 4, "amp": "bf16", "checkpoint_segments": 3})
     check = prober.check(config, SETTINGS, 4)
     assert check.passed, check
@@ -110,3 +132,200 @@ def test_a_module_that_uses_cuda_at_import_gets_new_interpreters(tmp_path):
     with LocalRunner(TaskSource.of(model), device="cuda:0", logs=tmp_path) as prober:
         assert "new interpreter" in prober.notes[0]
         assert run(prober).kind is Kind.OK
+
+
+def test_alone_on_the_card_nothing_is_contended_and_nothing_disturbs(prober):
+    measured = run(prober, batch_size=48).measurement
+    assert measured.contention == 0
+    assert not [text for text in measured.disturbances if text.startswith("others")]
+
+
+def test_the_peak_is_what_the_allocator_has_reserved_and_a_context_that_can_be_believed(prober):
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    before_bytes = connection.memory(connection.visible_gpus()[0])[0]
+    measured = run(prober, batch_size=48).measurement
+    detail = measured.memory
+    assert measured.peak_bytes == detail["reserved_bytes"] + detail["outside_bytes"]
+    assert 64 * MIB < detail["outside_bytes"] < 2 * GIB
+    assert before_bytes + measured.peak_bytes < connection.memory(connection.visible_gpus()[0])[1]
+
+
+def test_two_probes_agree(prober):
+    first, second = (run(prober, batch_size=48).measurement for _ in range(2))
+    assert second.samples_per_s == pytest.approx(first.samples_per_s, rel=0.1)
+    assert second.memory["reserved_bytes"] == first.memory["reserved_bytes"]
+    assert second.peak_bytes == pytest.approx(first.peak_bytes, rel=0.02)
+
+
+def test_memory_is_back_after_a_probe_was_killed(prober):
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    gpu = connection.visible_gpus()[0]
+    run(prober)
+    before_bytes = connection.memory(gpu)[0]
+    config = techniques.complete({"batch_size": 48}, global_batch=48)
+    killed = prober.probe(config, SETTINGS.replace(num_steps=100_000, timeout_s=8))
+    assert killed.kind is Kind.TIMEOUT, killed
+    open_device("cuda:0").settle()
+    deadline = time.monotonic() + 5
+    while connection.memory(gpu)[0] > before_bytes + 64 * MIB and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert connection.memory(gpu)[0] <= before_bytes + 64 * MIB
+    assert run(prober).kind is Kind.OK
+
+
+MODEL = """
+from __future__ import annotations
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return torch.full((3, 32, 32), index / 4096), index % 10
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1)) for _ in range(6)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+def build_model():
+    return Net()
+
+{data}
+
+def configure_optimizers(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+GLOBAL_BATCH = 64
+{more}
+"""
+MADE = "def make_batch(n):\n    return torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))"
+
+
+@contextlib.contextmanager
+def convolutions(tmp_path, data=MADE, more="", device="cuda:0"):
+    model = tmp_path / "convolutions.py"
+    model.write_text(MODEL.format(data=data, more=more))
+    with LocalRunner(TaskSource.of(model), device=device, logs=tmp_path / "logs") as runner:
+        yield runner
+
+
+def run_convolutions(runner, **choices):
+    return runner.probe(techniques.complete({"batch_size": 64, **choices}, global_batch=64), SETTINGS)
+
+
+def test_a_dataset_is_loaded_by_workers_with_and_without_page_locked_memory(tmp_path):
+    with convolutions(tmp_path, data="def train_dataset():\n    return Data()") as runner:
+        for num_workers in (0, 2):
+            for pin_memory in (False, True):
+                outcome = run_convolutions(runner, num_workers=num_workers, pin_memory=pin_memory)
+                assert outcome.kind is Kind.OK, (num_workers, pin_memory, outcome)
+
+
+def test_fp16_with_a_fused_optimizer_and_clipping_trains_and_settles(tmp_path):
+    with convolutions(tmp_path, more="MAX_GRAD_NORM = 1.0") as runner:
+        outcome = run_convolutions(runner, amp="fp16", optimizer_impl="fused")
+        assert outcome.kind is Kind.OK, outcome
+        assert outcome.measurement.num_steps > outcome.measurement.skipped_steps
+
+
+def test_a_model_that_compiles_itself_trains_in_tf32(tmp_path):
+    require((8, 0), "TF32")
+    pytest.importorskip("triton")
+    compiled = (
+        MADE
+        + "\n\nplain = build_model\n\ndef build_model():\n    model = plain()\n    model.compile()\n    return model"
+    )
+    with convolutions(tmp_path, data=compiled) as runner:
+        config = techniques.complete({"batch_size": 64, "matmul_precision": "tf32"}, global_batch=64)
+        outcome = runner.probe(config, SETTINGS.replace(timeout_s=300))
+        assert outcome.kind is Kind.OK, outcome
+
+
+def test_convolutions_in_channels_last_with_cudnns_benchmark_are_measured_and_feasible(tmp_path):
+    with convolutions(tmp_path) as runner:
+        outcome = run_convolutions(runner, channels_last=True, cudnn_benchmark=True)
+        assert outcome.kind is Kind.OK, outcome
+        assert (outcome.measurement.num_alloc_retries, outcome.measurement.num_ooms) == (0, 0)
+        exact = techniques.complete({"batch_size": 8, "channels_last": True})
+        check = runner.check(exact, SETTINGS, 8)
+        assert check.passed, check
+
+
+def test_checkpointing_keeps_dropouts_masks(tmp_path):
+    with convolutions(tmp_path) as runner:
+        check = runner.check(techniques.complete({"batch_size": 8, "checkpoint_segments": 2}), SETTINGS, 8)
+        assert check.passed and check.exact, check
+
+
+def test_after_an_error_that_breaks_the_context_the_next_probe_is_good(tmp_path):
+    broken = (
+        "def training_step(model, batch):\n"
+        "    x, y = batch\n"
+        "    return nn.functional.cross_entropy(model(x), y + (1000 if len(x) == 32 else 0))"
+    )
+    with convolutions(tmp_path, more=broken) as runner:
+        sticky = run_convolutions(runner, batch_size=32)
+        assert sticky.kind in (Kind.ERROR, Kind.CRASHED), sticky
+        assert run_convolutions(runner).kind is Kind.OK
+
+
+def test_predicted_reserved_memory_is_near_what_is_measured(prober):
+    from autotune.devices.targets import target_of
+    from autotune.predict.memory import MemoryModel
+    from autotune.space import build_space
+
+    inspection = prober.inspect(memory_limit_bytes=8 * GIB, timeout_s=120)
+    assert isinstance(inspection, Inspection), inspection
+    space, _ = build_space(inspection, fix={}, include=(), exclude=())
+    config = techniques.complete({"batch_size": 48}, global_batch=48)
+    traces = prober.trace([config], target_of(prober.device()), 120)
+    assert not traces.failures
+    estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
+    measured = run(prober, batch_size=48).measurement
+    assert estimate.low_bytes <= measured.peak_bytes <= estimate.high_bytes
+
+
+def test_training_on_the_cpu_leaves_cuda_alone(tmp_path):
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    gpu = connection.visible_gpus()[0]
+    before_bytes, seen = connection.memory(gpu)[0], []
+    watching = threading.Event()
+
+    def watch():
+        while not watching.wait(0.01):
+            seen.append(connection.memory(gpu)[0])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with convolutions(tmp_path, device="cpu") as runner:
+            assert run_convolutions(runner).kind is Kind.OK
+    finally:
+        watching.set()
+        watcher.join()
+    assert max(seen) <= before_bytes + 64 * MIB
+
+
+def test_the_doctor_finds_this_machine_well(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", "doctor", "--device", "cuda:0", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    broken = {line["name"]: line["found"] for line in json.loads(done.stdout)["lines"] if line["state"] == "broken"}
+    assert not broken

@@ -46,7 +46,7 @@ def real_peaks(task: Task, config: Config) -> RealPeaks:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         session = prepare(task, config.replace(accumulation_steps=num_micro), device="cpu")
         for _ in range(NUM_STEPS):
-            batch = StepBatch(task.batch(config.batch_size) for _ in range(num_micro))
+            batch = StepBatch((task.batch(config.batch_size), config.batch_size) for _ in range(num_micro))
             with record_function(_SPAN + "accumulate"):
                 session.accumulate(batch)
             with record_function(_SPAN + "update"):

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from autotune.predict.allocator import reserved_bytes
+from autotune.predict.allocator import Settings, reserved_bytes, settings_of
 from autotune.predict.passes import Event
 from autotune.units import MIB
 
@@ -147,3 +147,55 @@ def test_segments_are_kept(program: Program) -> None:
 
 def test_freeing_what_was_allocated_before_the_trace_changes_nothing() -> None:
     assert reserved_bytes([Event(1, 100, False)]) == 0
+
+
+def test_the_environments_settings_are_read_by_either_name() -> None:
+    older = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"}
+    assert settings_of(older) == Settings(max_split_bytes=64 * MIB)
+    newer = older | {"PYTORCH_ALLOC_CONF": "expandable_segments:True, roundup_power2_divisions:8"}
+    assert settings_of(newer) == Settings(expandable=True, divisions=8)
+    assert settings_of({}) == Settings()
+
+
+def test_an_expandable_segment_grows_by_what_is_missing(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = program.allocate(100 * MIB), program.allocate(30 * MIB)
+    program.free(first, second)
+    program.allocate(135 * MIB)
+    assert program.reserved_mib == 100 + 30 + 136
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert program.reserved_mib == 140
+
+
+def test_a_hole_in_an_expandable_segment_is_used_and_its_end_found_again(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    first, second, third = (program.allocate(40 * MIB) for _ in range(3))
+    program.free(second)
+    program.allocate(40 * MIB)
+    assert program.reserved_mib == 120
+    program.free(third)
+    program.allocate(50 * MIB)
+    assert program.reserved_mib == 140
+    program.allocate(10 * MIB)
+    assert program.reserved_mib == 140
+    program.free(first)
+
+
+def test_large_blocks_are_kept_whole_where_splitting_them_is_forbidden(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.free(program.allocate(200 * MIB))
+    program.allocate(50 * MIB)
+    assert program.reserved_mib == 200
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert program.reserved_mib == 250
+
+
+def test_requests_are_rounded_up_to_divisions_of_a_power_of_two(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.allocate(33 * MIB)
+    assert program.reserved_mib == 34
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:4")
+    assert program.reserved_mib == 40

@@ -38,6 +38,9 @@ class SmallSpace:
     def complete(self, choices: Mapping[str, Choice]) -> Config:
         return techniques.complete({"batch_size": 4, **choices}, global_batch=self.global_batch)
 
+    def untraceable(self, name: str, choice: Choice) -> str:
+        return ""
+
 
 class Known:
     """A peak that is `sample_bytes` a sample beside what is outside the allocator; half as much in bf16."""
@@ -67,6 +70,7 @@ def question(known: Known, usable_bytes: int = 10 * GIB, **options: Any) -> Ques
         space,
         known.estimate,
         outside_bytes=OUTSIDE,
+        limit_bytes=options.pop("limit_bytes", 2 * usable_bytes),
         usable_bytes=usable_bytes,
         dataset_size=options.pop("dataset_size", None),
     )
@@ -87,6 +91,15 @@ def test_without_a_global_batch_it_is_any_size_up_to_the_dataset() -> None:
     assert groups(Known(500 * MIB), global_batch=None)[0].peak.config["batch_size"] == 19
     bounded = groups(Known(500 * MIB), global_batch=None, dataset_size=12)[0]
     assert (bounded.peak.config["batch_size"], bounded.bounded) == (12, True)
+
+
+def test_a_batch_that_may_be_beyond_the_card_is_not_said_to_fit() -> None:
+    asked = question(Known(500 * MIB), limit_bytes=10 * GIB, global_batch=None)
+    largest = asked.groups()[0].peak
+    next_larger = asked.peak(asked.space.complete({"batch_size": int(largest.config["batch_size"]) + 1}))
+    assert largest.peak_high_bytes <= 10 * GIB and asked.fits(largest)
+    assert next_larger is not None and next_larger.peak_bytes < asked.usable_bytes
+    assert next_larger.peak_high_bytes > 10 * GIB and not asked.fits(next_larger)
 
 
 def test_where_nothing_fits_the_smallest_batch_is_shown_not_to() -> None:

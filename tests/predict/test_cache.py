@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from autotune.predict.cache import TraceCache, agrees
+from autotune.predict.cache import TraceCache, agrees, drop_oldest
 from autotune.predict.traces import Traces
 from tests.predict.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
@@ -59,3 +59,13 @@ def test_a_folder_that_cannot_be_written_costs_no_more_than_time(tmp_path):
     (tmp_path / "traces").write_text("a file")
     cache(tmp_path).write(TRACES)
     assert cache(tmp_path).read() is None
+
+
+def test_beyond_so_many_files_or_bytes_the_oldest_go(tmp_path):
+    files = [tmp_path / name for name in "abcd"]  # the newest first
+    for file in files:
+        file.write_bytes(b"x" * 10)
+    drop_oldest(files, most_files=3, most_bytes=1000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    drop_oldest(files, most_files=3, most_bytes=25)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

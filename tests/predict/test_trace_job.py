@@ -53,6 +53,14 @@ def test_a_group_whose_trace_crashes_and_the_others_are_told_apart(prober):
     assert len(traces.failures) == 1
 
 
+def test_a_technique_says_why_its_memory_is_learned_from_probes(tmp_path):
+    configs = [config(), config(optimizer_in_backward=True)]
+    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
+        traces = prober.trace(configs, "cpu", timeout_s=100)
+    assert "not traced" in traces.failures["optimizer: optimizer_in_backward=True"]
+    assert traces.peak(configs[0]) is not None and traces.peak(configs[1]) is None
+
+
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_what_the_processor_emulates_is_not_traced_and_the_reason_is_said(avx2, tmp_path, amp):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune.probe.checks import EXACT_ERROR, check_choice, run_checks
+from autotune.probe.checks import EXACT_ERROR, run_checks
 from autotune.probe.dropout_off import dropout_off
 from autotune.task import Task
 from autotune.techniques import REGISTRY
@@ -54,12 +54,12 @@ def with_batch_norm():
 @pytest.mark.parametrize("build_model", [Model, with_batch_norm])
 @pytest.mark.parametrize(("name", "choice"), [("checkpoint_segments", 3), ("optimizer_impl", "fused")])
 def test_exact_techniques_are_found_exact_with_dropout_live(build_model, name, choice):
-    check = check_choice(task_of(build_model), name, choice, "cpu", 8)
+    check = run_checks(task_of(build_model), {name: choice}, "cpu", batch_size=8)
     assert check.passed, check.reason
     assert check.exact and check.names_equal
     assert check.gradient_error <= EXACT_ERROR
     assert check.buffer_error <= EXACT_ERROR
-    assert (check.technique, check.choice) == (name, choice)
+    assert (check.technique, check.choice) == ("config", f"{name}={choice}")
 
 
 @pytest.mark.arithmetic
@@ -80,7 +80,7 @@ def test_accumulation_is_compared_with_the_whole_batch():
 
 
 def test_accumulation_with_batch_norm_is_another_problem_and_says_so():
-    check = check_choice(task_of(with_batch_norm), "accumulation_steps", 4, "cpu", 4)
+    check = run_checks(task_of(with_batch_norm), {"accumulation_steps": 4}, "cpu", batch_size=4)
     assert not check.passed
     assert check.gradient_cosine < 0.999
     assert "expected: batch normalisation" in check.reason
@@ -105,7 +105,7 @@ def test_an_inexact_technique_that_claims_to_be_exact_is_caught(monkeypatch):
         build.model.blocks[1].up.register_full_backward_hook(lambda module, into, out: (into[0] * 1.01,))
 
     monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", wrong)
-    check = check_choice(task_of(lambda: Model(dropout=0.0)), "channels_last", True, "cpu", 8)
+    check = run_checks(task_of(lambda: Model(dropout=0.0)), {"channels_last": True}, "cpu", batch_size=8)
     assert not check.passed
     assert "the gradient differs" in check.reason
 
@@ -123,14 +123,14 @@ def test_activations_in_place_that_are_used_again_are_caught(monkeypatch):
         build.model.act.inplace = True
 
     monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", in_place)
-    check = check_choice(task_of(Rectified), "channels_last", True, "cpu", 8)
+    check = run_checks(task_of(Rectified), {"channels_last": True}, "cpu", batch_size=8)
     assert not check.passed
     assert "the loss differs" in check.reason
 
 
 def test_batch_norm_updated_twice_is_caught_by_the_buffers_alone(monkeypatch):
     monkeypatch.setattr(_Buffers, "recorded", lambda self: torch.enable_grad())
-    check = check_choice(task_of(with_batch_norm), "checkpoint_segments", 4, "cpu", 8)
+    check = run_checks(task_of(with_batch_norm), {"checkpoint_segments": 4}, "cpu", batch_size=8)
     assert not check.passed
     assert check.gradient_error <= EXACT_ERROR
     assert check.reason.startswith("buffers differ")
@@ -149,7 +149,7 @@ def test_renamed_parameters_are_caught(monkeypatch):
         build.model.blocks[0] = Wrapper(build.model.blocks[0])
 
     monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", wrap)
-    check = check_choice(task_of(), "checkpoint_segments", 1, "cpu", 8)
+    check = run_checks(task_of(), {"checkpoint_segments": 1}, "cpu", batch_size=8)
     assert not check.passed and not check.names_equal
     assert check.gradient_error <= EXACT_ERROR
     assert "names" in check.reason
@@ -164,7 +164,7 @@ def test_an_optimizer_that_loses_its_weight_decay_is_caught_after_three_steps(mo
         return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
     monkeypatch.setattr(type(REGISTRY["optimizer_impl"]), "apply", forget)
-    check = check_choice(task_of(configure_optimizers=configure), "optimizer_impl", "foreach", "cpu", 8)
+    check = run_checks(task_of(configure_optimizers=configure), {"optimizer_impl": "foreach"}, "cpu", batch_size=8)
     assert not check.passed
     assert check.gradient_error <= EXACT_ERROR
     assert "the parameters' movement differs" in check.reason
@@ -180,7 +180,7 @@ def test_lost_dropout_masks_are_caught(monkeypatch):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", apply)
-    assert not check_choice(task_of(), "checkpoint_segments", 4, "cpu", 8).passed
+    assert not run_checks(task_of(), {"checkpoint_segments": 4}, "cpu", batch_size=8).passed
 
 
 def test_a_model_that_differs_between_equal_runs_raises_the_noise_floor():
@@ -188,7 +188,7 @@ def test_a_model_that_differs_between_equal_runs_raises_the_noise_floor():
         def forward(self, x):
             return super().forward(x) * (1 + 1e-3 * os.urandom(1)[0] / 255)
 
-    check = check_choice(task_of(Restless), "checkpoint_segments", 4, "cpu", 8)
+    check = run_checks(task_of(Restless), {"checkpoint_segments": 4}, "cpu", batch_size=8)
     assert check.noise > EXACT_ERROR
     assert check.passed, check.reason
 
@@ -222,7 +222,7 @@ def test_a_gradient_that_turns_on_one_rounding_is_judged_in_double_precision(mon
         build.model.reverse = True
 
     monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", reverse)
-    check = check_choice(task_of(Kinked), "channels_last", True, "cpu", 8)
+    check = run_checks(task_of(Kinked), {"channels_last": True}, "cpu", batch_size=8)
     assert check.gradient_error > EXACT_ERROR
     assert check.passed, check.reason
     assert "in double precision" in check.reason
@@ -246,7 +246,7 @@ def test_models_that_change_their_input_are_compared_on_the_same_input():
         def forward(self, x):
             return super().forward(x.mul_(0.5))
 
-    check = check_choice(task_of(InPlace), "checkpoint_segments", 2, "cpu", 8)
+    check = run_checks(task_of(InPlace), {"checkpoint_segments": 2}, "cpu", batch_size=8)
     assert check.passed and check.noise <= EXACT_ERROR
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
+from autotune.records.inspection import Support
 from autotune.task import Task
 from autotune.techniques.channels_last import ChannelsLast
 
@@ -70,13 +71,37 @@ def test_whatever_a_trial_raises_is_its_reason_in_one_line(monkeypatch, error):
     assert type(error).__name__ in found["reason"] and "\n" not in found["reason"]
 
 
-def test_a_trial_that_runs_out_of_memory_is_out_of_memory(monkeypatch):
+@pytest.mark.parametrize("fits_without_activations", [True, False])
+def test_a_trial_that_runs_out_of_memory_is_repeated_without_activations(monkeypatch, fits_without_activations):
     def support(self, setting):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if torch.is_grad_enabled() or not fits_without_activations:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return Support(choices=(False, True))
 
     monkeypatch.setattr(ChannelsLast, "support", support)
-    with pytest.raises(torch.OutOfMemoryError):
-        inspected(on_images())
+    found = inspected(on_images())["channels_last"]
+    assert found["choices"] == ((False, True) if fits_without_activations else (False,))
+    assert fits_without_activations or "Tried to allocate 2.00 GiB" in found["reason"]
+
+
+def by_threes(model, batch):
+    images, labels = batch
+    if len(images) % 3:
+        raise ValueError("not a whole number of triplets")
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def test_a_step_that_needs_batches_divisible_by_three_is_legal():
+    task = dataclasses.replace(on_images(), training_step=by_threes, baseline={"batch_size": 6})
+    found = inspect_task(task, device="cpu", memory_limit_bytes=None)
+    assert (found["step_samples"], found["shortage"]) == (6, "") and found["step_s"] > 0
+    assert len(found["support"]["optimizer_impl"]["choices"]) > 1
+
+
+def test_a_step_that_fails_at_the_baselines_batch_too_is_told_as_it_failed_first():
+    task = dataclasses.replace(on_images(), training_step=by_threes, baseline={"batch_size": 4})
+    with pytest.raises(TaskError, match="not a whole number of triplets"):
+        inspected(task)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.room import limit_bytes
+
 HUNGRY = """
 import torch
 from torch import nn
@@ -42,7 +44,7 @@ def own_folder(controller):
 
 @pytest.fixture
 def small_group():
-    """A control group of 600 MiB; returns the file that processes join by."""
+    """A control group with little room for training; returns the file that processes join by."""
     for controller, limit_file, join_file in (
         ("memory", "memory.limit_in_bytes", "tasks"),
         ("", "memory.max", "cgroup.procs"),
@@ -53,7 +55,7 @@ def small_group():
         group = folder / f"autotune-test-{os.getpid()}"
         try:
             group.mkdir()
-            (group / limit_file).write_text(str(600 * 2**20))
+            (group / limit_file).write_text(str(limit_bytes(380)))
         except OSError:
             with contextlib.suppress(OSError):
                 group.rmdir()
@@ -87,4 +89,4 @@ def test_a_probe_that_the_kernel_kills_for_memory_is_out_of_memory(small_group, 
 def test_the_default_limit_is_the_control_groups_so_that_the_kernel_need_not_kill(small_group, tmp_path):
     outcome = probe_in(small_group, tmp_path)
     assert outcome["kind"] == "oom"
-    assert "DefaultCPUAllocator" in outcome["cause"]
+    assert "DefaultCPUAllocator" in outcome["detail"]

@@ -1,14 +1,19 @@
 """A probe's run in this process: what it makes of warm-up steps, scalers, and micro batches without a label."""
 
+import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
+from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
-from autotune.probe.measure import NonFiniteError, Run
+from autotune.probe import micro_batches as batches
+from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
 from autotune.records.settings import ProbeSettings
 from autotune.session import prepare
 from autotune.task import Task
@@ -152,3 +157,58 @@ def test_the_widest_batch_is_trained_beside_the_optimizers_state(accumulation_st
     widest = [40] * min(2, accumulation_steps)
     assert [has_state for has_state, widths in seen if widths == widest][:2] == [False, True]
     assert measured.num_steps == run.num_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found_without_a_copy(dtype, bad):
+    values = torch.randn(3, 4, 5, 6).to(dtype).to(memory_format=torch.channels_last)
+    assert is_finite(values) and is_finite(values[:0])
+    values[2, 1, 3, 5] = bad
+    with largest_result() as largest:
+        assert not is_finite(values)
+    assert largest == [1]
+
+
+@contextlib.contextmanager
+def largest_result():
+    """Collects the number of elements of the largest tensor that any operator makes."""
+    found = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            found[0] = max(found[0], made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Watch():
+        yield found
+
+
+def test_a_slowdown_counts_as_a_disturbance_if_it_lasts_for_more_than_a_tenth_of_the_blocks():
+    assert disturbances(0.0, {"temperature": 1}, 10) == ()
+    assert disturbances(0.0, {"temperature": 2}, 10) == ("clock throttled: temperature",)
+    assert disturbances(0.5, {}, 10) == ("others held the processor for 50% of the time",)
+
+
+def test_slowdowns_are_read_at_every_block():
+    class Hot(CpuDevice):
+        def slowdowns(self):
+            return ("temperature",)
+
+    run = run_of(task_of(), {"batch_size": 4})
+    run.device = Hot()
+    assert "clock throttled: temperature" in run.measure(0.0).disturbances
+
+
+@pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])
+def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
+    made = []
+    monkeypatch.setattr(batches, "tensors", lambda batch: [SimpleNamespace(nbytes=batch_bytes, layout=torch.strided)])
+    session = SimpleNamespace(
+        task=SimpleNamespace(dataset=lambda: None),
+        loader=SimpleNamespace(micro_batches=lambda: ((made.append(number), 4) for number in range(100))),
+        device=torch.device("cpu"),
+    )
+    next(batches.micro_batches(session))
+    assert made == list(range(prepared))

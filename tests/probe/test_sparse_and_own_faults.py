@@ -44,6 +44,27 @@ def test_a_model_with_sparse_gradients_is_measured(sparse, amp):
     assert (outcome["kind"], outcome["cause"]) == (Kind.OK, "")
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_batch_is_measured(sparse, layout):
+    def make_batch(batch_size):
+        return torch.eye(batch_size, 16).to_sparse(layout=layout), torch.randint(4, (batch_size,))
+
+    task = replace(sparse, build_model=Sparse, make_batch=make_batch, configure_optimizers=None)
+    outcome = probe(task)
+    assert (outcome["kind"], outcome["cause"]) == (Kind.OK, "")
+
+
+class Sparse(torch.nn.Module):
+    """A linear layer of a sparse matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 def test_a_sparse_gradient_that_is_not_finite_is_found(sparse):
     bag = torch.nn.EmbeddingBag(10, 4, sparse=True)
     (bag(torch.tensor([[1, 1]])).sum() * float("inf")).backward()

@@ -4,6 +4,8 @@ import math
 import random
 from statistics import median
 
+import pytest
+
 from autotune.probe.timing import MIN_BLOCKS, Blocks, is_warm, median_interval, rate_interval
 
 
@@ -101,3 +103,10 @@ def test_one_disturbed_block_does_not_move_the_throughput():
     for speed in (100, 100.5, 99.5, 12, 100, 100.2, 99.8, 100, 100.1, 100, 99.9, 100):
         blocks.add(speed, 0.1)
     assert blocks.half_width < 0.02
+
+
+def test_a_devices_sustained_speed_takes_its_time_however_quiet_the_blocks():
+    blocks = Blocks(interval=0.02, max_timed_s=0.5, min_timed_s=2.0)
+    while not blocks.enough:
+        blocks.add(100.0, 0.05)
+    assert blocks.timed_s == pytest.approx(2.0, abs=0.06)

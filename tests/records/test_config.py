@@ -56,14 +56,10 @@ def test_a_replaced_key_must_exist():
         complete({"batch_size": 8}).replace(batchsize=4)
 
 
-def test_a_plan_counts_every_process():
-    assert BatchPlan.keeping(96, 8, world_size=4) == BatchPlan(8, accumulation_steps=3, world_size=4)
-    assert BatchPlan(8, accumulation_steps=3, world_size=4).keeps(96)
+def test_a_plan_keeps_the_global_batch_exactly():
+    assert BatchPlan.keeping(96, 8) == BatchPlan(8, accumulation_steps=12)
+    assert BatchPlan(8, accumulation_steps=12).keeps(96) and BatchPlan(8).keeps(None)
     assert not BatchPlan(8, accumulation_steps=3).keeps(96)
-    with pytest.raises(ConfigError, match=r"on 4 processes .* nearest batch_size that does is 6"):
-        BatchPlan.keeping(96, 7, world_size=4)
-    with pytest.raises(ConfigError, match="cannot be shared equally by 5 processes"):
-        BatchPlan.keeping(96, 8, world_size=5)
 
 
 def test_divisors_are_exact_and_in_order():

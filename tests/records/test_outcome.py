@@ -1,11 +1,14 @@
 """Outcomes survive JSON, and a probe that was ended early leaves what it knew."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from autotune.records.outcome import Bound, Kind, Outcome
+from autotune import techniques
+from autotune.records.outcome import Bound, Kind, Outcome, calmer
 from autotune.records.progress import Progress
+from tests.closed_form import measurement
 
 
 @pytest.mark.parametrize("high", [None, 12.5])
@@ -25,3 +28,23 @@ def test_a_probe_without_a_micro_step_bounds_nothing():
     assert Progress(stage="warmup", train_s=3.0).bound is None
     seen = Progress(stage="warmup", num_micro_steps=1, peak_bytes=7)
     assert seen.bound == Bound(samples_per_s_high=None, peak_bytes_low=7)
+
+
+def measured(contention=0.0, *disturbances):
+    found = measurement(techniques.complete({"batch_size": 1}), 1.0, 1)
+    return Outcome(kind=Kind.OK, measurement=replace(found, contention=contention, disturbances=disturbances))
+
+
+def test_of_two_runs_the_one_with_fewer_disturbances_counts_then_the_less_contended():
+    hot, quiet = measured(0.0, "clock throttled: temperature (driver)"), measured(0.05)
+    assert calmer(hot, quiet) is quiet
+    busy, busier = measured(0.3, "others held the processor"), measured(0.6, "others held the processor")
+    assert calmer(busier, busy) is busy
+    assert calmer(busy, busier) is busy
+
+
+def test_a_run_whose_memory_others_held_gives_way_to_the_next_and_takes_no_measurement_away():
+    crowded = Outcome(kind=Kind.OOM, crowded=True)
+    assert calmer(crowded, measured()).ok
+    assert calmer(measured(0.5, "others"), crowded).ok
+    assert Outcome.from_dict(crowded.to_dict()).crowded

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from autotune.errors import StudyError
-from autotune.records.result import FORMAT, Dropped, Result
+from autotune.records.result import FORMAT, DeviceUse, Dropped, Result
 from tests.report.sample_study import answer
 
 RESULT = answer("sqlite:///gpt.db")
 
 
 def test_a_result_survives_json() -> None:
-    assert Result.from_dict(json.loads(json.dumps(RESULT.to_dict()))) == RESULT
+    use = DeviceUse(arithmetic="bf16", flops_per_s=3e11, flops_share=0.6, bytes_per_s=9e9, bandwidth_share=0.2)
+    for result in (RESULT, replace(RESULT, use=use, tokens_per_s=1e4)):
+        assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
 def test_a_finalist_that_was_dropped_stays_one() -> None:

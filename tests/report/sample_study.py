@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import sqlite3
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,25 @@ def answer(storage: str) -> Result:
     )
 
 
-def write_study(path: Path, *, name: str = "gpt", with_probes: bool = True, with_result: bool = True) -> Path:
+def without_a_gain(storage: str) -> Result:
+    """The answer of a search that found nothing better than the baseline."""
+    found = answer(storage)
+    assert found.baseline is not None
+    kept = {
+        name: value for name, value in vars(found.baseline).items() if name in ("config", "samples_per_s", "peak_bytes")
+    }
+    same = {"speedup": 1.0, "speedup_ci": (1.0, 1.0), "verdict": "same", "effects": (), "front": (found.baseline,)}
+    return replace(found, **kept, **same)  # type: ignore[arg-type]
+
+
+def write_study(
+    path: Path,
+    *,
+    name: str = "gpt",
+    with_probes: bool = True,
+    with_result: bool = True,
+    result: Callable[[str], Result] = answer,
+) -> Path:
     """Write the sample study to an SQLite file."""
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -209,8 +229,13 @@ def write_study(path: Path, *, name: str = "gpt", with_probes: bool = True, with
     if with_probes:
         _add_probes(study)
     if with_result:
-        study.set_user_attr("result", answer(url).to_dict())
+        study.set_user_attr("result", result(url).to_dict())
     return path
+
+
+def add_probe(file: Path, chosen: Config, outcome: Outcome, **attributes: Any) -> None:
+    """Add one probe to a study that was written."""
+    _add(optuna.load_study(study_name="gpt", storage=f"sqlite:///{file}"), chosen, outcome, **attributes)
 
 
 def _connect_without_waiting(path: Path) -> sqlite3.Connection:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.result import Dropped, Result
+from autotune.records.result import DeviceUse, Dropped, Result, Rival
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
@@ -35,6 +35,15 @@ def test_the_verdict_comes_with_its_interval(result: Result) -> None:
     assert "Faster: 1.73x the baseline's throughput (95% interval 1.70x to 1.77x), with 0.81x its memory." in _flat(
         text_of(result)
     )
+
+
+def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_counted(result: Result) -> None:
+    assert "tokens/s" not in text_of(result) and "FLOP/s" not in text_of(result)
+    use = DeviceUse(arithmetic="bf16", flops_per_s=3.1e11, flops_share=0.62, bytes_per_s=9e9, bandwidth_share=0.25)
+    text = _flat(text_of(replace(result, use=use, tokens_per_s=12345.6)))
+    assert "310 GFLOP/s in bf16, 62% of what this device was measured to reach for such work" in text
+    assert "operators move 9 GB/s, 25% of its memory's bandwidth" in text
+    assert "12,346 tokens/s, as loss_weight counts" in text
 
 
 def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
@@ -85,7 +94,7 @@ def test_everything_that_explains_the_answer_is_there(result: Result) -> None:
         "3.1e-03",
         "passed as reduced precision",
         "52 probes (43 ok, 5 oom, 1 timeout, 1 crashed, 1 error, 1 nonfinite)",
-        "1m39s of them in training steps; this search took 1m58s",
+        "1m39s in training steps; this search took 1m58s",
         "! pin_memory has no effect",
         "batch 2 x24, bf16, 4 checkpoint segments",
         "autotune.prepare",
@@ -100,10 +109,21 @@ def test_no_line_but_the_command_is_wider_than_the_terminal(result: Result, widt
 
 def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
     assert result.baseline is not None
-    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=(1.0, 1.0), verdict="same", effects=())
+    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", effects=())
     text = text_of(kept)
     assert "Keep what you have: nothing beat the baseline beyond the noise." in text
     assert not any(line.startswith("  baseline") for line in text.splitlines())
+
+
+def test_the_best_that_did_not_beat_the_baseline_is_told_with_its_interval(result: Result) -> None:
+    runner_up = vars(result.finalists[1])
+    rival = Rival(**runner_up, speedup=1.03, speedup_ci=(0.98, 1.09))
+    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="undecided", rival=rival)
+    text = _flat(text_of(replace(kept, undecided="--budget 4m would do")))
+    assert "Undecided: " in text and "--budget 4m would do" in text
+    assert "1.03x its throughput, 95% interval 0.98x to 1.09x" in text
+    noisy = replace(rival, speedup_ci=(0.5, 2.1))
+    assert "too noisy to tell." in _flat(text_of(replace(kept, rival=noisy)))
 
 
 def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
@@ -140,9 +160,27 @@ def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:
     assert "from one round, so its interval is unknown" in text and "inf" not in text
 
 
+def test_an_interval_that_tells_nothing_is_not_told(result: Result) -> None:
+    wide = replace(result.finalists[1], samples_per_s_ci=(1.0, 10_000.0))
+    text = _flat(text_of(replace(result, finalists=(result.finalists[0], wide))))
+    assert "noisy" in text and "noisy: the interval is wider than ±50%." in text and "±6" not in text
+    assert "noisy" not in text_of(result)
+
+
+def test_where_no_change_was_seen_by_itself_they_are_named_without_a_table(result: Result) -> None:
+    unseen = tuple(replace(effect, num_pairs=0, speed_ratio=None, memory_ratio=None) for effect in result.effects)
+    text = _flat(text_of(replace(result, effects=unseen)))
+    assert "None was seen by itself: batch 16 -> batch 24, fp32 -> bf16, default optimizer -> fused." in text
+
+
+def test_the_answers_gain_is_the_same_everywhere(result: Result) -> None:
+    assert text_of(replace(result, speedup=1.62)).count("1.62x") == 2  # verdict and front
+    assert "1.73x" not in text_of(replace(result, speedup=1.62))
+
+
 def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
     failed = replace(result.checks[0], passed=False, reason="cosine 0.91 is below 0.999")
-    assert "FAILED as reduced precision, whole config: cosine 0.91 is below 0.999" in _flat(
+    assert "FAILED as reduced precision, whole config; noise 2e-07 whole config: cosine 0.91 is below 0.999" in _flat(
         text_of(replace(result, checks=(failed,)))
     )
 

@@ -4,8 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+from autotune.devices import open_device
+from autotune.devices.calibration import holds_for
+from autotune.records.calibration import Calibration, Rate
 from autotune.report.devices import render_devices
+from autotune.study.calibrations import keep, path_of
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
 
 
@@ -41,6 +46,27 @@ def test_the_json_holds_every_figure(monkeypatch):
     assert gpu["telemetry"]["processes"] == [{"pid": 7, "used_bytes": 3 * GIB, "name": "python3"}]
     assert cpu["name"] == "cpu"
     assert cpu["num_threads"] >= 1
+
+
+def test_what_was_measured_of_a_device_is_shown_with_the_way_to_measure_it_again(monkeypatch, tmp_path):
+    install(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert "cpu was not measured yet as it is now: the first search measures it." in render_devices()
+    assert json.loads(render_devices(as_json=True))["devices"][0]["calibration"] is None
+    rates = (
+        Rate(work="matmul", arithmetic="fp32", sizes=(64, 512), flops_per_s=(8e10, 1e11)),
+        Rate(work="matmul", arithmetic="bf16", sizes=(64,), flops_per_s=(4e9,), failure="no answer within 300 ms"),
+        Rate(work="convolution", arithmetic="fp16", failure="no answer within 300 ms"),
+    )
+    of = holds_for(open_device("cpu").info())
+    path = path_of(Path("studies"), of)
+    keep(path, Calibration(rates=rates, bytes_per_s=3.6e10, launch_s=1.8e-6, of=of, measured_at="2026-01-02T03:04:05"))
+    text = render_devices()
+    for shown in ("80 GFLOP/s (64)", "100 GFLOP/s (512)", "0.05x", "no answer within 300 ms", "36 GB/s", "1.8 us"):
+        assert shown in text
+    assert "Measured 2026-01-02T03:04:05" in text and f"delete {path} and search" in text
+    shown = json.loads(render_devices(as_json=True))["devices"][0]["calibration"]
+    assert shown["bytes_per_s"] == 3.6e10 and shown["kept"] == str(path)
 
 
 def test_the_json_says_why_there_is_no_gpu(monkeypatch):

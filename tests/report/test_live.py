@@ -14,11 +14,23 @@ from typing import Any, TextIO, cast
 import pytest
 
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
+from autotune.records.trial import Trial
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
-from autotune.tuning.events import Event, Listener, Note, ProbeEnded, ProbeStarted, SearchStarted
+from autotune.tuning.events import (
+    Event,
+    Listener,
+    Note,
+    ProbeAdvanced,
+    ProbeEnded,
+    ProbeStarted,
+    SearchStarted,
+    Working,
+)
 from tests.report.sample_study import ANSWER, BASELINE, FAILURES, HEADROOM, LIMIT, PREDICTION, SPACE, config, measured
 
+KNOWN = Trial(number=0, stage="baseline", config=BASELINE, outcome=measured(BASELINE), feasible=True)
 STARTED = SearchStarted(
     task="gpt",
     device="cpu (AMD EPYC, 2 threads)",
@@ -31,7 +43,9 @@ STARTED = SearchStarted(
     space={name: tuple(choices) for name, choices in SPACE.items()},
     num_configs=84,
     unsupported={},
-    num_resumed=3,
+    known=(KNOWN,),
+    best=(BASELINE, measured(BASELINE)),
+    baseline=measured(BASELINE),
 )
 
 
@@ -133,7 +147,7 @@ def test_without_a_terminal_the_search_introduces_itself_and_notes_are_lines() -
     assert lines[0].startswith(
         "gpt on cpu (AMD EPYC, 2 threads): throughput within 1.46 GiB (5% of it kept free), budget 2m00s"
     )
-    assert lines[0].endswith("study /data/studies/gpt.db, 3 probes known")
+    assert lines[0].endswith("study /data/studies/gpt.db, 1 probe known")
     assert lines[1] == "searching batch_size (7), amp (2), checkpoint_segments (3), optimizer_impl (2): 84 configs"
     assert "note: channels_last is not searched: the model has no 2-D convolution" in lines
     assert lines[-1].startswith("warning: optimizer_impl=foreach")
@@ -215,7 +229,7 @@ def test_a_terminal_shows_best_baseline_front_last_probes_and_time_left(
         "baseline  43.5 samples/s ±1.4%, 1.33 GiB",
         "front",
         "the loss is nan at step 3",
-        "6 probes: 2 ok, 1 timeout, 1 crashed, 1 error, 1 nonfinite",
+        "7 probes: 3 ok, 1 timeout, 1 crashed, 1 error, 1 nonfinite",
         "left",
         "warning: optimizer_impl=foreach",
     ):
@@ -232,6 +246,60 @@ def test_a_terminal_shows_the_running_probe(terminal: tuple[TextIO, Callable[[],
         cast(Dashboard, view).refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
     assert "#7 play-off, 1 s  batch 24 x2, bf16, fused  round 2" in drawn
+
+
+def test_a_resumed_search_shows_what_is_known_before_its_first_probe_has_ended(
+    terminal: tuple[TextIO, Callable[[], str]],
+) -> None:
+    stream, close = terminal
+    with live_listener(stream, quiet=False) as view:
+        view.on(STARTED)
+        cast(Dashboard, view).refresh()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
+    for fact in ("searching batch_size (7), amp (2)", "baseline  43.5 samples/s", "1 probe: 1 ok"):
+        assert fact in drawn, fact
+    assert "best  " not in drawn  # the baseline is the best so far
+    assert "0 probes" not in drawn[drawn.rindex("baseline  ") :]
+
+
+@pytest.mark.parametrize("columns", [60, 140])
+def test_a_terminal_that_is_resized_is_drawn_anew(columns: int, terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    stream, close = terminal
+    with live_listener(stream, quiet=False) as view:
+        for event in _events():
+            view.on(event)
+        cast(Dashboard, view)._console.width = columns
+        cast(Dashboard, view).refresh()
+        cast(Dashboard, view).refresh()
+    before, after = close().split("\x1b[2J\x1b[H")  # once
+    rest = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", after)
+    assert rest.count("searching batch_size (7)") == rest.count("warning: optimizer_impl=foreach") == 1
+    assert "searching batch_size (7)" in before
+
+
+def test_a_terminal_shows_how_far_the_running_probe_has_come(terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    stream, close = terminal
+    with live_listener(stream, quiet=False) as view:
+        view.on(STARTED)
+        view.on(ProbeStarted(number=7, stage="search", config=ANSWER, reason="bf16", prediction=None, elapsed_s=30.0))
+        progress = Progress(stage="warmup", num_micro_steps=12, peak_bytes=2**29, train_s=0.5)
+        view.on(ProbeAdvanced(number=7, progress=progress))
+        cast(Dashboard, view).refresh()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
+    assert "#7 search, 1 s, warming up: 12 micro steps, 512 MiB" in drawn
+
+
+def test_what_is_done_between_probes_is_shown(terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    stream, close = terminal
+    with live_listener(stream, quiet=False) as view:
+        for event in (Working(purpose="inspection"), STARTED, Working(purpose="tracing")):
+            view.on(event)
+            cast(Dashboard, view).refresh()
+    drawn = close()
+    first, *others = (
+        drawn.index(words) for words in ("importing torch", "inspecting the model", "tracing training steps")
+    )
+    assert first < others[0] < others[1]
 
 
 def test_no_color_draws_without_colour(

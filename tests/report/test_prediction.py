@@ -104,6 +104,11 @@ def test_the_modules_that_hold_most_of_the_activations_are_named() -> None:
     assert "(the model itself)" in flat(TABLE)
 
 
+def test_modules_that_hold_next_to_nothing_are_left_out() -> None:
+    modules = (*PLAIN.peak.modules, ("blocks.0.flatten", 4))
+    assert "flatten" not in flat(TABLE, groups=(replace(PLAIN, peak=replace(PLAIN.peak, modules=modules)), BF16))
+
+
 def test_a_combination_of_which_nothing_fits_says_so() -> None:
     text = flat(TABLE, groups=(replace(PLAIN, fits=False), BF16))
     assert "1 none fits 63.0 GiB" in text
@@ -112,12 +117,12 @@ def test_a_combination_of_which_nothing_fits_says_so() -> None:
 
 def test_each_reason_for_a_combination_that_was_not_predicted_is_given_once() -> None:
     untraced = {f"model: checkpoint_segments={number}": "no time was left" for number in range(6)}
-    assert "no time was left model: checkpoint_segments=0;" in flat(TABLE, untraced=untraced)
+    assert "no time was left model: checkpoint_segments=0," in flat(TABLE, untraced=untraced)
     assert "and 2 more" in flat(TABLE, untraced=untraced)
 
 
 def test_what_does_not_apply_and_what_to_beware_of_is_told() -> None:
-    assert "Left out does not apply there channels_last the model has no 2-D convolution" in flat(TABLE)
+    assert "Left out does not apply there the model has no 2-D convolution channels_last" in flat(TABLE)
     assert "! beware of accumulation" in flat(TABLE, warnings=("beware of accumulation",))
 
 
@@ -125,4 +130,17 @@ def test_one_config_is_told_to_fit_or_not_with_its_parts() -> None:
     fits = flat(TABLE, config=PLAIN.peak, groups=())
     assert "Fits: 63.0 GiB of 76.0 GiB (56.7 to 69.3 GiB in 95%, 75% to fit): batch 32 x12" in fits
     assert "60.0 GiB 95% activations kept for the backward pass" in fits
-    assert "Does not fit: 63.0 GiB" in flat(TABLE, config=PLAIN.peak, groups=(), fits=False)
+    assert "May fit: 63.0 GiB" in flat(TABLE, config=PLAIN.peak, groups=(), fits=False)
+    beyond = replace(PLAIN.peak, peak_bytes=77 * GIB)
+    assert "Does not fit: 77.0 GiB" in flat(TABLE, config=beyond, groups=(), fits=False)
+
+
+def test_where_everything_fits_one_breakdown_is_enough_and_the_end_of_looking_is_told() -> None:
+    endless = replace(PLAIN, peak=replace(PLAIN.peak, config={**PLAIN.peak.config, "batch_size": 2**16}), bounded=True)
+    everything = (endless, replace(endless, switched_on={"amp": "bf16"}))
+    text = flat(TABLE, groups=everything, global_batch=None)
+    assert "Batches beyond 65,536 samples may fit, too; they were not looked at." in text
+    assert "Breakdown #1 bytes share 512 MiB 1% parameters and buffers" in text and "params grads" not in text
+    bounded = tuple(replace(group, peak=PLAIN.peak) for group in everything)
+    assert "The dataset has 32 samples, so no batch is larger." in flat(TABLE, groups=bounded, global_batch=None)
+    assert "larger" not in flat(TABLE, groups=bounded)

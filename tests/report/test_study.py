@@ -23,12 +23,27 @@ def test_a_study_shows_every_probe_with_what_was_changed_and_why(study: Study) -
     text = text_of(study, 120)
     lines = text[text.index("Probes") : text.index("Failures")].splitlines()
     rows = {
-        int(line.split()[0]): " ".join(line.split()) for line in lines if line.split() and line.split()[0].isdigit()
+        int(line.split()[0].rstrip("*")): " ".join(line.split())
+        for line in lines
+        if line.split() and line.split()[0].rstrip("*").isdigit()
     }
     assert len(rows) == len(study.probes)
-    assert rows[0] == "0 baseline 16 x3 43.5 ±1.4% 1.33 GiB - what you run today"
-    assert rows[1] == "1 search 8 x6 timeout bf16, 4 checkpoint segments, fused by gp"
-    assert rows[43] == "43 play-off 24 x2 75.2 ±1.4% 1.08 GiB bf16, fused round 1"
+    assert rows[0] == "0 16 x3 43.5 ±1.4% 1.33 GiB baseline, what you run today"
+    assert rows[1] == "1 8 x6 timeout bf16, 4 checkpoint segments, fused proposed by gp"
+    assert rows[43] == "43 24 x2 75.2 ±1.4% 1.08 GiB bf16, fused play-off, round 1"
+
+
+def test_what_other_work_disturbed_is_marked(study: Study) -> None:
+    disturbed = next(probe.number for probe in study.probes if probe.disturbed)
+    text = text_of(study)
+    assert any(line.split()[:1] == [f"{disturbed}*"] for line in text.splitlines())
+    assert "* other work disturbed it" in text and f"{disturbed + 1}*" not in text
+
+
+def test_at_80_columns_a_probe_takes_two_lines_at_most(study: Study) -> None:
+    text = text_of(study)
+    table = text[text.index("Probes") : text.index("Failures")].splitlines()[2:-2]
+    assert len(table) <= 2 * len(study.probes)
 
 
 def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
@@ -40,7 +55,7 @@ def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
 def test_a_study_tells_of_trials_without_an_outcome_and_of_what_was_not_searched(study: Study) -> None:
     text = _flat(text_of(study, 120))
     assert "1 running or left running; 1 cut short without an outcome" in text
-    assert "channels_last the model has no 2-D convolution" in text
+    assert "the model has no 2-D convolution channels_last" in text
 
 
 def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
@@ -65,7 +80,13 @@ def test_a_study_without_an_answer_says_how_to_go_on(unanswered: Study) -> None:
 def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None:
     nothing = replace(unanswered, probes=tuple(probe for probe in unanswered.probes if not probe.feasible))
     text = text_of(nothing)
-    assert "Nothing feasible so far" in text and "Memory/throughput front" not in text
+    assert "Nothing was feasible so far" in text and "Memory/throughput front" not in text
+
+
+def test_a_study_without_an_answer_says_what_the_search_said(unanswered: Study) -> None:
+    why = "the smallest config needs at least 262 MiB; raise --memory-limit"
+    text = _flat(text_of(replace(unanswered, attributes={**unanswered.attributes, "no_answer": why})))
+    assert f"No answer {why}" in text and "No answer yet" not in text
 
 
 def test_a_study_without_probes_says_so(empty: Study) -> None:

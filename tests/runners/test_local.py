@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
+from autotune.errors import TaskError
+from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners import local
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import ProbeFault, ProbeJob
 from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
+from tests.room import limit_bytes
 
 MODEL = Path(__file__).parent.parent / "models" / "faulty.py"
-SETTINGS = ProbeSettings(memory_limit_bytes=2**30, max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
+SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +99,8 @@ def test_pythons_memory_error_is_out_of_memory(runner):
 
 
 def test_the_memory_limit_is_enforced_and_told_from_the_batch_that_fits(runner):
-    assert run(runner, 100_000, memory_limit_bytes=400 * 2**20).kind is Kind.OOM
-    assert run(runner, 100_000, memory_limit_bytes=2**31).kind is Kind.OK
+    assert run(runner, 100_000, memory_limit_bytes=limit_bytes(180)).kind is Kind.OOM
+    assert run(runner, 100_000, memory_limit_bytes=limit_bytes(1800)).kind is Kind.OK
 
 
 def test_megabytes_and_fake_results_on_stdout_reach_the_log_alone(runner, capfd):
@@ -256,3 +260,32 @@ def test_a_new_interpreter_for_each_probe_does_the_same(tmp_path):
     with LocalRunner(TaskSource.of(MODEL), device="cpu", logs=tmp_path, fork=False) as runner:
         assert "every probe starts a new interpreter" in runner.notes[0]
         assert run(runner, 8).ok
+
+
+def test_a_module_that_cannot_be_imported_leaves_no_logs_behind(tmp_path):
+    (tmp_path / "broken.py").write_text("print('about to fail')\nraise ValueError('not today')\n")
+    with (
+        pytest.raises(TaskError, match="not today"),
+        LocalRunner(TaskSource.of(tmp_path / "broken.py"), device="cpu", logs=tmp_path / "logs"),
+    ):
+        pass
+    assert not (tmp_path / "logs").exists()
+
+
+def test_the_oldest_logs_go_and_none_is_kept_that_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "KEPT_LOGS", 3)
+    for number in range(9998, 10003):
+        (tmp_path / f"{number}-probe.log").write_text("printed")
+    with LocalRunner(TaskSource.of(MODEL), device="cpu", logs=tmp_path) as runner:
+        outcome = run(runner, 18)
+    assert Path(outcome.log).name == "10003-probe.log"
+    kept = sorted(log.name for log in tmp_path.iterdir())
+    assert kept == ["10000-probe.log", "10001-probe.log", "10002-probe.log", "10003-probe.log"]
+
+
+def test_a_probe_that_has_surely_lost_stops_timing_with_the_measurement_it_has(runner):
+    patient = {"interval": 1e-6, "max_timed_s": 3.0}
+    lost = run(runner, 8, front=((1.0, 1e12),), **patient).measurement
+    assert len(lost.block_samples_per_s) == MIN_BLOCKS and not lost.cut_short
+    leaner = run(runner, 8, front=((1e15, 1e12),), **patient).measurement  # less memory than what is faster
+    assert len(leaner.block_samples_per_s) > MIN_BLOCKS

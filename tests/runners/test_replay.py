@@ -13,9 +13,9 @@ from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
+from autotune.runners.recorded import Row, Table, TableError
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import NotCompared
-from autotune.runners.table import Row, Table, TableError
 from autotune.space import build_space
 from tests.runners.test_table import HEADER, config, ok, written
 

@@ -1,13 +1,17 @@
 """The fork server touches no GPU, and hides them from nobody for longer than its own warm-up steps."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from autotune import techniques
+from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.in_flight import InFlight
 from autotune.runners.local import LocalRunner
+from autotune.runners.runner import ProbeJob
 from autotune.task.source import TaskSource
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
@@ -83,3 +87,68 @@ def test_jobs_on_the_cpu_see_no_gpu_and_the_users_module_sees_all(tmp_path, monk
         assert getattr(inspection, "cause", "") == ""
         assert runner.probe(config, settings).cause == ""
         assert getattr(runner.check(config, settings, 2), "cause", "") == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("", False),
+        ("torch.cuda.is_initialized = lambda: True", True),  # under WSL no device file tells
+        ("driver = lambda count: 3  # loaded, not initialised", False),
+        ("driver = lambda count: 0", True),
+    ],
+)
+def test_whether_cuda_was_initialised_is_asked_of_torch_and_of_the_drivers_library(before, found):
+    done = python(
+        "import ctypes\nfrom types import SimpleNamespace\nfrom autotune.runners import supervisor\n"
+        f"driver = None\n{before}\n"
+        "if driver is not None:\n"
+        "    ctypes.CDLL = lambda name, mode: SimpleNamespace(cuDeviceGetCount=driver)\n"
+        "print(supervisor._has_cuda_context())\n"
+    )
+    assert done.stdout.strip() == str(found), done.stderr
+
+
+STUCK = """
+import subprocess
+from autotune.runners import supervisor
+
+stuck = subprocess.Popen(["sleep", "60"])  # nobody has killed it: to the supervisor it looks like one stuck in a driver
+try:
+    supervisor._GIVE_UP_S = 0.05
+    assert supervisor._reap(stuck.pid) is None
+    assert supervisor._stuck == {stuck.pid}
+    supervisor._reap_descendants()
+    assert stuck.poll() is None
+    supervisor._GIVE_UP_S = 5.0
+    ended = subprocess.Popen(["true"])
+    assert supervisor._reap(ended.pid) == 0
+finally:
+    stuck.kill()
+    stuck.wait()
+"""
+
+
+def test_a_killed_process_that_does_not_end_is_left_alone_once_and_holds_up_no_later_one():
+    # in a process of its own: reaping kills every child, also the tests' fork server
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def ended(**how):
+    return {"exit_code": -9, "stuck": False, "timed_out": False, "cancelled": False, "oom_killed": False, **how}
+
+
+@pytest.mark.parametrize(
+    ("how", "on_gpu", "kind", "said"),
+    [
+        ({"stuck": True, "timed_out": True}, True, Kind.CRASHED, "stuck in a driver"),
+        ({"oom_killed": True}, False, Kind.OOM, "out-of-memory killer"),
+        ({"oom_killed": True}, True, Kind.CRASHED, "the host's, not the GPU's"),
+    ],
+)
+def test_how_a_process_ended_says_what_it_means_for_the_device(tmp_path, how, on_gpu, kind, said):
+    (tmp_path / "log").touch()
+    job = ProbeJob(config=techniques.complete({"batch_size": 1}), settings=ProbeSettings(memory_limit_bytes=None))
+    outcome = InFlight(1, job, tmp_path / "log", os.open(os.devnull, os.O_RDONLY), on_gpu).result(ended(**how))
+    assert (outcome.kind, said in outcome.cause) == (kind, True), outcome

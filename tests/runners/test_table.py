@@ -15,7 +15,7 @@ from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
-from autotune.runners.table import Header, Row, TableError
+from autotune.runners.recorded import Header, Row, TableError, figures_of
 from tests.closed_form import measurement
 
 CHOICES = {
@@ -140,7 +140,7 @@ def test_the_interval_covers_the_true_figure_about_95_percent_of_the_time(tmp_pa
         for which in (config(prefetch_factor=number) for number in range(2, 302))
         for i in range(5)
     ]
-    figures = table.figures_of(rows).values()
+    figures = figures_of(rows).values()
     covered = sum(abs(math.log(figure.samples_per_s / 100)) <= figure.half_width for figure in figures)
     assert covered / len(figures) >= 0.92
 

@@ -143,3 +143,13 @@ def test_tagger_tags_a_word_by_its_capitals(tagger: ModuleType, word: str, expec
 
 def test_tagger_hides_capitals_from_the_model(tagger: ModuleType) -> None:
     assert tagger.ngram_buckets("Python") == tagger.ngram_buckets("python")
+
+
+def test_gpt_has_the_size_of_gpt_2_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"GPT_LAYERS": "12", "GPT_WIDTH": "768", "GPT_HEADS": "12", "GPT_CONTEXT": "1024", "GPT_VOCABULARY": "50257"}
+    for variable, value in size.items():
+        monkeypatch.setenv(variable, value)
+    study = load("gpt")
+    with torch.device("meta"):
+        model = study.build_model()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(124.4e6, rel=0.005)

@@ -92,7 +92,7 @@ def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed(
     known.running.add(config(6))
     may_be_probed = known.admissible()
     assert not any(map(may_be_probed, (config(8), config(24), config(48), config(6))))
-    assert may_be_probed(config(12)) and may_be_probed(config(24, amp="bf16"))
+    assert may_be_probed(config(12)) and may_be_probed(config(48, amp="bf16"))
     outside = config(4, num_workers=2)
     assert not may_be_probed(outside)
 

@@ -33,3 +33,12 @@ def test_what_lives_in_memory_is_nobody_elses() -> None:
     place = place_of("sqlite:///:memory:", None, "gpt")
     with locked(place), locked(place):
         pass
+
+
+def test_a_lock_that_was_let_go_leaves_nothing_behind(tmp_path: Path) -> None:
+    new, old = tmp_path / "studies", tmp_path / "mine"
+    old.mkdir()
+    for folder in (new, old):
+        with locked(place_of(str(folder / "gpt.db"), None, "gpt")):
+            assert len(list(folder.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == [old] and not list(old.iterdir())

@@ -125,6 +125,12 @@ def test_a_missing_file_is_not_made_and_its_neighbours_are_offered(tmp_path: Pat
     assert os.listdir(tmp_path) == ["digits.db"]
 
 
+def test_where_no_neighbour_is_like_it_they_are_listed(tmp_path: Path) -> None:
+    write_study(tmp_path / "digits.db", with_probes=False, with_result=False)
+    with pytest.raises(StudyError, match=r"no study file .*tagger; there is .*digits\.db$"):
+        load_study(tmp_path / "tagger")
+
+
 def test_a_missing_file_with_no_neighbour_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StudyError, match=r"autotune search model.py"):
@@ -135,6 +141,22 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a database, but long enough to be taken for one at first sight" * 20)
     with pytest.raises(StudyError, match="cannot be read as a study"):
         load_study(tmp_path / "notes.txt")
+
+
+def test_what_the_option_study_named_is_found_by_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies").mkdir()
+    write_study(tmp_path / "studies" / "wide.db", with_probes=False, with_result=False)
+    assert load_study("wide").storage == load_study("studies/wide.db").storage == "studies/wide.db"
+
+
+def test_a_model_file_in_place_of_its_study_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies").mkdir()
+    write_study(tmp_path / "studies" / "mlp.db", with_probes=False, with_result=False)
+    (tmp_path / "mlp.py").write_text("def build_model(): ...\n" * 100)
+    with pytest.raises(StudyError, match=r"mlp\.py cannot be read as a study.*; did you mean studies/mlp\.db\?"):
+        load_study("mlp.py")
 
 
 def test_a_folder_is_refused_and_its_studies_are_offered(tmp_path: Path) -> None:

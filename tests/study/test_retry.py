@@ -1,12 +1,15 @@
 """What of a study's past stands, and what a resumed search tries again."""
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.records.config import Config
 from autotune.records.objective import Objective
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.trial import Trial
 from autotune.study.retry import retryable, what_stands
+from tests.closed_form import measurement
 
 OBJECTIVE = Objective(name="throughput", memory_limit_bytes=2**30, headroom=0.05)
 CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
@@ -50,6 +53,15 @@ def test_what_does_not_pass_by_itself_stands(kind):
     assert not is_tried_again(kind)
 
 
+def test_what_lacked_memory_that_others_held_is_tried_again():
+    def alone(outcome):
+        trial = trials(Kind.OOM)[0]
+        return retryable([replace(trial, outcome=outcome)], {OTHER}, lambda measured: TIMEOUT_S, OBJECTIVE)
+
+    assert not alone(Outcome(kind=Kind.OOM))
+    assert alone(Outcome(kind=Kind.OOM, crowded=True))
+
+
 def test_a_failure_takes_nothing_from_what_was_measured():
     measured = Outcome(kind=Kind.OK, wall_s=2.0)
     assert what_stands([measured, Outcome(kind=Kind.CRASHED)]) == measured
@@ -83,3 +95,17 @@ def test_the_baselines_time_says_how_long_a_probe_would_be_given_now():
 @pytest.mark.parametrize(("kind", "again"), [(Kind.OOM, False), (Kind.CRASHED, True), (Kind.TIMEOUT, True)])
 def test_in_the_play_off_only_what_did_not_fit_stands(kind, again):
     assert is_tried_again(kind, stage="play-off") is again
+
+
+def test_what_was_ended_stays_so_where_it_was_shown_to_be_slower_than_the_fastest():
+    ran = Outcome(kind=Kind.OK, measurement=measurement(OTHER, 3.0, 0))
+    (fastest,) = [replace(trial, number=7, outcome=ran, feasible=True) for trial in trials(Kind.OK, config=OTHER)]
+    (ended,) = trials(Kind.TIMEOUT)
+
+    def retried(samples_per_s_high, *others):
+        bound = Bound(samples_per_s_high=samples_per_s_high, peak_bytes_low=0)
+        slow = replace(ended, outcome=replace(ended.outcome, bound=bound))
+        return retryable([*others, slow], {OTHER}, lambda measured: TIMEOUT_S, OBJECTIVE)
+
+    assert retried(1.0, fastest) == frozenset()
+    assert retried(4.0, fastest) == retried(1.0) == {ended.number}

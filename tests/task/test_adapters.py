@@ -8,9 +8,12 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+from autotune import prepare
 from autotune.errors import TaskError
+from autotune.probe.inspection import inspect_task
 from autotune.task import Task, load_task
 from autotune.task.facts import check_task, gather_facts
+from autotune.techniques import UnsupportedError
 
 CPU = torch.device("cpu")
 
@@ -63,7 +66,7 @@ def test_a_lightning_module_trains_without_a_trainer_and_without_a_warning():
         task.loss(model, task.batch(3)).backward()
     optimizer.step()
     assert type(optimizer) is torch.optim.SGD
-    assert task.weight(task.batch(3)) == 3
+    assert task.weight(task.batch(3), 3) == 3
 
 
 def test_schedulers_of_a_lightning_module_are_ignored_with_a_warning():
@@ -95,6 +98,14 @@ def test_the_loader_of_a_lightning_module_gives_the_dataset_and_collate_fn():
     assert json.dumps(dataclasses.asdict(gather_facts(task)))
 
 
+@pytest.mark.parametrize(("global_batch", "batch_size"), [(None, 2), (6, 2), (9, 1)])
+def test_the_batch_of_a_lightning_modules_loader_is_that_of_the_baseline(global_batch, batch_size):
+    task = Task(build_model=WithData, global_batch=global_batch)
+    found = inspect_task(task, device="cpu", memory_limit_bytes=None)["baseline"]
+    assert found["batch_size"] == batch_size
+    assert found["batch_size"] * found["accumulation_steps"] == (global_batch or 2)
+
+
 def test_a_lightning_module_that_build_model_returns_is_found_too():
     task = Task(build_model=lambda: WithData(width=4))
     check_task(task, CPU)
@@ -114,13 +125,63 @@ def test_a_lightning_loader_that_is_no_loader_is_refused():
     refused(Task(build_model=Two).dataset, "a list of 2", "one torch.utils.data.DataLoader", "train_dataset()")
 
 
-def test_manual_optimization_is_refused():
-    class Manual(Lit):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+class Manual(Lit):
+    """Two networks and a schedule, as Lightning's own examples have them."""
 
-    refused(lambda: check_task(lit(Manual), CPU), "Manual", "automatic_optimization = False", "write build_model")
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        assert not self.other.weight.requires_grad
+        loss = self.other(self.net(batch)).square().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        first.step()
+        self.untoggle_optimizer(first)
+        other = self.other(self.net(batch).detach()).mean()
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        self.lr_schedulers().step()
+        self.log_dict({"loss": loss, "other": other})
+
+    def configure_optimizers(self):
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.other))
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
+
+
+def test_manual_optimization_is_a_whole_step_of_the_modules_own():
+    task = lit(Manual)
+    check_task(task, CPU)
+    found = inspect_task(task, device="cpu", memory_limit_bytes=None)
+    assert "manual optimization of Manual is one unit" in "".join(found["facts"]["warnings"])
+    assert found["support"]["optimizer_impl"]["choices"] == ("default",)
+    session = prepare(task, {"batch_size": 4}, device="cpu")
+    before = [p.detach().clone() for p in session.model.parameters()]
+    session.step(torch.randn(4, 4))
+    assert not any(torch.equal(p, old) for p, old in zip(session.model.parameters(), before, strict=True))
+    assert session.model.lr_schedulers().last_epoch == 1
+    with pytest.raises(UnsupportedError, match="own step takes all"):
+        prepare(task, {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
+
+
+def test_a_training_step_beside_it_is_taken_instead_of_manual_optimization():
+    def training_step(model, batch):
+        return model.net(batch).mean()
+
+    task = Task(
+        build_model=Manual,
+        make_batch=lambda n: torch.randn(n, 4),
+        training_step=training_step,
+        configure_optimizers=lambda model: torch.optim.SGD(model.net.parameters(), lr=0.1),
+    )
+    check_task(task, CPU)
+    assert prepare(task, {"batch_size": 2, "accumulation_steps": 2}, device="cpu").step(torch.randn(4, 4)).isfinite()
 
 
 def test_a_lightning_step_that_returns_a_dict_without_loss_is_refused():
@@ -185,7 +246,7 @@ def test_a_hugging_face_classifier_is_taken_as_it_is():
 
     task = Task(build_model=bert, make_batch=make_batch)
     check_task(task, CPU)
-    assert task.weight(make_batch(5)) == 5
+    assert task.weight(make_batch(5), 5) == 5
 
 
 def tokens(batch_size):
@@ -198,7 +259,7 @@ def tokens(batch_size):
 def test_a_hugging_face_language_model_counts_the_labels_it_predicts():
     task = Task(build_model=gpt2, make_batch=tokens)
     check_task(task, CPU)
-    assert task.weight(tokens(2)) == 2 + 5
+    assert task.weight(tokens(2), 2) == 2 + 5
 
 
 def test_micro_batches_of_a_language_model_weigh_up_to_the_loss_of_the_whole():
@@ -206,8 +267,8 @@ def test_micro_batches_of_a_language_model_weigh_up_to_the_loss_of_the_whole():
     task = Task(build_model=gpt2, make_batch=tokens)
     model, whole = task.model().eval(), tokens(2)
     halves = [{key: value[i : i + 1] for key, value in whole.items()} for i in range(2)]
-    total = sum(task.loss(model, half) * task.weight(half) for half in halves)
-    torch.testing.assert_close(total / task.weight(whole), task.loss(model, whole))
+    total = sum(task.loss(model, half) * task.weight(half, 1) for half in halves)
+    torch.testing.assert_close(total / task.weight(whole, 2), task.loss(model, whole))
 
 
 def test_a_hugging_face_model_keeps_no_cache_while_it_trains():

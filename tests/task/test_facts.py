@@ -21,6 +21,23 @@ def refused(task, *expected):
     return caught.value
 
 
+def test_the_tokens_of_a_sample_are_as_loss_weight_counts_them(load):
+    model = """
+        def build_model(): return nn.Linear(4, 3)
+        def make_batch(n): return torch.zeros(n, 5, 4), torch.tensor([[0, 1, 2, -100, -100]] * n)
+        def training_step(model, batch):
+            return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    """
+    counted = (
+        model
+        + """
+        def loss_weight(batch): return (batch[1] >= 0).sum()
+    """
+    )
+    assert gather_facts(load(model)).tokens_per_sample is None
+    assert gather_facts(load(counted)).tokens_per_sample == 3.0
+
+
 def test_facts_are_plain_data(load):
     task = load(
         """
@@ -31,7 +48,7 @@ def test_facts_are_plain_data(load):
         def train_dataset(): return [(torch.zeros(4), i % 3) for i in range(7)]
         GLOBAL_BATCH = 6
         BASELINE = {"batch_size": 2}
-        def train_step(model, batch): ...
+        def trainin_step(model, batch): ...
         """,
         name="tiny.py",
     )
@@ -45,7 +62,7 @@ def test_facts_are_plain_data(load):
     assert (facts.dataset_size, sorted(facts.widest)) == (7, list(range(7)))
     assert (facts.global_batch, facts.baseline) == (6, {"batch_size": 2})
     assert facts.batch == ("float32 (2, 4)", "int64 (2,)")
-    assert len(facts.warnings) == 1 and "train_step" in facts.warnings[0]
+    assert len(facts.warnings) == 1 and "trainin_step" in facts.warnings[0]
 
 
 def test_facts_of_a_task_without_a_dataset(load):
@@ -233,7 +250,7 @@ def test_a_make_batch_with_a_fixed_size_is_found_whatever_the_size(load):
 
 def test_samples_of_unequal_size_need_a_collate_fn():
     task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=lambda: [torch.zeros(i) for i in (4, 5)])
-    refused(task, "making a batch of two samples of your train_dataset raised RuntimeError", "collate_fn(samples)")
+    refused(task, "making a batch of 2 samples of your train_dataset raised RuntimeError", "collate_fn(samples)")
 
 
 def test_a_loss_that_does_not_depend_on_the_model_is_refused(load):

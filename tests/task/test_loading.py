@@ -40,7 +40,7 @@ def test_functions_and_constants_are_found_by_name(load):
     )
     assert isinstance(task.build_model(), torch.nn.Linear)
     assert (task.global_batch, task.baseline, task.max_grad_norm) == (8, {"batch_size": 4}, 1)
-    assert task.weight(None) == 7
+    assert task.weight(None, 1) == 7
     assert len(task.dataset()) == 5
     functions = (task.training_step, task.configure_optimizers, task.collate_fn, task.checkpoint_blocks)
     assert None not in functions
@@ -146,11 +146,11 @@ def test_names_close_to_ours_are_warned_about(load):
     task = load(
         """
         from torch.optim import Optimizer as configure_optimizer
-        def train_step(model, batch): ...
+        def trainin_step(model, batch): ...
         GLOBAL_BATCH_SIZE = 4
         """
     )
-    assert sorted(warning.split()[0] for warning in task.origin.warnings) == ["GLOBAL_BATCH_SIZE", "train_step"]
+    assert sorted(warning.split()[0] for warning in task.origin.warnings) == ["GLOBAL_BATCH_SIZE", "trainin_step"]
     assert "training_step" in "".join(task.origin.warnings)
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from autotune import prepare
 from autotune.errors import TaskError
 from autotune.task import Task
+from autotune.task.batches import CannotCutError
 
 
 def pairs(batch_size):
@@ -68,6 +70,20 @@ def test_a_model_with_nothing_to_train_is_refused():
     refused(task_of(build_model=nn.ReLU).model, "ReLU", "no parameters", "assign its layers")
     frozen = linear().requires_grad_(False)
     refused(task_of(build_model=lambda: frozen).model, "Linear", "requires a gradient", "set requires_grad")
+
+
+def test_a_model_whose_shapes_are_not_known_yet_is_refused_until_a_batch_has_passed():
+    def lazy():
+        return nn.Sequential(nn.Linear(4, 5), nn.LazyLinear(3))
+
+    refused(task_of(build_model=lazy).model, "Sequential whose LazyLinear has no shape yet", "run a batch through")
+
+    def build_model():
+        model = lazy()
+        model(torch.zeros(2, 4))
+        return model
+
+    assert task_of(build_model=build_model).model()
 
 
 def test_a_model_that_is_not_a_new_one_is_refused():
@@ -173,23 +189,80 @@ def test_a_batch_has_the_size_that_was_asked_for():
     assert len(x) == len(y) == 5
 
 
-def test_a_make_batch_that_ignores_its_size_is_refused():
-    refused(lambda: task_of(make_batch=lambda n: torch.zeros(32, 4)).batch(2), "2 samples", "32", "first dimension")
+def test_a_make_batch_is_believed_whatever_it_makes():
+    packed = {"tokens": torch.zeros(10), "cu_seqlens": torch.arange(3) * 5}
+    assert task_of(make_batch=lambda n: packed).batch(2) is packed
 
 
-def test_a_batch_without_tensors_is_refused():
-    refused(lambda: task_of(make_batch=lambda n: ["a"] * n).batch(2), "make_batch", "'a'", "expected a tensor")
+@pytest.mark.parametrize("data", ["make_batch", "collate_fn"])
+def test_a_batch_that_is_nothing_is_refused(data):
+    task = task_of(make_batch=None, train_dataset=Lines, collate_fn=padded) if data == "collate_fn" else task_of()
+    refused(lambda: dataclasses.replace(task, **{data: lambda n: None}).batch(2), f"{data} returned None", "`return`")
+
+
+def test_the_cuts_of_a_batch_are_found_without_disturbing_random_numbers():
+    task = task_of()
+    before = torch.get_rng_state()
+    assert task.cuts() == {0: 0, 1: 0} == task.cuts()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_cuts_of_a_dataset_are_those_of_what_its_collate_function_makes(size):
+    found = [(torch.zeros(4), i) for i in range(size)]
+    assert Task(build_model=linear, train_dataset=lambda: found).cuts() == {0: 0, 1: 0}
+
+
+def test_the_cuts_of_batches_that_must_be_of_certain_sizes_are_found_at_the_baselines():
+    def make_batch(batch_size):
+        assert batch_size % 4 == 0
+        return pairs(batch_size)
+
+    assert task_of(make_batch=make_batch, baseline={"batch_size": 8}).cuts() == {0: 0, 1: 0}
+    assert task_of(make_batch=make_batch).cuts() == {0: 0, 1: 0}
+
+
+def test_the_cuts_of_a_small_dataset_are_found_within_it():
+    def even(members):
+        assert len(members) % 4 == 0
+        return torch.stack(members)
+
+    task = Task(build_model=linear, train_dataset=lambda: [torch.zeros(4)] * 8, collate_fn=even)
+    assert task.cuts() == 0
+
+
+def test_where_no_two_batches_can_be_made_there_are_no_cuts_and_it_says_why():
+    def make_batch(batch_size):
+        assert batch_size == 32, "only 32 will do"
+        return pairs(batch_size)
+
+    task = task_of(make_batch=make_batch)
+    with pytest.raises(CannotCutError, match="32 and 64 samples failed"):
+        task.cuts()
+    batch = task.batch(32)
+    assert prepare(task, {"batch_size": 32}, device="cpu").step(batch).isfinite()
+
+
+def test_a_batch_that_can_be_read_once_only_is_refused():
+    refused(lambda: task_of(make_batch=lambda n: zip(*pairs(n), strict=True)).batch(2), "a zip", "once only", "list")
+
+
+def test_a_batch_that_only_make_batch_can_cut_says_so_each_time():
+    task = task_of(make_batch=lambda n: torch.zeros(5 * n))
+    for _ in range(2):
+        with pytest.raises(CannotCutError, match=r"\(10,\) and \(15,\)"):
+            task.cuts()
 
 
 def test_the_weight_is_the_number_of_samples_unless_the_task_knows_better():
     own_step = task_of(training_step=lambda model, batch: model(batch[0]).mean())
-    assert own_step.weight(pairs(5)) == 5
-    assert own_step.weight({"labels": torch.ones(5, 6).long()}) == 5
-    assert task_of(loss_weight=lambda batch: len(batch[0]) * 2).weight(pairs(5)) == 10
+    assert own_step.weight(pairs(5), 5) == 5
+    assert own_step.weight({"labels": torch.ones(5, 6).long()}, 5) == 5
+    assert task_of(loss_weight=lambda batch: len(batch[0]) * 2).weight(pairs(5), 5) == 10
 
 
 def test_the_weight_of_a_default_loss_counts_the_targets_that_are_not_ignored():
-    assert task_of().weight((torch.zeros(2, 3, 4), torch.tensor([[1, 2, -100], [0, -100, -100]]))) == 3
+    assert task_of().weight((torch.zeros(2, 3, 4), torch.tensor([[1, 2, -100], [0, -100, -100]])), 2) == 3
 
 
 def test_a_batch_of_a_dataset_is_made_of_its_widest_samples():
@@ -218,9 +291,9 @@ def test_make_batch_gives_the_batch_where_there_is_a_dataset_too():
     assert task.batch(2)[0].shape == (2, 4) and len(task.dataset()) == 10
 
 
-def test_a_collate_fn_that_loses_samples_is_refused():
+def test_a_collate_fn_may_put_the_samples_into_another_dimension():
     task = Task(build_model=linear, train_dataset=Lines, collate_fn=lambda samples: padded(samples).T)
-    refused(lambda: task.batch(2), "2 samples", "gave 10", "collate_fn")
+    assert task.batch(2).shape == (10, 2)
 
 
 def test_the_dataset_is_built_once_per_task():

@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autotune import prepare
+from autotune.records.calibration import Calibration, Rate
 from autotune.techniques.amp import Amp
 from tests.arithmetic import has_arithmetic
 
@@ -21,13 +23,77 @@ def test_a_cpu_trains_in_bf16_where_it_is_asked_to(make_task, make_setting):
     assert {"off", "bf16"} <= {*support.choices, *support.optional}
 
 
+def calibration(**gflops: tuple[float, float]) -> Calibration:
+    """Rates of matrix products and convolutions by type."""
+    return Calibration(
+        rates=tuple(
+            Rate(
+                work=work,
+                arithmetic=name,
+                sizes=(64,) * (rate > 0),
+                flops_per_s=(rate * 1e9,) * (rate > 0),
+                failure="hangs",
+            )
+            for name, rates in gflops.items()
+            for work, rate in zip(("matmul", "convolution"), rates, strict=True)
+        )
+    )
+
+
+def both() -> torch.nn.Module:
+    """Nearly all of its work is convolutions."""
+    convolutions = torch.nn.Conv2d(8, 64, 1), torch.nn.Conv2d(64, 64, 1)
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (8, 1, 1)), *convolutions, torch.nn.Flatten(), torch.nn.Linear(64, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "bf16", "choices", "optional"),
+    [
+        (linear, (150, 1), ("off", "bf16"), ()),
+        (linear, (95, 1), ("off", "bf16"), ()),
+        (linear, (20, 400), ("off",), ("bf16",)),
+        (linear, (0, 400), ("off",), ()),
+        (both, (20, 400), ("off", "bf16"), ()),
+        (both, (400, 50), ("off",), ("bf16",)),
+        (both, (400, 3), ("off",), ()),
+        (both, (400, 0), ("off",), ()),
+    ],
+)
+def test_a_type_is_offered_by_its_measured_rates_for_the_models_own_work(
+    model, bf16, choices, optional, make_task, make_setting
+):
+    setting = make_setting(make_task(model))
+    setting = replace(setting, calibration=calibration(fp32=(100, 100), bf16=bf16, fp16=(1, 1)))
+    support = Amp().support(setting)
+    assert tuple(choice for choice in support.choices if choice != "fp16") == choices
+    assert tuple(choice for choice in support.optional if choice != "fp16") == optional
+    assert ("bf16" in support.reason) is ("bf16" not in choices)
+
+
+def test_what_is_slower_says_by_how_much_and_at_which_rates(make_task, make_setting):
+    setting = replace(make_setting(make_task(linear)), calibration=calibration(fp32=(100, 1), bf16=(2, 1), fp16=(2, 1)))
+    assert "bf16 is 50 times slower than fp32 here (matrix products: 2 GFLOP/s, in fp32 100 GFLOP/s)" in (
+        Amp().support(setting).reason
+    )
+
+
+def test_an_old_gpu_that_is_fast_in_bf16_after_all_is_believed(make_task, make_setting):
+    setting = replace(make_setting(make_task(linear)), device=OldGpu())
+    rates = calibration(fp32=(100, 100), bf16=(200, 100), fp16=(50, 100))
+    support = Amp().support(replace(setting, calibration=rates))
+    assert (support.choices, support.optional) == (("off", "bf16"), ("fp16",))
+
+
 def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reason():
     program = (
         "import torch\n"
         "from types import SimpleNamespace\n"
+        "from autotune.records.calibration import NOT_MEASURED\n"
         "from autotune.techniques.amp import Amp\n"
         "device = SimpleNamespace(kind='cpu', torch_device=torch.device('cpu'))\n"
-        "support = Amp().support(SimpleNamespace(device=device))\n"
+        "support = Amp().support(SimpleNamespace(device=device, calibration=NOT_MEASURED, task=SimpleNamespace(takes_whole_steps=False)))\n"
         "print(support.choices, support.optional, support.reason, sep='|')\n"
     )
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.techniques import REGISTRY, complete, is_ordered, known, label_of
+from autotune.techniques import REGISTRY, arithmetic_of, complete, is_ordered, known, label_of
 
 
 def test_techniques_stand_in_the_order_in_which_they_are_applied() -> None:
@@ -41,9 +41,7 @@ def test_a_technique_that_is_not_installed_here_can_still_be_named() -> None:
     assert label_of("naps", 3) == "naps 3"
 
 
-def test_arithmetic_keeps_as_many_bits_as_its_type_has() -> None:
-    bits = {
-        (name, c): REGISTRY[name].mantissa_bits(c) for name in ("amp", "matmul_precision") for c in ("bf16", "tf32")
-    }
-    assert bits["amp", "bf16"] == 8 and bits["matmul_precision", "tf32"] == 11
-    assert {t.mantissa_bits(t.off) for t in REGISTRY.values()} == {24}
+def test_a_config_computes_in_the_shortest_type_that_a_technique_chooses() -> None:
+    assert arithmetic_of(complete({})) == "fp32"
+    assert arithmetic_of(complete({"matmul_precision": "tf32"})) == "tf32"
+    assert arithmetic_of(complete({"matmul_precision": "tf32", "amp": "fp16"})) == "fp16"

@@ -404,7 +404,7 @@ def test_a_trial_that_was_measured_but_not_told_is_kept(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(optuna.Study, "tell", killed)
         with pytest.raises(KeyboardInterrupt):
-            search.store.finish(number, outcome, search.history.objective, worst=0.0, disturbed=False)
+            search.store.finish(number, outcome, search.history.objective, disturbed=False)
     resumed = make_search(tmp_path, ClosedFormRunner())
     assert [trial.config for trial in resumed.history.searched] == [baseline]
 
@@ -580,3 +580,24 @@ def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_o
     if broken == "next":
         assert {config for config, _ in start} & set(runner.configs)
     assert standing.answer.config["amp"] == "bf16"
+
+
+@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.CRASHED])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_baseline_that_the_user_did_not_state_and_that_hangs_or_crashes_is_halved(tmp_path, kind, given):
+    search = make_search(
+        tmp_path,
+        runner := Failing(lambda config: config.batch_size > 1, kind),
+        inspection=inspection(baseline_given=given),
+    )
+    measure_baseline(search)
+    assert [config.batch_size for config in runner.configs] == ([4] if given else [4, 2, 1])
+    assert search.history.space.baseline.batch_size == (4 if given else 1)
+
+
+def test_a_probe_that_a_batch_system_killed_with_the_search_says_nothing_of_its_config(tmp_path):
+    runner = Failing(lambda config: True)
+    search = make_search(tmp_path, runner, interrupted=lambda: bool(runner.configs))
+    measure_baseline(search)
+    assert len(runner.configs) == 1 and not search.history.searched
+    assert load_study(tmp_path / "closed.db").num_lost == 1

@@ -88,6 +88,24 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
     assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"memory_limit": "500MiB"}, "memory limit was 1.00 GiB and is 500 MiB"),
+        ({"headroom": "10%"}, "headroom was 0.05 and is 0.1"),
+        ({"objective": "memory"}, "objective was 'throughput' and is 'memory'"),
+    ],
+)
+def test_another_option_is_refused_before_the_model_is_imported(
+    tmp_path: Path, options: dict[str, Any], difference: str
+) -> None:
+    (tmp_path / "model.py").write_text("raise SystemExit('imported')")
+    place = place_of(str(tmp_path / "gpt.db"), None, tmp_path.name)
+    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
+    with pytest.raises(StudyError, match=f"{difference}.*--study NAME"):
+        autotune.search(tmp_path / "model.py", device="cpu", storage=str(tmp_path / "gpt.db"), **options)
+
+
 def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -> None:
     place = place_of(str(tmp_path / "old.db"), None, "old")
     fingerprint = _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB)
@@ -99,6 +117,13 @@ def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -
 def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:
     assert stored_attributes(place_of(str(tmp_path / "none.db"), None, "none")) == {}
     assert not (tmp_path / "none.db").exists()
+
+
+def test_what_is_no_database_is_refused_before_the_model_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "notes.db").write_text("not a database, but long enough to be taken for one at first sight" * 20)
+    with pytest.raises(StudyError, match=r"notes\.db cannot be opened: file is not a database; expected"):
+        autotune.search(tmp_path / "model.py", device="cpu", storage=str(tmp_path / "notes.db"))
 
 
 def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,4 +157,4 @@ def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(
                     database.execute("ALTER TABLE trial_user_attributes RENAME TO gone")
 
     with pytest.raises(StudyError, match=r"studies/tiny.db.*no such table: trial_user_attributes"):
-        autotune.search("tiny.py", device="cpu", budget="20s", listener=Breaks())
+        autotune.search("tiny.py", device="cpu", budget="60s", listener=Breaks())

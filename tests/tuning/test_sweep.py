@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.config import Config
 from autotune.records.options import SweepOptions
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.table import TableError
+from autotune.runners.recorded import TableError
 from autotune.space import build_space
 from autotune.task.source import TaskSource
-from autotune.tuning.sweep import Progress, sweep
+from autotune.techniques import complete
+from autotune.tuning.sweep import Progress, _run, sweep
 from tests.arithmetic import has_arithmetic
+from tests.closed_form import ClosedFormRunner
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 GRID = {"batch_size": (4, 12), "amp": ("off", "bf16"), "optimizer_impl": ("default",), "checkpoint_segments": (0,)}
@@ -115,3 +120,18 @@ def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_choice_outside_the_space_is_refused_with_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"batch_size=5 cannot be swept.*possible: 1, 2, 3, 4"):
         sweep(TaskSource.of(TINY), options(tmp_path, grid={"batch_size": (5,)}), lambda progress: None)
+
+
+class Crowded(ClosedFormRunner):
+    """Others hold the memory of its first probe."""
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = super().outcome_of(config, settings)
+        return Outcome(kind=Kind.OOM, crowded=True) if len(self.configs) == 1 else outcome
+
+
+def test_a_probe_whose_memory_others_held_is_run_once_more() -> None:
+    runner = Crowded()
+    config = complete({"batch_size": 4}, global_batch=96)
+    assert _run(runner, config, ProbeSettings(memory_limit_bytes=None)).ok
+    assert runner.configs == [config, config]

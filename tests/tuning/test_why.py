@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
+from autotune.records.front import front_of
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import DeviceUse
 from autotune.records.trial import Trial
 from autotune.study import figures
 from autotune.tuning import why
@@ -55,12 +57,12 @@ def test_an_effect_that_was_not_isolated_is_not_invented():
 
 def test_the_front_leaves_out_what_is_not_feasible():
     probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
-    assert [measured.config["batch_size"] for measured in why.front(why.figures(probes, ()))] == [4, 8]
+    assert [measured.config["batch_size"] for measured in front_of(why.figures(probes, ()).values())] == [4, 8]
 
 
-def limiting(answer, *others, **changes):
+def limiting(answer, *others, use=None, **changes):
     own = probed(answer, 100, **changes)
-    return why.limiting(answer, own.outcome.measurement, [own, *others], OBJECTIVE)
+    return why.limiting(answer, own.outcome.measurement, [own, *others], OBJECTIVE, use)
 
 
 PHASES = {"data": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.1}
@@ -93,6 +95,21 @@ def test_compute_is_the_limit_otherwise_and_only_what_was_tried_is_claimed():
     assert "a larger batch was not faster" in limiting(config(8), probed(config(16), 99), phases_s=PHASES)
 
 
+@pytest.mark.parametrize(
+    ("flops_share", "bandwidth_share", "resource"),
+    [(0.8, 0.3, "Compute"), (0.3, 0.8, "Memory bandwidth"), (0.4, 0.45, "Compute"), (0.05, 0.1, "Overhead")],
+)
+def test_the_limit_is_the_resource_that_a_step_comes_near_to(flops_share, bandwidth_share, resource):
+    use = DeviceUse(
+        arithmetic="fp32",
+        flops_per_s=1e9,
+        flops_share=flops_share,
+        bytes_per_s=1e9,
+        bandwidth_share=bandwidth_share,
+    )
+    assert limiting(config(8), use=use, phases_s=PHASES).startswith(resource)
+
+
 def test_an_idle_gpu_is_named():
     assert limiting(config(8), phases_s=PHASES, telemetry={"gpu_utilization": 40.0}).startswith("Launching work")
 
@@ -100,6 +117,11 @@ def test_an_idle_gpu_is_named():
 def test_when_nothing_fits_it_is_said_by_how_much():
     text = why.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
     assert "300 MiB more" in text and "--memory-limit" in text and "--study NAME" in text
+
+
+def test_when_nothing_was_tried_that_is_said():
+    text = why.no_fit([], 1000 * MIB)
+    assert "no config was tried" in text and "--budget" in text and "out of memory" not in text
 
 
 def test_when_everything_needs_the_headroom_the_least_need_is_said():
@@ -116,7 +138,7 @@ def test_the_play_offs_figures_replace_a_single_probes():
     confirmed = figures.measured(config(4), [probed(config(4), 130, 400).outcome] * 5)
     known = why.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
     assert known[config(4)].samples_per_s == pytest.approx(130)
-    assert [measured.config["batch_size"] for measured in why.front(known)] == [4]
+    assert [measured.config["batch_size"] for measured in front_of(known.values())] == [4]
 
 
 def test_what_failed_in_a_play_off_is_not_among_the_figures():

@@ -1,0 +1,294 @@
+"""Measures a device in seconds: rates of arithmetic by type, memory bandwidth, launching, copying, allocating.
+
+A child process tells each figure as it has it. What takes too long ends the child, and another one goes on with the next
+figure: emulated arithmetic is a hundred times slower, and a hanging kernel cannot be stopped otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autotune.devices.base import Device
+from autotune.errors import DeviceError
+from autotune.records.calibration import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, Rate
+from autotune.records.device import DeviceInfo
+from autotune.units import MIB, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+TOTAL_S = 3.0  # of measuring; a context on a GPU, and what libraries do once, come before
+STEP_S = 0.3  # until the next figure, or the next size of it, is told: the child is killed then
+START_S = 20.0  # likewise until the child is ready
+RUN_S = 0.02  # a size is measured if a run of it is expected to take no longer
+TIMED_S = 0.02  # of runs, the best of which counts
+WARM_S = 0.1  # of work before, in which a GPU raises its clock
+MATMUL_ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 1024, 2048, 4096, 8192)}
+CHANNELS = {"cpu": (16, 32, 64, 128, 256), "cuda": (32, 64, 128, 256)}
+IMAGES = {"cpu": (2, 16), "cuda": (32, 56)}  # how many, and their rows and columns
+COPIED_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
+ALLOCATED_BYTES = 32 * MIB
+NUM_LAUNCHES = 1000
+FP8_CAPABILITY = (8, 9)
+# of the environment: these change a device's arithmetic
+VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+Message = dict[str, Any]
+Figure = Callable[[], Iterator[Message]]
+
+
+def holds_for(info: DeviceInfo) -> dict[str, str]:
+    """What a calibration of the device holds for, here and now."""
+    known = {
+        "device": f"{info.name} {info.model}",
+        "driver": info.driver,
+        "torch": info.torch_version,
+        "power_limit": f"{info.power_limit_w:.0f} W" if info.power_limit_w else "",
+        "threads": str(info.num_threads or ""),
+    }
+    return {**known, **{name: os.environ[name] for name in VARIABLES if name in os.environ}}
+
+
+def measure(device: Device) -> Calibration:
+    """Measure the device, for little more than `TOTAL_S`. What fails is missing, with the reason.
+
+    This process must hold one thread and no CUDA context: it forks.
+
+    Raises:
+        DeviceError: the device cannot be used at all.
+    """
+    info = device.info()
+    figures = _figures(device, info)
+    found: dict[str, list[Message]] = {name: [] for name in figures}
+    failures: dict[str, str] = {}
+    left, measured_s = list(figures), 0.0
+    while left and measured_s < TOTAL_S:
+        began_s = math.inf
+        for message in _told_by_child(device, {name: figures[name] for name in left}, TOTAL_S - measured_s):
+            if "ready" in message:
+                began_s = time.monotonic()
+            elif "unusable" in message:
+                raise DeviceError(message["unusable"])
+            elif "ended" in message:
+                failures[left.pop(0)] = message["why"]
+            else:
+                found[left[0]].append(message)
+        if began_s == math.inf:
+            break
+        measured_s += time.monotonic() - began_s
+        if left and measured_s < TOTAL_S:
+            if left[0] not in failures:  # the machine may have been busy: once more, at the end
+                left.append(left[0])
+                found[left[0]].clear()
+            failures[left.pop(0)] = f"no answer within {format_seconds(STEP_S)}"
+    values = {name: messages[0]["value"] for name, messages in found.items() if messages and "value" in messages[0]}
+    return Calibration(
+        rates=tuple(_rate(name, found[name], failures[name]) for name in failures if " " in name),
+        **values,
+        of=holds_for(info),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        wall_s=measured_s,
+    )
+
+
+def _rate(name: str, steps: list[Message], failure: str) -> Rate:
+    work, arithmetic = name.split()
+    sizes, rates = tuple(step["size"] for step in steps), tuple(step["flops_per_s"] for step in steps)
+    return Rate(work=work, arithmetic=arithmetic, sizes=sizes, flops_per_s=rates, failure=failure)
+
+
+def _told_by_child(device: Device, figures: Mapping[str, Figure], most_s: float) -> Iterator[Message]:
+    """What a child tells of the figures, until it has ended or is killed: no figure in time, or `most_s` seconds are over."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _measure_in_child(device, figures, writer)
+    os.close(writer)
+    unread, wait_s, end_s = b"", START_S, math.inf
+    try:
+        while select.select([reader], [], [], max(0.0, wait_s))[0] and (data := os.read(reader, 65536)):
+            if end_s == math.inf:
+                end_s = time.monotonic() + most_s
+            *lines, unread = (unread + data).split(b"\n")
+            yield from map(json.loads, lines)
+            wait_s = min(STEP_S, end_s - time.monotonic())
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int) -> NoReturn:
+    def tell(message: Message) -> None:
+        os.write(writer, json.dumps(message).encode() + b"\n")
+
+    try:
+        device.enter()
+        _warm_up(device)
+        tell({"ready": True})
+        for figure in figures.values():
+            why = ""
+            try:
+                for message in figure():
+                    tell(message)
+            except Exception as error:  # a type that this torch, or this device, does not have
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            tell({"ended": True, "why": why})
+    except Exception as error:  # before the first figure
+        tell({"unusable": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"})
+    finally:
+        os._exit(0)
+
+
+def _warm_up(device: Device) -> None:
+    started_s = time.monotonic()
+    smallest = (
+        _matmul(device, FP32, MATMUL_ROWS[device.kind][0]),
+        _convolution(device, FP32, CHANNELS[device.kind][0]),
+    )
+    for run, _ in smallest:
+        run()
+    while device.kind == "cuda" and time.monotonic() < started_s + WARM_S:
+        smallest[0][0]()
+        device.synchronize()
+
+
+def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
+    """What there is to measure, the most telling first."""
+    on_gpu = device.kind == "cuda"
+    rows, channels = MATMUL_ROWS[device.kind], CHANNELS[device.kind]
+    figures: dict[str, Figure] = {}
+    for arithmetic in (FP32, BF16, FP16):
+        figures[f"{MATMUL} {arithmetic}"] = partial(_rising, device, partial(_matmul, device, arithmetic), rows)
+        figures[f"{CONVOLUTION} {arithmetic}"] = partial(
+            _rising, device, partial(_convolution, device, arithmetic), channels
+        )
+        if arithmetic == FP32:
+            figures["bytes_per_s"] = partial(_copying, device)
+            figures["launch_s"] = partial(_launching, device)
+            figures["allocation_s"] = partial(_allocating, device)
+    if on_gpu:
+        figures["host_to_device_bytes_per_s"] = partial(_uploading, device)
+        figures[f"{MATMUL} {TF32}"] = partial(_rising, device, partial(_matmul, device, TF32), rows)
+    if on_gpu and info.capability >= FP8_CAPABILITY:
+        figures[f"{MATMUL} {FP8}"] = partial(_rising, device, partial(_fp8_matmul, device), rows)
+    return figures
+
+
+Work = tuple[Callable[[], object], float]  # a run of it, and its FLOPs
+
+
+def _rising(device: Device, made: Callable[[int], Work], sizes: tuple[int, ...]) -> Iterator[Message]:
+    """The rate at each size, as long as the next one is expected to take no longer than `RUN_S`."""
+    took_s = before = 0.0
+    for size in sizes:
+        run, flops = made(size)
+        if before and took_s * flops / before > RUN_S:
+            return
+        took_s, before = _best_s(device, run), flops
+        yield {"size": size, "flops_per_s": flops / took_s}
+
+
+def _best_s(device: Device, run: Callable[[], object]) -> float:
+    """Seconds of the fastest of several runs: whatever else the machine does only makes them slower."""
+    best_s, started_s, num_runs = math.inf, time.perf_counter(), 0
+    device.synchronize()
+    while num_runs < 2 or time.perf_counter() < started_s + TIMED_S:
+        before_s = time.perf_counter()
+        run()
+        device.synchronize()
+        best_s, num_runs = min(best_s, time.perf_counter() - before_s), num_runs + 1
+    return best_s
+
+
+def _type(arithmetic: str) -> torch.dtype:
+    import torch
+
+    return {BF16: torch.bfloat16, FP16: torch.float16}.get(arithmetic, torch.float32)
+
+
+def _matmul(device: Device, arithmetic: str, rows: int) -> Work:
+    """A product of square matrices."""
+    import torch
+
+    torch.set_float32_matmul_precision("high" if arithmetic == TF32 else "highest")
+    matrix = torch.randn(rows, rows, device=device.torch_device).to(_type(arithmetic))  # ones would spare a GPU power
+    return lambda: matrix @ matrix, 2.0 * rows**3
+
+
+def _fp8_matmul(device: Device, rows: int) -> Work:
+    """A product of square matrices in `float8_e4m3fn`, scaled by one number each, with a result in bf16."""
+    import torch
+
+    matrix = torch.randn(rows, rows, device=device.torch_device).to(torch.float8_e4m3fn)
+    scale = torch.ones((), device=device.torch_device)
+    multiply = partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    return lambda: multiply(matrix, matrix.t()), 2.0 * rows**3
+
+
+def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
+    """A 3x3 convolution with its backward pass, as training runs it: three times the FLOPs of the forward pass."""
+    import torch
+
+    number, rows = IMAGES[device.kind]
+    shape = (number, channels, rows, rows)
+    images, weight, gradient = (
+        torch.randn(shape, device=device.torch_device).to(_type(arithmetic))
+        for shape in (shape, (channels, channels, 3, 3), shape)
+    )
+    images.requires_grad_()
+    weight.requires_grad_()
+
+    def run() -> None:
+        result = torch.nn.functional.conv2d(images, weight, padding=1)
+        torch.autograd.grad(result, (images, weight), gradient)
+
+    return run, 3 * 2.0 * number * rows**2 * channels**2 * 9
+
+
+def _copying(device: Device) -> Iterator[Message]:
+    import torch
+
+    source = torch.ones(COPIED_BYTES[device.kind], dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    yield {"value": 2 * source.numel() / _best_s(device, lambda: target.copy_(source))}
+
+
+def _launching(device: Device) -> Iterator[Message]:
+    import torch
+
+    number = torch.ones((), device=device.torch_device)
+
+    def run() -> None:
+        for _ in range(NUM_LAUNCHES):
+            number.add_(1)
+
+    yield {"value": _best_s(device, run) / NUM_LAUNCHES}
+
+
+def _allocating(device: Device) -> Iterator[Message]:
+    import torch
+
+    yield {
+        "value": _best_s(device, lambda: torch.empty(ALLOCATED_BYTES, dtype=torch.uint8, device=device.torch_device))
+    }
+
+
+def _uploading(device: Device) -> Iterator[Message]:
+    import torch
+
+    source = torch.ones(COPIED_BYTES["cpu"], dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device=device.torch_device)
+    yield {"value": source.numel() / _best_s(device, lambda: target.copy_(source, non_blocking=True))}

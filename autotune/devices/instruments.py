@@ -1,0 +1,176 @@
+"""What NVML, or else torch, tells of one GPU: which one it is, its memory, who uses it, what slows it down. Creates no context."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+
+from autotune.devices import nvml, procfs
+from autotune.devices.asked import AskedGpu, ask_torch, describe
+from autotune.devices.base import Telemetry
+from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
+from autotune.units import format_bytes, plural
+
+_SUSTAINED = "power cap"  # a large GPU is at it whenever it works hard: that is its speed
+
+
+class Instruments:
+    """Reads one GPU.
+
+    Args:
+        index: position among the devices that CUDA_VISIBLE_DEVICES leaves, in CUDA's order.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._name = f"cuda:{index}"
+        self._matches: dict[bool, nvml.Gpu] = {}  # by whether this process had a context
+
+    def info(self) -> DeviceInfo:
+        """Describe the GPU now.
+
+        Raises:
+            DeviceError: it is not there, or the driver does not answer.
+        """
+        connection = nvml.connect()
+        if isinstance(connection, str):
+            return self._info_from_torch(connection)
+        gpu = self._gpu(connection)
+        memory = connection.memory(gpu)
+        if memory is None:  # a GPU that shares the machine's memory
+            return self._info_from_torch("its driver does not report its memory")
+        used_bytes, total_bytes = memory
+        return DeviceInfo(
+            name=self._name,
+            model=gpu.name,
+            total_bytes=total_bytes,
+            free_bytes=max(0, total_bytes - used_bytes),
+            driver=connection.driver(),
+            capability=connection.capability(gpu),
+            torch_version=metadata.version("torch"),
+            power_limit_w=connection.power_limit_w(gpu),
+            notes=self._notes(gpu),
+        )
+
+    def telemetry(self) -> Telemetry:
+        """Read the instruments now; empty if the driver does not answer."""
+        if (found := self._found()) is None:
+            return Telemetry()
+        connection, gpu = found
+        telemetry = connection.telemetry(gpu, without=_own_processes())
+        if has_context() and self.booked_bytes()[0] is None:
+            # process numbers of another namespace: one of these may be this process itself
+            telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
+        return telemetry
+
+    def used_bytes(self) -> int | None:
+        """Memory in use on the card by all processes. Before there is a context, only NVML can tell."""
+        if (found := self._found()) is not None and (memory := found[0].memory(found[1])) is not None:
+            return memory[0]
+        if not has_context():
+            return None
+        free_bytes, total_bytes = sys.modules["torch"].cuda.mem_get_info(self._index)
+        return int(total_bytes - free_bytes)
+
+    def booked_bytes(self) -> tuple[int | None, bool]:
+        """Memory that the driver attributes to this process, None if it does not say, and whether it lists more processes than one."""
+        booked = {} if (found := self._found()) is None else found[0].used_by_process(found[1])
+        return booked.get(os.getpid()), len(booked) > 1
+
+    def contention(self, since_us: int) -> float:
+        """Share of the GPU's time that other processes took since then; 0 if the driver cannot tell.
+
+        It can where this process itself is among those whose time it counts: else one of the others may be this process.
+
+        Args:
+            since_us: microseconds since the epoch.
+        """
+        if (found := self._found()) is None:
+            return 0.0
+        own, shares = _own_processes(), found[0].utilization_by_process(found[1], since_us)
+        if own.isdisjoint(shares):
+            return 0.0
+        return min(1.0, sum(share for pid, share in shares.items() if pid not in own))
+
+    def slowdowns(self) -> tuple[str, ...]:
+        """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
+        if (found := self._found()) is None:
+            return ()
+        return tuple(reason for reason in found[0].throttle_reasons(found[1]) if reason != _SUSTAINED)
+
+    def _found(self) -> tuple[nvml.Nvml, nvml.Gpu] | None:
+        """NVML and this GPU in it; None where it cannot be read."""
+        connection = nvml.connect()
+        try:
+            return None if isinstance(connection, str) else (connection, self._gpu(connection))
+        except DeviceError:
+            return None
+
+    def _gpu(self, connection: nvml.Nvml) -> nvml.Gpu:
+        """This GPU in NVML: the one that CUDA names by its UUID, once there is a context, else the one at its place.
+
+        NVML knows the order of the bus; CUDA numbers the fastest first, so unlike GPUs are asked for before.
+        """
+        certain = has_context()
+        if certain not in self._matches:
+            self._matches[certain] = self._match(connection, certain)
+        return self._matches[certain]
+
+    def _match(self, connection: nvml.Nvml, certain: bool) -> nvml.Gpu:
+        visible = connection.visible_gpus()
+        placed = visible[self._index] if self._index < len(visible) else None
+        asked = self._asked() if certain or connection.differ() else None
+        if asked is not None and asked.uuid:
+            named = [gpu for gpu in (*visible, *connection.boards()) if asked.uuid in gpu.uuids]
+            if named and placed not in named:
+                return named[0]
+        if placed is None:
+            raise DeviceError(
+                f"{self._name} is not there: the driver shows {plural(len(visible), 'GPU')}; check CUDA_VISIBLE_DEVICES"
+            )
+        return placed
+
+    def _asked(self) -> AskedGpu | None:
+        """This GPU as torch describes it: here, where there is a context, else in another process."""
+        if has_context():
+            return describe(sys.modules["torch"], self._index)
+        gpus = ask_torch().gpus
+        return gpus[self._index] if self._index < len(gpus) else None
+
+    def _info_from_torch(self, why: str) -> DeviceInfo:
+        """What torch itself tells, asked in another process unless this one has a context."""
+        if (asked := self._asked()) is None:
+            raise DeviceError(f"{self._name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
+        return DeviceInfo(
+            name=self._name,
+            model=asked.name,
+            total_bytes=asked.total_bytes,
+            free_bytes=asked.free_bytes,
+            capability=asked.capability,
+            torch_version=metadata.version("torch"),
+            notes=(f"{self._name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
+        )
+
+    def _notes(self, gpu: nvml.Gpu) -> tuple[str, ...]:
+        notes = []
+        if others := self.telemetry().processes:
+            held_bytes = sum(used_bytes for _, used_bytes, _ in others)
+            names = ", ".join(sorted({name for _, _, name in others if name})) or "names unknown"
+            number = f"{len(others)} other process{'es hold' if len(others) > 1 else ' holds'}"
+            notes.append(f"{number} {format_bytes(held_bytes)} of {self._name} ({names}); they disturb the timing")
+        if gpu.is_mig:
+            notes.append(
+                f"{self._name} is a MIG instance ({gpu.name}): temperature and power are those of the whole GPU"
+            )
+        return tuple(notes)
+
+
+def has_context() -> bool:
+    """Whether this process uses CUDA through torch."""
+    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
+
+
+def _own_processes() -> frozenset[int]:
+    return frozenset((os.getpid(), *procfs.descendants()))

@@ -1,0 +1,104 @@
+"""What small training runs find out, by the same way as a search's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune import techniques
+from autotune.devices.selftest import Facts
+from autotune.devices.targets import target_of
+from autotune.errors import AutotuneError
+from autotune.predict.memory import MemoryModel
+from autotune.records.calibration import Calibration
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.space import build_space
+from autotune.task import Task
+from autotune.task.source import TaskSource
+
+if TYPE_CHECKING:
+    import torch
+
+PATIENCE_S = 20.0  # for one job
+
+
+def _perceptron() -> torch.nn.Module:
+    from torch import nn
+
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU())]
+    return nn.Sequential(*hidden, nn.Linear(1024, 10))
+
+
+def _convolutions() -> torch.nn.Module:
+    from torch import nn
+
+    blocks = [
+        layer for width in (3, 32, 32) for layer in (nn.Conv2d(width, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+    ]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def _transformer() -> torch.nn.Module:
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True)
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Flatten(), nn.Linear(64 * 256, 10)
+    )
+
+
+def _batches(*shape: int) -> Callable[[int], Any]:
+    def make_batch(number: int) -> Any:
+        import torch
+
+        return torch.randn(number, *shape), torch.randint(0, 10, (number,))
+
+    return make_batch
+
+
+TASKS = (
+    Task(name="perceptron", build_model=_perceptron, make_batch=_batches(1024), baseline={"batch_size": 256}),
+    Task(name="convolutions", build_model=_convolutions, make_batch=_batches(3, 48, 48), baseline={"batch_size": 32}),
+    Task(name="transformer", build_model=_transformer, make_batch=_batches(64, 256), baseline={"batch_size": 16}),
+)
+
+
+def trained(task: Task, device: str) -> Facts:
+    """Inspect, predict and probe a task; the first one twice, with the device's calibration."""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="autotune-") as folder,
+            LocalRunner(TaskSource.of(task), device=device, logs=Path(folder)) as runner,
+        ):
+            return _facts_of(task, runner)
+    except AutotuneError as error:
+        return {"failure": str(error)}
+
+
+def _facts_of(task: Task, runner: LocalRunner) -> Facts:
+    info = runner.device()
+    facts: Facts = {"notes": runner.notes}
+    if task is TASKS[0]:
+        calibration = runner.calibrate()
+        facts["calibration"] = asdict(calibration)
+        facts["calibrated"] = isinstance(calibration, Calibration)
+    inspection = runner.inspect(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S)
+    if not isinstance(inspection, Inspection):
+        return {**facts, "failure": f"a training step failed: {inspection.cause}"}
+    config = techniques.complete(inspection.baseline)
+    settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=PATIENCE_S)
+    outcomes = [runner.probe(config, settings) for _ in range(2 if task is TASKS[0] else 1)]
+    if bad := next((outcome for outcome in outcomes if outcome.kind is not Kind.OK), None):
+        return {**facts, "failure": f"a probe ended with {bad.kind}: {bad.cause}"}
+    traces = runner.trace([config], target_of(info), PATIENCE_S)
+    space, _ = build_space(inspection, fix={}, include=(), exclude=())
+    estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
+    measured = [asdict(outcome.measurement) for outcome in outcomes if outcome.measurement]
+    predicted = None if estimate is None else (estimate.peak_bytes, estimate.low_bytes, estimate.high_bytes)
+    return {**facts, "measured": measured, "predicted": predicted, "untraced": list(traces.failures.values())}

@@ -1,0 +1,245 @@
+"""What the facts of a check mean for a search: pure functions, one an assumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from autotune.devices.selftest import Facts
+from autotune.units import GIB, MIB, format_bytes, format_seconds
+
+LIMIT_SHARE = 0.1  # how far below its limit memory may end: fragments, the last block
+BOOKS_SHARE = 0.05
+EQUAL_SPEED, EQUAL_PEAK = 0.1, 0.05  # between two equal probes
+CLOCK_SHARE = 0.1
+
+
+class State(StrEnum):
+    """What came of a check."""
+
+    OK = "ok"
+    BROKEN = "broken"
+    UNAVAILABLE = "unavailable"
+
+
+Verdict = tuple[State, str, str]  # what was found, and what it means for a search; no meaning where all is well
+Judge = Callable[[Facts], Verdict]
+
+
+def judge_driver(facts: Facts) -> Verdict:
+    """NVML answers."""
+    if "why_none" in facts:
+        meaning = "without a GPU nothing is missing; with one, other processes, heat and free memory cannot be seen"
+        return State.UNAVAILABLE, facts["why_none"], meaning
+    return State.OK, f"driver {facts['driver']}, {len(facts['boards'])} visible", ""
+
+
+def judge_limit(facts: Facts) -> Verdict:
+    """Memory ends at the limit, not before and not behind it."""
+    limit_bytes, held_bytes = (
+        facts["limit_bytes"],
+        facts.get("held_bytes", facts["start_bytes"] + facts["allocated_bytes"]),
+    )
+    said = f"memory ended at {format_bytes(held_bytes)} of {format_bytes(limit_bytes)}"
+    if not facts["error"]:
+        found = (
+            f"{format_bytes(facts['allocated_bytes'])} could be allocated within a limit of {format_bytes(limit_bytes)}"
+        )
+        return (
+            State.BROKEN,
+            found,
+            "configs that do not fit would run, or fill the device: give a --memory-limit well below it",
+        )
+    if facts["crowded"]:
+        return State.UNAVAILABLE, f"{said}: other processes hold the rest", "end them, and run this again"
+    if held_bytes > limit_bytes + facts["block_bytes"]:
+        return State.BROKEN, said, "configs may need more memory than a search says: leave a larger --headroom"
+    if held_bytes + facts["attempted_bytes"] < limit_bytes * (1 - LIMIT_SHARE):
+        return State.BROKEN, said, "configs that fit would be taken for too large"
+    return State.OK, said, ""
+
+
+def judge_recognition(facts: Facts) -> Verdict:
+    """Running out of memory is recognised as that."""
+    if not facts["error"]:
+        return State.UNAVAILABLE, "memory did not end", "see the memory limit"
+    if facts["recognised"]:
+        return State.OK, f"told from other errors by: {facts['error'][:80]}", ""
+    return (
+        State.BROKEN,
+        f"not recognised: {facts['error']}",
+        "too large configs would count as errors, and others be tried in vain",
+    )
+
+
+def judge_other_error(facts: Facts) -> Verdict:
+    """Another error is not taken for a lack of memory."""
+    if facts["error"] and not facts["recognised"]:
+        return State.OK, "shapes that do not match are no lack of memory", ""
+    return State.BROKEN, f"taken for a lack of memory: {facts['error']}", "errors of your code would be hidden"
+
+
+def judge_peak(facts: Facts) -> Verdict:
+    """The peak grows by what is allocated, and keeps it."""
+    expected, grown = facts["allocated_bytes"], facts["grown_bytes"]
+    said = f"{format_bytes(expected)} allocated, {format_bytes(grown)} seen, {format_bytes(facts['kept_bytes'])} kept in the peak"
+    right = all(abs(seen - expected) <= BOOKS_SHARE * expected + 8 * MIB for seen in (grown, facts["kept_bytes"]))
+    return (State.OK, said, "") if right else (State.BROKEN, said, "peaks are told wrongly: leave a larger --headroom")
+
+
+def judge_books(facts: Facts) -> Verdict:
+    """The driver books on this process what it holds."""
+    if "booked_bytes" not in facts:
+        return State.UNAVAILABLE, "a CPU's memory is the kernel's own figure", ""
+    booked, peak = facts["booked_bytes"], facts["peak_bytes"]
+    if booked is None or booked < facts["allocated_bytes"]:
+        said = "the driver does not book this process's memory (a container, WSL)"
+        return (
+            State.UNAVAILABLE,
+            said,
+            "what lies outside torch's allocator is taken from the growth of the whole card's use",
+        )
+    said = f"{format_bytes(booked)} booked, a peak of {format_bytes(peak)}"
+    if abs(booked - peak) <= BOOKS_SHARE * peak + 32 * MIB:
+        return State.OK, said, ""
+    return State.BROKEN, said, "peaks are told wrongly: leave a larger --headroom"
+
+
+def judge_release(facts: Facts) -> Verdict:
+    """The device has a killed process's memory back at once."""
+    if "why" in facts:
+        return State.UNAVAILABLE, facts["why"], ""
+    half = facts["held_bytes"] / 2
+    if facts["while_bytes"] < facts["before_bytes"] + half:
+        return State.UNAVAILABLE, "other processes' memory changes too much to tell", "run it on a quieter machine"
+    if facts["after_bytes"] > facts["before_bytes"] + half:
+        said = f"{format_bytes(facts['held_bytes'])} were not back after {format_seconds(facts['released_s'])}"
+        return State.BROKEN, said, "each probe would find less memory than the one before"
+    return State.OK, f"{format_bytes(facts['held_bytes'])} back {format_seconds(facts['released_s'])} after a kill", ""
+
+
+def judge_clock(facts: Facts) -> Verdict:
+    """The wall clock, read when the device is done, agrees with the device's own."""
+    said = f"{format_seconds(facts['wall_s'])} by the clock, {format_seconds(facts['device_s'])} by the GPU's events"
+    if abs(facts["wall_s"] / facts["device_s"] - 1) <= CLOCK_SHARE:
+        return State.OK, said, ""
+    return (
+        State.BROKEN,
+        said,
+        "speeds are told wrongly: the machine starts work late, or waits for other things than the GPU",
+    )
+
+
+def judge_page_locked(facts: Facts) -> Verdict:
+    """Copies from page-locked memory are faster."""
+    slow, fast = facts["pageable_bytes_per_s"], facts["pinned_bytes_per_s"]
+    said = f"{fast / GIB:.1f} GiB/s from page-locked memory, {slow / GIB:.1f} from other"
+    return (State.OK, said, "") if fast > slow else (State.BROKEN, said, "page-locked batches gain nothing here")
+
+
+def judge_workers(facts: Facts) -> Verdict:
+    """Data can be loaded in processes of their own."""
+    right = facts["sum"] == facts["expected"]
+    return (
+        (State.OK, "two workers loaded all samples", "")
+        if right
+        else (State.BROKEN, "samples were lost", "do not use data workers")
+    )
+
+
+def judge_fork(facts: Facts) -> Verdict:
+    """Probes are forked from a process that has imported torch."""
+    if facts["notes"]:
+        return State.BROKEN, "; ".join(facts["notes"]), "each probe takes seconds longer to start"
+    return State.OK, "a probe starts from a process that has imported torch, and uses no device", ""
+
+
+def judge_equal(facts: Facts) -> Verdict:
+    """Two equal probes agree."""
+    (first, second) = facts["measured"]
+    speeds = sorted(measured["samples_per_s"] for measured in (first, second))
+    peaks = sorted(measured["peak_bytes"] for measured in (first, second))
+    faster, larger = speeds[1] / speeds[0] - 1, peaks[1] / peaks[0] - 1
+    said = f"two equal probes differ by {faster:.1%} in speed and by {larger:.1%} in memory"
+    if any(measured["disturbances"] for measured in (first, second)):
+        return State.UNAVAILABLE, f"{said}, while others work on the machine", "run it on a quieter machine"
+    if larger > EQUAL_PEAK:
+        return State.BROKEN, said, "memory is told less surely than a search says: leave a larger --headroom"
+    if faster > EQUAL_SPEED:
+        return (
+            State.BROKEN,
+            said,
+            "small gains cannot be told from noise: give a larger --budget, or quieten the machine",
+        )
+    return State.OK, said, ""
+
+
+def judge_quiet(facts: Facts) -> Verdict:
+    """Nobody else works on the device."""
+    said = sorted({text for measured in facts["measured"] for text in measured["disturbances"]})
+    if said:
+        return State.UNAVAILABLE, "; ".join(said), "disturbed probes are run again, and small gains stay unknown"
+    return State.OK, "nothing disturbed the probes", ""
+
+
+def judge_calibration(facts: Facts) -> Verdict:
+    """The device can be measured."""
+    if not facts["calibrated"]:
+        return (
+            State.BROKEN,
+            facts["calibration"].get("cause", ""),
+            "precisions are offered by tables instead of by their speed",
+        )
+    if not (rates := facts["calibration"]["rates"]):
+        return (
+            State.UNAVAILABLE,
+            "no rate was measured in time",
+            "precisions are offered by tables instead of by their speed",
+        )
+    best = {
+        rate["arithmetic"]: max(rate["flops_per_s"])
+        for rate in rates
+        if rate["work"] == "matmul" and rate["flops_per_s"]
+    }
+    return (
+        State.OK,
+        ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in best.items()) or f"{len(rates)} rates",
+        "",
+    )
+
+
+def judge_prediction(facts: Facts) -> Verdict:
+    """Memory is predicted before anything runs."""
+    peak = facts["measured"][0]["peak_bytes"]
+    if facts["predicted"] is None:
+        return State.UNAVAILABLE, f"not traced: {'; '.join(facts['untraced'])}", "memory is learned from probes"
+    median, low, high = facts["predicted"]
+    said = (
+        f"{format_bytes(median)} ({format_bytes(low)} to {format_bytes(high)}) predicted, {format_bytes(peak)} measured"
+    )
+    if low <= peak <= high:
+        return State.OK, said, ""
+    return (
+        State.BROKEN,
+        said,
+        "first probes may run out of memory, or be too small, until probes correct it",
+    )
+
+
+def judge_compiler(facts: Facts) -> Verdict:
+    """`torch.compile` finds what it needs."""
+    missing = "no Triton" if facts["gpu"] and not facts["triton"] else "" if facts["compiler"] else "no C++ compiler"
+    if missing:
+        return State.UNAVAILABLE, missing, "a model that calls torch.compile fails"
+    return State.OK, "what torch.compile needs is there", ""
+
+
+def judge_study(facts: Facts) -> Verdict:
+    """A study can be kept in the working directory."""
+    if facts["error"]:
+        return (
+            State.BROKEN,
+            facts["error"],
+            "nothing would be kept: run in a folder that may be written, or give --storage",
+        )
+    return State.OK, "a study can be kept in the working directory", ""

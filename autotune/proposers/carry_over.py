@@ -1,0 +1,55 @@
+"""Tries what was the best at another batch size at the best's own: techniques may need or hinder each other."""
+
+from __future__ import annotations
+
+from autotune import techniques
+from autotune.proposers.cost_model import CostModel
+from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE
+from autotune.records.config import Config
+from autotune.records.trial import Proposal
+from autotune.study.history import History
+
+BETTER = 1.05  # than any other at that batch size: single probes differ by some per cent
+
+
+class CarryOver:
+    """A combination that won at its batch size, with a choice that the best lacks, at the best's batch size."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self._cost_model = cost_model
+
+    def propose(self, history: History) -> Proposal | None:
+        """The first of them that was not tried and is likely to fit; None when there is none."""
+        if history.best is None:
+            return None
+        best, admissible = history.best[0], history.admissible()
+        for winner in _winners(history):
+            if not _has_more(winner, best):
+                continue
+            config = history.space.complete({**winner.as_dict(), BATCH_SIZE: best.batch_size})
+            if admissible(config) and self._cost_model.is_likely_to_fit(history, config):
+                return Proposal(config=config, reason=f"it won at batch {winner.batch_size}")
+        return None
+
+
+def _winners(history: History) -> list[Config]:
+    """At each batch size the config that is clearly better than all others that ran."""
+    merits: dict[int, dict[Config, float]] = {}
+    for config, outcome in history.evidence:
+        if outcome.ok:
+            merits.setdefault(config.batch_size, {})[config] = history.objective.merit(outcome)
+    winners = []
+    for at_size in merits.values():
+        first, *others = sorted(at_size, key=lambda config: at_size[config], reverse=True)
+        if others and at_size[first] > BETTER * at_size[others[0]]:
+            winners.append(first)
+    return winners
+
+
+def _has_more(winner: Config, best: Config) -> bool:
+    """Whether the winner switches on a choice that the best lacks; taking one away is left to `UndoChanges`."""
+    return any(
+        choice != techniques.REGISTRY[name].off
+        for name, choice in winner.differences(best).items()
+        if name not in BATCH_KEYS
+    )

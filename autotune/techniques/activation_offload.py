@@ -1,0 +1,183 @@
+"""What some blocks keep for the backward pass waits in host memory instead of the GPU's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError, whole_number
+from autotune.techniques.block_chains import is_layer
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.checkpoint_segments import blocks_of, thinned
+from autotune.techniques.expectation import Expectation, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.task import Task
+
+_SMALLEST_BYTES = 64 * 1024  # smaller tensors cost more to move than they are worth
+
+
+class ActivationOffload(Technique):
+    """Saved-tensor hooks around n of the blocks, evenly spread.
+
+    On a GPU the copy to page-locked host memory runs on a stream of its own, beside the forward pass. The copy back is
+    queued where the backward pass needs it.
+    """
+
+    name: ClassVar[str] = "activation_offload"
+    summary: ClassVar[str] = "blocks keep their activations in host memory: less on the GPU, copies over the bus"
+    listed_choices: ClassVar[str] = "0 to the number of blocks"
+    applies: ClassVar[str] = "repeated blocks on a GPU, without `checkpoint_segments`"
+    off: ClassVar[Choice] = 0
+    phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 40
+    ordered: ClassVar[bool] = True
+    keeps_random_masks: ClassVar[bool] = True
+
+    def support(self, setting: Setting) -> Support:
+        """0 to the number of blocks on CUDA, thinned when there are many."""
+        if setting.device.kind != "cuda":
+            return Support(choices=(0,), reason="on a CPU the host's memory is the device's")
+        try:
+            blocks = _blocks(setting.task, setting.model)
+        except UnsupportedError as error:
+            return Support(choices=(0,), reason=str(error))
+        return Support(choices=(0, *thinned(len(blocks))))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the blocks."""
+        blocks, number = _blocks(build.task, build.model), int(choice)
+        if reason := _why_not_beside(build.config):
+            raise UnsupportedError(f"activation_offload={choice}: {reason}")
+        if number > len(blocks):
+            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
+        store = _Store(build.device.torch_device)
+        for index in range(number):
+            block = blocks[index * len(blocks) // number]
+            block.forward = _Offloaded(block, store)
+
+    def label(self, choice: Choice) -> str:
+        """`2 blocks offloaded`, `nothing offloaded`."""
+        return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
+
+    def is_redundant(self, config: Config) -> bool:
+        """Recomputed blocks have next to nothing to offload."""
+        return bool(_why_not_beside(config))
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """Every block offloaded; nothing of this where blocks can be recomputed, which saves as much and needs no bus."""
+        return None
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """The bus is slower than recomputing in many models and faster in some."""
+        share = int(choice) / max(int(other) for other in choices)
+        moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
+        return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: how long a tensor is still on the device depends on the speed of the copy."""
+        return "how much is on its way to host memory at the peak is not traced"
+
+    def validate(self, choice: Any) -> Choice:
+        """An integer of at least 0."""
+        return whole_number(choice, 0)
+
+
+def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [block for block in blocks_of(task, model).blocks if not is_layer(block)]
+
+
+def _why_not_beside(config: Config) -> str:
+    return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
+
+
+class _Offloaded:
+    """The forward of a block. An object, so that a deep copy of the model refers to its own blocks."""
+
+    def __init__(self, module: torch.nn.Module, store: _Store) -> None:
+        self.module = module
+        self.store = store
+        self.original = vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        call = self.original or type(self.module).forward.__get__(self.module)
+        if not (self.module.training and torch.is_grad_enabled()):
+            return call(*args, **kwargs)
+        stays = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
+        # An input of three layers is kept once. A storage that is gone keeps its number as long as the weak reference to it
+        # lives; the address of its data may be another's soon.
+        seen: dict[Any, tuple[StorageWeakRef, _Moved]] = {}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.layout is not torch.strided:
+                return tensor
+            storage = tensor.untyped_storage()
+            if tensor.nbytes < _SMALLEST_BYTES or storage.data_ptr() in stays or tensor.device != self.store.device:
+                return tensor
+            ref = StorageWeakRef(storage)
+            place = (ref.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+            if place not in seen:
+                seen[place] = ref, self.store.move(tensor)
+            return seen[place][1]
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.back() if isinstance(packed, _Moved) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return call(*args, **kwargs)
+
+
+class _Store:
+    """Moves tensors to host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Store:
+        return self  # a stream cannot be copied, and need not be
+
+    def move(self, tensor: torch.Tensor) -> _Moved:
+        """Begin to copy a tensor to the host."""
+        import torch
+
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
+        if self.stream is None:
+            return _Moved(host.copy_(tensor), self.device, None)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self.stream)  # its memory is not given away before it is copied
+            return _Moved(host, self.device, self.stream.record_event())
+
+
+class _Moved:
+    """A tensor in host memory."""
+
+    def __init__(self, host: torch.Tensor, device: torch.device, copied: torch.cuda.Event | None) -> None:
+        self.host = host
+        self.device = device
+        self.copied = copied
+        self.present: Any = lambda: None  # a weak reference to the copy on the device, while anybody has it
+
+    def back(self) -> torch.Tensor:
+        """The tensor on the device."""
+        import torch
+
+        found: torch.Tensor | None = self.present()
+        if found is None:
+            if self.copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(self.copied)
+            found = self.host.to(self.device, non_blocking=True, copy=True)
+            self.present = weakref.ref(found)
+        return found

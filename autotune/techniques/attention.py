@@ -1,0 +1,195 @@
+"""Which kernel computes attention: torch's own choice among its fused ones, or another that is preferred to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, one_of
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+_BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+_CHOICES = ("default", "sdpa", *_BACKENDS, "math")
+# torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
+_CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
+_TAKE_NO_MASK = ("flash",)
+_FUSED = ("flash", "mem_efficient", "cudnn")  # as the process-wide switches call them
+
+
+class Attention(Technique):
+    """The kernel of `scaled_dot_product_attention`, for the whole process, and a Hugging Face model's `attn_implementation`.
+
+    A kernel is preferred, not prescribed: where it cannot be used (a mask, a type), torch takes the next one. The settings
+    are the process's and no context around the forward pass, since recomputation in the backward pass must use them, too.
+    """
+
+    name: ClassVar[str] = "attention"
+    summary: ClassVar[str] = "which kernel computes attention; `sdpa` in place of a model's own softmax of all scores"
+    listed_choices: ClassVar[str] = "`default` `sdpa` `flash` `efficient` `cudnn` `math`"
+    applies: ClassVar[str] = (
+        "`sdpa`: Hugging Face models with eager attention; kernels: `scaled_dot_product_attention` on GPUs "
+        "(on CPUs, and `math`: if included)"
+    )
+    off: ClassVar[Choice] = "default"
+    phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 5
+    likely: ClassVar[tuple[Choice, ...]] = ("sdpa",)
+
+    def support(self, setting: Setting) -> Support:
+        """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
+        if eager := _eager(setting.model):
+            _set_implementation(eager, "sdpa")  # raises where the model has no such implementation
+            _set_implementation(eager, "eager")
+            return Support(choices=("default", "sdpa"))
+        masked = _calls(setting)
+        if not masked:
+            return Support(choices=("default",), reason="the model does not call scaled_dot_product_attention")
+        if setting.device.kind != "cuda":
+            reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
+            return Support(choices=("default",), optional=("math",), reason=reason)
+        capability = setting.device.info().capability
+        present = _preferred()
+        refused = {name: _refusal(name, capability, present, masked) for name in _BACKENDS}
+        left_out = [f"{name}: {why}" for name, why in refused.items() if why]
+        left_out.append("math: it keeps the scores of all pairs, and is slower")
+        usable = (name for name, why in refused.items() if not why)
+        return Support(choices=("default", *usable), optional=("math",), reason="; ".join(left_out))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Set the process's preference, or the model's implementation."""
+        import torch
+
+        if choice == "sdpa":
+            _set_implementation(_eager(build.model), "sdpa")
+        elif choice == "math":
+            for kernel in _FUSED:
+                _switch(kernel)(False)
+        else:
+            first = _number(str(choice))
+            others = [number for number in torch._C._get_sdp_priority_order() if number != first]
+            torch._C._set_sdp_priority_order([first, *others])
+            _switch({"efficient": "mem_efficient"}.get(str(choice), str(choice)))(True)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put order and switches of the kernels back."""
+        import torch
+
+        order = torch._C._get_sdp_priority_order()
+        switched = {kernel: _is_on(kernel) for kernel in _FUSED}
+        try:
+            yield
+        finally:
+            torch._C._set_sdp_priority_order(order)
+            for kernel, on in switched.items():
+                _switch(kernel)(on)
+
+    def label(self, choice: Choice) -> str:
+        """`flash attention`."""
+        return f"{choice} attention"
+
+    def is_redundant(self, config: Config) -> bool:
+        """In fp32 GPUs have one fused kernel, which torch takes anyway."""
+        return config[self.name] in _BACKENDS and config["amp"] == "off"
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Fused kernels are near each other; without one the scores of all pairs are written, read and kept."""
+        if choice == "sdpa":
+            return Expectation(compute=Factor(typical=0.88, spread=1.2), activations=Factor(typical=0.75, spread=1.4))
+        if choice == "math":
+            return Expectation(compute=Factor(typical=1.2, spread=1.4), activations=Factor(typical=1.4, spread=1.5))
+        return Expectation(compute=Factor(spread=1.1), activations=Factor(spread=1.03), untraced=Factor(spread=1.2))
+
+    def traced_as(self, choice: Choice) -> Choice:
+        """The fused kernels keep the same: their result and a figure for each row of scores."""
+        return self.off if choice in _BACKENDS else choice
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not, for `math` on a GPU: tracing stands for the fused kernels there."""
+        return (
+            "what attention in single steps keeps on a GPU is not traced"
+            if (choice, device_kind) == ("math", "cuda")
+            else ""
+        )
+
+    def validate(self, choice: Any) -> Choice:
+        """One of `default`, `sdpa`, `flash`, `efficient`, `cudnn`, `math`."""
+        return one_of(choice, _CHOICES)
+
+
+def _eager(model: torch.nn.Module) -> list[Any]:
+    """The Hugging Face models in `model`, itself included, that compute attention in single steps."""
+    configured = ((module, getattr(module, "config", None)) for module in model.modules())
+    return [
+        module
+        for module, config in configured
+        if hasattr(module, "set_attn_implementation") and getattr(config, "_attn_implementation", "") == "eager"
+    ]
+
+
+def _set_implementation(models: Sequence[Any], implementation: str) -> None:
+    for model in models:
+        model.set_attn_implementation(implementation)
+
+
+def _calls(setting: Setting) -> list[bool]:
+    """Whether each call of `scaled_dot_product_attention` in a forward pass has a mask."""
+    from torch.nn import functional
+    from torch.overrides import TorchFunctionMode
+
+    masked: list[bool] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function is functional.scaled_dot_product_attention:
+                masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
+            return function(*args, **kwargs)
+
+    with Watch():
+        setting.task.loss(setting.model, setting.fresh_batch())
+    return masked
+
+
+def _refusal(name: str, capability: tuple[int, int], present: int, masked: Sequence[bool]) -> str:
+    """Why a kernel is not worth preferring; empty where it is."""
+    least = _CAPABILITY[name]
+    if capability < least:
+        return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
+    if name in _TAKE_NO_MASK and all(masked):
+        return "it takes no mask, and every call of the model has one"
+    if _number(name) == present:
+        return "torch prefers it anyway"
+    return ""
+
+
+def _number(name: str) -> int:
+    """torch's number of a kernel."""
+    from torch.nn.attention import SDPBackend
+
+    return int(SDPBackend.__members__[_BACKENDS[name]].value)
+
+
+def _preferred() -> int:
+    import torch
+
+    return int(torch._C._get_sdp_priority_order()[0])
+
+
+def _is_on(kernel: str) -> bool:
+    import torch
+
+    return bool(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
+
+
+def _switch(kernel: str) -> Callable[[bool], None]:
+    import torch
+
+    return cast("Callable[[bool], None]", getattr(torch.backends.cuda, f"enable_{kernel}_sdp"))

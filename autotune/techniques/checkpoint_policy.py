@@ -1,0 +1,129 @@
+"""What recomputed blocks keep all the same: nothing but their input, or also what is costly to compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.checkpoint_segments import CheckpointSegments, blocks_of
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.recomputed import Recomputed
+
+if TYPE_CHECKING:
+    import torch
+
+_CHOICES = ("full", "selective")
+# operators of torch.ops.aten: on each device those that it has
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+class CheckpointPolicy(Technique):
+    """`create_selective_checkpoint_contexts` around each recomputed block."""
+
+    name: ClassVar[str] = "checkpoint_policy"
+    summary: ClassVar[str] = "recomputed blocks keep matrix products and attention: less computing, more memory"
+    listed_choices: ClassVar[str] = "`full` `selective`"
+    applies: ClassVar[str] = "with `checkpoint_segments`, on GPUs (CPUs: if included)"
+    off: ClassVar[Choice] = "full"
+    phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 35  # what is recomputed is known then
+    keeps_random_masks: ClassVar[bool] = True
+
+    def support(self, setting: Setting) -> Support:
+        """It applies to models with blocks to recompute that do not change what they keep in place."""
+        try:
+            blocks_of(setting.task, setting.model)
+        except UnsupportedError as error:
+            return Support(choices=("full",), reason=str(error))
+        if setting.device.kind == "cpu":
+            reason = "fewer checkpoint segments give about the same on a CPU"
+            return Support(choices=("full",), optional=("selective",), reason=reason)
+        self._try(setting)
+        return Support(choices=_CHOICES)
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let every recomputed block keep the results of costly operators."""
+        for recomputed in _recomputed(build.model):
+            recomputed.keep = _contexts
+
+    def _try(self, setting: Setting) -> None:
+        """Take a step with every block recomputed. Raises where a block changes in place what is kept, for example."""
+        import torch
+
+        model = setting.model
+        forwards = {module: vars(module).get("forward") for module in model.modules()}
+        build = Build(task=setting.task, device=setting.device, config=Config(tuple(setting.baseline.items())))
+        build.model = model
+        try:
+            CheckpointSegments().apply(build, len(blocks_of(setting.task, model).blocks))
+            self.apply(build, "selective")
+            torch.autograd.backward(setting.task.loss(model, setting.fresh_batch()))
+        finally:
+            for module, forward in forwards.items():
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
+            model.zero_grad(set_to_none=True)
+
+    def label(self, choice: Choice) -> str:
+        """`selective checkpointing`."""
+        return f"{choice} checkpointing"
+
+    def is_redundant(self, config: Config) -> bool:
+        """Without recomputation it does nothing."""
+        return config["checkpoint_segments"] == 0
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Most of a forward pass is matrix products, and about half of what it keeps."""
+        again = Factor(typical=0.87, spread=1.08)
+        return Expectation(compute=again, launch=Factor(spread=1.1), activations=Factor(typical=1.5, spread=1.4))
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: traces of recomputation are put together from blocks that keep all or nothing."""
+        return "what a recomputed block keeps in part is not traced"
+
+    def validate(self, choice: Any) -> Choice:
+        """`full` or `selective`."""
+        return one_of(choice, _CHOICES)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return first, again
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep products, and attention without dropout.
+
+    An operator that draws random numbers runs again: were its result kept, those after it would draw other numbers than
+    in the first pass.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy as Policy
+
+    name = operator.name().removeprefix("aten::").partition(".")[0]
+    kept = name in _PRODUCTS or (name in _ATTENTION and not _dropout(operator, args, kwargs))
+    return Policy.MUST_SAVE if kept else Policy.PREFER_RECOMPUTE
+
+
+def _dropout(operator: Any, args: Sequence[Any], kwargs: Any) -> float:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return float(given.get("dropout_p", 0.0))
+
+
+def _recomputed(model: torch.nn.Module) -> list[Recomputed]:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, Recomputed)]

@@ -1,0 +1,205 @@
+"""`torch.compile`: the model's repeated blocks, or the model as a whole, as fused kernels made for its shapes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.block_chains import is_layer
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.checkpoint_segments import blocks_of
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import ACCELERATE, TRANSFORMERS, Table, Words
+
+if TYPE_CHECKING:
+    import torch
+BACKEND = "inductor"
+_CHOICES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
+_TRITON_CAPABILITY = (7, 0)
+_SETUP_S = {"default": 90.0, "reduce-overhead": 90.0, "max-autotune-no-cudagraphs": 300.0}
+
+
+class Compile(Technique):
+    """`torch.compile` of each repeated block, one compilation for all that are alike, else of the whole model.
+
+    Only the instances' `forward` is replaced: classes, parameter names and the state dict stay as they are. Recomputation
+    wraps the compiled forward.
+    """
+
+    name: ClassVar[str] = "compile"
+    summary: ClassVar[str] = (
+        "`torch.compile`, block by block where blocks repeat: faster steps after minutes of compiling"
+    )
+    listed_choices: ClassVar[str] = "`off` `default` `reduce-overhead` `max-autotune-no-cudagraphs`"
+    applies: ClassVar[str] = "if included: GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`)"
+    off: ClassVar[Choice] = "off"
+    phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 25  # what is recomputed is the compiled block
+    likely: ClassVar[tuple[Choice, ...]] = ("default",)
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Table(
+            {
+                "off": {"torch_compile": False},
+                **{c: {"torch_compile": True, "torch_compile_mode": c} for c in _CHOICES if c != "off"},
+            }
+        ),
+        ACCELERATE: Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
+    }
+
+    @property
+    def reaches_into_step(self) -> bool:
+        """A compiled block is called as it was before, by whatever step."""
+        return False
+
+    def support(self, setting: Setting) -> Support:
+        """What the device's compiler can do; all of it only if included."""
+        on_cpu = setting.device.kind == "cpu"
+        if reason := _no_compiler() if on_cpu else _no_triton(setting.device.info().capability):
+            return Support(choices=("off",), reason=reason)
+        possible = ("default",) if on_cpu else _CHOICES[1:]
+        reason = "compiling takes up to minutes for each combination, which a search does not weigh yet"
+        return Support(choices=("off",), optional=possible, reason=reason)
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the blocks, or of the model, by a compiled one."""
+        import torch
+
+        if reason := _why_not_beside(build.config):
+            raise UnsupportedError(f"compile={choice}: {reason}")
+        compiled: dict[Any, Any] = {}
+        regions = _regions(build)
+        limits = torch._dynamo.config
+        # Blocks that print the same may still differ in what they compute, and past the limit would not be compiled.
+        limits.cache_size_limit = max(limits.cache_size_limit, 4 * len(regions))
+        for module in regions:
+            kind = _kind(module)
+            if kind not in compiled:
+                mode = str(choice) if BACKEND == "inductor" else None
+                compiled[kind] = torch.compile(_own_copy(type(module).forward), backend=BACKEND, mode=mode)
+            module.forward = _Compiled(module, compiled[kind])
+        if choice == "reduce-overhead":
+            build.batch_transforms.append(_begin_step)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the limit of compilations back. What nobody has imported yet, which takes seconds, has no limit to keep."""
+        config: Any = sys.modules.get("torch._dynamo.config")
+        before = config.cache_size_limit if config is not None else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                config.cache_size_limit = before
+
+    def label(self, choice: Choice) -> str:
+        """`compiled`, `compiled (reduce-overhead)`, `not compiled`."""
+        if choice == self.off:
+            return "not compiled"
+        return "compiled" if choice == "default" else f"compiled ({choice})"
+
+    def is_redundant(self, config: Config) -> bool:
+        """It cannot be combined with what looks at single operators."""
+        return bool(_why_not_beside(config))
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""
+        return Expectation(
+            compute=Factor(typical=0.88, spread=1.2),
+            launch=Factor(typical=0.4 if choice == "reduce-overhead" else 0.7, spread=1.6),
+            activations=Factor(typical=0.85, spread=1.25),
+            untraced=Factor(spread=3.0),
+            setup_s=_SETUP_S[str(choice)],
+        )
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: the compiler decides what is kept for the backward pass."""
+        return "what compiled code keeps for the backward pass is decided when it is compiled"
+
+    def validate(self, choice: Any) -> Choice:
+        """One of `off`, `default`, `reduce-overhead`, `max-autotune-no-cudagraphs`."""
+        return one_of(choice, _CHOICES)
+
+
+class _Compiled:
+    """A module's compiled forward. An object, so that a deep copy of the model computes with its own parameters."""
+
+    def __init__(self, module: torch.nn.Module, function: Any) -> None:
+        self.module = module
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
+
+
+def _regions(build: Build) -> list[torch.nn.Module]:
+    """The blocks that repeat or are recomputed; the model itself where there are none. A replaced forward stays as it is."""
+    try:
+        blocks = [block for block in blocks_of(build.task, build.model).blocks if not is_layer(block)]
+    except UnsupportedError:
+        blocks = []
+    repeated = len(set(map(_kind, blocks))) < len(blocks)
+    in_pieces = repeated or (blocks and build.config["checkpoint_segments"])
+    return [module for module in (blocks if in_pieces else [build.model]) if "forward" not in vars(module)]
+
+
+def _kind(module: torch.nn.Module) -> tuple[str, ...]:
+    """What two modules have in common that one compilation serves: everything that they print, parameters' types included."""
+    parameters = (f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters())
+    return (f"{type(module).__module__}.{module!r}", *parameters)
+
+
+def _own_copy(function: Any) -> Any:
+    """The function with a code object of its own, by which the compiler counts and finds what it has compiled.
+
+    Else blocks that differ share a limit of few compilations, and the rest of them would silently not be compiled.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _begin_step(batch: Any) -> Any:
+    """Tell CUDA graphs that what the step before returned may be overwritten."""
+    import torch
+
+    torch.compiler.cudagraph_mark_step_begin()
+    return batch
+
+
+def _no_compiler() -> str:
+    command = os.environ.get("CXX", "g++")
+    if shutil.which(command) is None:
+        return (
+            f"torch.compile needs a C++ compiler on a CPU, and there is no {command}; install one, or name one in CXX"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"torch.compile needs Python's headers on a CPU, and there is no {header}; install python3-dev"
+    return ""
+
+
+def _no_triton(capability: tuple[int, int]) -> str:
+    if find_spec("triton") is None:
+        return "torch.compile needs triton on a GPU, which is not installed"
+    if capability < _TRITON_CAPABILITY:
+        return f"torch.compile needs compute capability 7.0, this GPU has {capability[0]}.{capability[1]}"
+    return ""
+
+
+def _why_not_beside(config: Config) -> str:
+    selective = config["checkpoint_policy"] != "full"
+    return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""

@@ -1,0 +1,63 @@
+"""cuDNN tries its convolution kernels on the first batches and keeps the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import LIGHTNING, Argument, Words
+
+
+class CudnnBenchmark(Technique):
+    """`torch.backends.cudnn.benchmark`, for the whole process."""
+
+    name: ClassVar[str] = "cudnn_benchmark"
+    summary: ClassVar[str] = "the fastest convolution kernels are found by trying: often faster, may take more memory"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "convolutions on a GPU"
+    off: ClassVar[Choice] = False
+    phase: ClassVar[Phase] = Phase.PROCESS
+    order: ClassVar[int] = 20
+    keeps_random_masks: ClassVar[bool] = True
+    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    frameworks: ClassVar[Mapping[str, Words]] = {LIGHTNING: Argument("benchmark")}
+
+    def support(self, setting: Setting) -> Support:
+        """It applies to models with convolutions on CUDA, unless the model file switches it on already."""
+        import torch
+        from torch.nn.modules.conv import _ConvNd
+
+        if setting.device.kind != "cuda":
+            return Support(choices=(False,), reason="cuDNN exists on NVIDIA GPUs only")
+        if not any(isinstance(module, _ConvNd) for module in setting.model.modules()):
+            return Support(choices=(False,), reason="the model has no convolution")
+        if torch.backends.cudnn.benchmark:
+            return Support(choices=(False,), reason="the model file switches it on itself")
+        return Support(choices=(False, True))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Switch it on for the rest of the process."""
+        import torch
+
+        torch.backends.cudnn.benchmark = True
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the switch back."""
+        import torch
+
+        before = torch.backends.cudnn.benchmark
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Faster where cuDNN's guess was poor. The workspaces of the fastest kernels cannot be foreseen."""
+        return Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))

@@ -1,0 +1,136 @@
+"""The next batch is copied to the GPU, on a stream of its own, while the present one is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DevicePrefetch(Technique):
+    """The session's loader yields batches that are on the device already, or on their way there."""
+
+    name: ClassVar[str] = "device_prefetch"
+    summary: ClassVar[str] = "the next batch is copied while the GPU computes: hides the copy, holds one batch more"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "with a dataset, without accumulation, on a GPU"
+    off: ClassVar[Choice] = False
+    phase: ClassVar[Phase] = Phase.LOADER
+    order: ClassVar[int] = 25
+    keeps_random_masks: ClassVar[bool] = True
+
+    def support(self, setting: Setting) -> Support:
+        """It applies to tasks with a dataset on CUDA."""
+        if setting.device.kind != "cuda":
+            return Support(choices=(False,), reason="there is no copy to a GPU to hide")
+        if setting.task.dataset() is None:
+            return Support(choices=(False,), reason="the task has no train_dataset, so nothing is loaded")
+        return Support(choices=(False, True))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let the loader run one micro batch ahead."""
+        if reason := _why_not_beside(build.config):
+            raise UnsupportedError(f"device_prefetch: {reason}")
+        on_gpu = build.device.kind == "cuda"
+        copier = _OnSideStream(build.device.torch_device) if on_gpu else _Copier(build.device.torch_device)
+        build.batch_streams.append(partial(ahead, copier))
+
+    def is_redundant(self, config: Config) -> bool:
+        """It is not combined with accumulation."""
+        return bool(_why_not_beside(config))
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Training waits less for the copy; one batch more is on the device."""
+        return Expectation(
+            launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
+        )
+
+
+def _why_not_beside(config: Config) -> str:
+    accumulates = config.accumulation_steps > 1
+    return "all micro batches of a step would be on the device at once" if accumulates else ""
+
+
+def ahead(copier: _Copier, batches: Iterator[Any]) -> Iterator[Any]:
+    """Each batch on the device; the copy of the next one has begun when it is yielded."""
+    coming: list[Callable[[], Any]] = []
+    for batch in batches:
+        coming.append(copier.begin(batch))
+        if len(coming) > 1:
+            yield coming.pop(0)()
+    for arrive in coming:
+        yield arrive()
+
+
+class _Copier:
+    """Copies in the order of all other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to copy a batch. What is returned gives the copy, for the work that is queued after it."""
+        from autotune.task.batches import to_device
+
+        copied = to_device(batch, self.device)
+        return lambda: copied
+
+
+class _OnSideStream(_Copier):
+    """Copies on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to copy a batch beside what the device computes."""
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            copied = super().begin(batch)()
+            done = self.stream.record_event()
+
+        def arrive() -> Any:
+            present = torch.cuda.current_stream(self.device)
+            present.wait_event(done)
+            for tensor in memory_on("cuda", copied):
+                tensor.record_stream(present)  # else its memory could be given away while the step still reads it
+            return copied
+
+        return arrive
+
+
+def memory_on(kind: str, batch: Any) -> Iterator[torch.Tensor]:
+    """The strided tensors of a batch on that kind of device, those inside sparse and jagged ones included."""
+    from autotune.task.batches import tensors
+
+    for tensor in tensors(batch):
+        if tensor.device.type == kind:
+            yield from _strided(tensor)
+
+
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    import torch
+
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout is torch.jagged:
+        yield from (tensor.offsets(), tensor.values())  # type: ignore[attr-defined]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

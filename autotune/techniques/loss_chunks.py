@@ -1,0 +1,132 @@
+"""The scores of a large vocabulary are computed a few rows at a time, together with their loss and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.techniques.tensors.scores import Use
+
+_FEWEST_CLASSES = 4096  # with fewer, the scores are no large part of what a model keeps
+
+
+class LossChunks(Technique):
+    """A large last layer gives scores that are computed when `cross_entropy` asks for them, in pieces.
+
+    The gradient is computed with the loss, so that nothing is computed twice and no piece outlives it.
+    """
+
+    name: ClassVar[str] = "loss_chunks"
+    summary: ClassVar[str] = "scores of a large vocabulary in pieces, gradient included: never held as a whole"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "if included: `Linear` layers of 4096 outputs or more straight into `cross_entropy`"
+    off: ClassVar[Choice] = False
+    phase: ClassVar[Phase] = Phase.MODEL
+    order: ClassVar[int] = 50
+    keeps_random_masks: ClassVar[bool] = True
+    likely: ClassVar[tuple[Choice, ...]] = (True,)
+
+    def support(self, setting: Setting) -> Support:
+        """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
+        if not (heads := _heads(setting.model)):
+            return Support(choices=(False,), reason=f"no Linear layer has {_FEWEST_CLASSES} outputs or more")
+        try:
+            uses = _replace(heads)
+            setting.task.loss(setting.model, setting.fresh_batch())
+        finally:
+            for head in heads:
+                del head.forward
+        if not any(use.losses for use in uses):
+            return Support(choices=(False,), reason="the scores do not go straight into torch's cross_entropy")
+        on_cpu = setting.device.kind == "cpu"
+        reason = "on a CPU it saves memory, and no time" if on_cpu else "how the scores are used was seen in one batch"
+        return Support(choices=(False,), optional=(True,), reason=reason)
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
+        if reason := _why_not_beside(build.config):
+            raise UnsupportedError(f"loss_chunks: {reason}")
+        heads = _heads(build.model)
+        build.batch_transforms.append(_PutBack(heads, _replace(heads)))
+
+    def is_redundant(self, config: Config) -> bool:
+        """It is not combined with what sees no tensor of its kind, or scales the loss afterwards."""
+        return bool(_why_not_beside(config))
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """Switched on."""
+        return True if True in choices else None
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """The scores, their logarithms and their gradient are a large part of what a language model holds."""
+        return Expectation(compute=Factor(spread=1.1), activations=Factor(typical=0.6, spread=1.6))
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not."""
+        return "a loss that is computed in pieces is not traced"
+
+
+def _heads(model: torch.nn.Module) -> list[Any]:
+    import torch
+
+    return [
+        module
+        for module in model.modules()
+        if type(module) is torch.nn.Linear and module.out_features >= _FEWEST_CLASSES and "forward" not in vars(module)
+    ]
+
+
+def _replace(heads: Sequence[Any]) -> list[Use]:
+    from autotune.techniques.tensors.scores import Use
+
+    uses = [Use() for _ in heads]
+    for head, use in zip(heads, uses, strict=True):
+        head.forward = _InPieces(head, use)
+    return uses
+
+
+class _PutBack:
+    """Gives layers inside the model their forward back, between two micro batches: what is recomputed must stay the same."""
+
+    def __init__(self, heads: Sequence[Any], uses: Sequence[Use]) -> None:
+        self.pieces = list(zip(heads, uses, strict=True))
+
+    def __call__(self, batch: Any) -> Any:
+        for head, use in self.pieces:
+            if use.computed and not use.losses:
+                del head.forward
+        self.pieces = [(head, use) for head, use in self.pieces if "forward" in vars(head)]
+        return batch
+
+
+def _why_not_beside(config: Config) -> str:
+    if config["amp"] == "fp16":
+        return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
+    return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
+
+
+class _InPieces:
+    """The forward of a large layer. An object, so that a deep copy of the model refers to its own layer."""
+
+    def __init__(self, module: torch.nn.Linear, use: Use) -> None:
+        self.module = module
+        self.use = use
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
+        import torch
+
+        from autotune.techniques.tensors.scores import Scores
+
+        module = self.module
+        if not (module.training and torch.is_grad_enabled()):
+            return type(module).forward(module, input)
+        return Scores.of(input, module.weight, module.bias, self.use)

@@ -1,0 +1,121 @@
+"""Each parameter is updated as soon as its gradient is there, so that gradients are never held all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.task import Task
+
+_ALL_AT_ONCE = ("LBFGS",)  # optimizers of torch.optim whose update is not each parameter's own
+
+
+class OptimizerInBackward(Technique):
+    """`register_post_accumulate_grad_hook` on each parameter, which runs the task's own optimizer on that parameter alone.
+
+    Optimizer object, parameter groups (whose learning rate a scheduler sets) and state stay as they are. The step after
+    the backward pass then finds no gradients and does nothing.
+    """
+
+    name: ClassVar[str] = "optimizer_in_backward"
+    summary: ClassVar[str] = (
+        "parameters are updated during the backward pass: gradients are not held, more small kernels"
+    )
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = (
+        "torch's own optimizers, without accumulation, fp16 or gradient clipping; on GPUs (CPUs: if included)"
+    )
+    off: ClassVar[Choice] = False
+    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    order: ClassVar[int] = 20
+    keeps_random_masks: ClassVar[bool] = True
+    check_steps: ClassVar[int] = 3
+
+    def support(self, setting: Setting) -> Support:
+        """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""
+        if reason := _why_not(setting.task, setting.optimizer):
+            return Support(choices=(False,), reason=reason)
+        if setting.device.kind == "cpu":
+            reason = "on a CPU activations are nearly always more than the gradients that it saves"
+            return Support(choices=(False,), optional=(True,), reason=reason)
+        return Support(choices=(False, True))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Hook the update to the parameters that the optimizer has."""
+        reason = _why_not(build.task, build.optimizer) or _why_not_beside(build.config)
+        if reason:
+            raise UnsupportedError(f"optimizer_in_backward: {reason}")
+        build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
+        update = _Update(build.optimizer)
+        for group in build.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(update)
+
+    def is_redundant(self, config: Config) -> bool:
+        """What needs all gradients of a step at once cannot be combined with it."""
+        return bool(_why_not_beside(config))
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """Switched on."""
+        return True if True in choices else None
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Gradients are a quarter of Adam's state; the update is as many kernels as there are parameters."""
+        return Expectation(
+            compute=Factor(spread=1.03),
+            update=Factor(typical=1.2, spread=1.6),
+            state=Factor(typical=0.8, spread=1.1),
+        )
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: a trace of the micro batch knows no optimizer."""
+        return "gradients that are freed in the backward pass are not traced"
+
+
+class _Update:
+    """Steps an optimizer on one parameter and drops the gradient."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[self.group_of[parameter]], "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+        parameter.grad = None
+
+
+def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
+    import torch
+
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        return f"{kind.__name__} is no optimizer of torch.optim, and may need all gradients at once"
+    if kind.__name__ in _ALL_AT_ONCE:
+        return f"{kind.__name__} needs all gradients at once"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "hooks of the optimizer's steps would run once for each parameter"
+    if task.max_grad_norm is not None:
+        return "clipping by the norm of all gradients needs all of them at once"
+    return ""
+
+
+def _why_not_beside(config: Config) -> str:
+    if config.accumulation_steps > 1:
+        return "gradients that accumulate over several micro batches must be kept"
+    return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""

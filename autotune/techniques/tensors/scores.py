@@ -1,0 +1,231 @@
+"""Scores of a large vocabulary that are not computed before their loss is asked for, and then a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+CHUNK_BYTES = 32 * 2**20  # of scores that are there at once
+_T = torch.Tensor
+_FACTS = {_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.__len__} | {
+    getattr(_T, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "grad_fn")
+}
+_VIEWS: set[Callable[..., Any]] = {_T.transpose, _T.permute, _T.movedim, _T.unsqueeze, _T.squeeze, _T.__getitem__}
+_RESHAPES = {_T.view, _T.reshape, _T.flatten, torch.flatten, torch.reshape}
+# what would be done to a copy and lost; so would any function whose name ends like `mul_`
+_OF_THE_TENSOR_ITSELF = {_T.data_ptr, _T.__setitem__, _T.register_hook, _T.retain_grad}
+
+
+@dataclass
+class Use:
+    """What became of a layer's scores.
+
+    Attributes:
+        losses: cross entropies that were computed in pieces.
+        computed: times that the scores were asked for as an ordinary tensor.
+    """
+
+    losses: int = 0
+    computed: int = 0
+
+
+class Scores(_T):
+    """`functional.linear(hidden, weight, bias)`, row by row, not computed.
+
+    It can be cut, turned and reshaped, as long as the scores of a row stay together, and given to `cross_entropy`. Whatever
+    else is done with it computes it.
+
+    Args:
+        hidden: (number of rows, width).
+        rows: which row of `hidden` is where.
+        dim: the dimension of the scores among those of `rows`.
+        dtype: of the scores.
+        use: is told what becomes of them.
+    """
+
+    def __new__(
+        cls, hidden: _T, weight: _T, bias: _T | None, rows: _T, dim: int, dtype: torch.dtype, use: Use
+    ) -> Scores:
+        """The tensor, without memory of its own."""
+        made: Scores = _NotComputed.apply(hidden, weight, bias, rows, dim, dtype)  # type: ignore[no-untyped-call]
+        made.parts = hidden, weight, bias
+        made.rows, made.row_dim, made.use = rows, dim, use
+        return made
+
+    parts: tuple[_T, _T, _T | None]
+    rows: _T
+    row_dim: int
+    use: Use
+
+    @classmethod
+    def of(cls, hidden: _T, weight: _T, bias: _T | None, use: Use) -> Scores:
+        """The scores of a layer's input."""
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):  # they may be computed where it no longer is
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        rows = torch.arange(hidden.shape[:-1].numel(), device=hidden.device).view(hidden.shape[:-1])
+        return cls(hidden.flatten(0, -2), weight, bias, rows, rows.dim(), hidden.dtype, use)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What is known of them is told, what can be put off is put off, and the rest is computed."""
+        kwargs = kwargs or {}
+        if function in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if function in _OF_THE_TENSOR_ITSELF or (name.endswith("_") and not name.endswith("__")):
+            raise _refused(function)
+        found = None
+        if args and isinstance(args[0], Scores):
+            scores, rest = args[0], args[1:]
+            if function is functional.cross_entropy:
+                found = scores._loss(*rest, **kwargs)
+            elif function in _VIEWS or function in _RESHAPES:
+                found = scores._moved(function, rest, kwargs)
+            elif function is _T.contiguous and not rest:
+                found = scores
+            elif function is _T.float or (function is _T.to and len(rest) == 1 and isinstance(rest[0], torch.dtype)):
+                found = scores._like(scores.rows, scores.row_dim, rest[0] if rest else torch.float32)
+        if found is not None:
+            return found
+        computed = tree_map(
+            lambda value: value.computed() if isinstance(value, Scores) else value, (args, dict(kwargs))
+        )
+        return function(*computed[0], **computed[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What did not come through `__torch_function__` would lose the gradient."""
+        raise _refused(function)
+
+    def computed(self) -> _T:
+        """As an ordinary tensor."""
+        self.use.computed += 1
+        hidden, weight, bias = self.parts
+        rows = functional.linear(hidden[self.rows.flatten()], weight, bias).to(self.dtype)
+        return rows.view(*self.rows.shape, -1).movedim(-1, self.row_dim)
+
+    def _like(self, rows: _T, dim: int, dtype: torch.dtype) -> Scores:
+        return Scores(*self.parts, rows, dim, dtype, self.use)
+
+    def _moved(self, function: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores | None:
+        """What a view of the scores is: the same is done to the rows' numbers, repeated for every score without memory."""
+        rows = self.rows.contiguous() if function in _RESHAPES else self.rows
+        number = self.parts[1].shape[0]
+        repeated = rows.unsqueeze(self.row_dim).expand(self.shape)
+        try:
+            moved = function(repeated, *rest, **kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return None  # the same error comes of the computed scores
+        if moved.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+            return None
+        for dim, (size, stride) in enumerate(zip(moved.shape, moved.stride(), strict=True)):
+            if size == number and stride == 0:
+                return self._like(moved.select(dim, 0), dim, self.dtype)
+        return None
+
+    def _loss(
+        self,
+        target: _T,
+        weight: _T | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> _T | None:
+        """Their cross entropy; None where it has to be computed from all of them at once."""
+        per_class = target.is_floating_point() or self.row_dim != min(1, self.dim() - 1)
+        if per_class or size_average is not None or reduce is not None or reduction == "none":
+            return None
+        rows, targets = self.rows.flatten(), target.flatten()
+        options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        self.use.losses += 1
+        loss: _T = _LossInPieces.apply(*self.parts, rows, targets, self.dtype, options)  # type: ignore[no-untyped-call]
+        if reduction == "sum":
+            return loss
+        counted = targets != ignore_index
+        return loss / (counted.sum() if weight is None else weight[targets[counted]].sum())
+
+
+def _refused(function: Any) -> TypeError:
+    return TypeError(f"{function} takes no scores that are computed in pieces; leave loss_chunks out")
+
+
+class _NotComputed(torch.autograd.Function):
+    """The scores as a node of the graph, for a custom function that takes them and returns their gradient."""
+
+    @staticmethod
+    def forward(context: Any, hidden: _T, weight: _T, bias: _T | None, rows: _T, dim: int, dtype: torch.dtype) -> Any:
+        """A tensor without memory. What its gradient needs is no activation, which hooks would pack for each view."""
+        context.hidden, context.weight, context.rows, context.dim = hidden.detach(), weight.detach(), rows, dim
+        shape = [*rows.shape[:dim], weight.shape[0], *rows.shape[dim:]]
+        return _T._make_wrapper_subclass(Scores, shape, dtype=dtype, device=hidden.device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: _T) -> Any:
+        """Those of a linear layer, in the type of its weight."""
+        hidden, weight, rows = context.hidden, context.weight, context.rows.flatten()
+        of_rows = gradient.movedim(context.dim, -1).flatten(0, -2).to(weight.dtype)
+        of_hidden = torch.zeros_like(hidden).index_add_(0, rows, (of_rows @ weight).to(hidden.dtype))
+        of_weight = of_rows.T @ hidden[rows].to(weight.dtype)
+        of_bias = of_rows.sum(0) if context.needs_input_grad[2] else None
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+class _LossInPieces(torch.autograd.Function):
+    """The sum of the rows' cross entropies. The gradient is computed with it, while the scores are there."""
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: _T, weight: _T, bias: _T | None, rows: _T, targets: _T, dtype: Any, options: Any
+    ) -> _T:
+        """Rows in pieces of at most `CHUNK_BYTES` in fp32."""
+        inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+        wanted = [tensor.requires_grad for tensor in inputs]
+        # a row's gradient is found in one piece; the layer's is a sum over all
+        types = [hidden.dtype, *(torch.promote_types(tensor.dtype, torch.float32) for tensor in inputs[1:])]
+        totals = [
+            torch.zeros_like(tensor, dtype=kind) if want else None
+            for tensor, kind, want in zip(inputs, types, wanted, strict=True)
+        ]
+        layer = [tensor.detach().requires_grad_(want) for tensor, want in zip(inputs[1:], wanted[1:], strict=True)]
+        size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        losses = []
+        for these, labels in zip(rows.split(size), targets.split(size), strict=True):
+            piece = hidden.detach()[these].requires_grad_(wanted[0])
+            with torch.enable_grad():
+                scores = functional.linear(piece, *layer).to(dtype)
+                loss = functional.cross_entropy(scores, labels, reduction="sum", **options)
+            of = [tensor for tensor in (piece, *layer) if tensor.requires_grad]
+            found = iter(torch.autograd.grad(loss, of))
+            for number, total in enumerate(totals):
+                if total is not None and number == 0:
+                    total.index_add_(0, these, next(found))
+                elif total is not None:
+                    total += next(found)
+            losses.append(loss.detach())
+        context.save_for_backward(*(total for total in totals if total is not None))
+        context.types = [tensor.dtype if want else None for tensor, want in zip(inputs, wanted, strict=True)]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: _T) -> Any:
+        """The gradients that were found, times the loss's own."""
+        saved = iter(context.saved_tensors)
+        found = [None if kind is None else (next(saved) * gradient).to(kind) for kind in context.types]
+        return (*found, *[None] * (7 - len(found)))

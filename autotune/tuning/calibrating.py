@@ -1,0 +1,32 @@
+"""Measures the device before the first search on it, and again when something has changed that the figures depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.devices.calibration import holds_for
+from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
+from autotune.records.device import DeviceInfo
+from autotune.records.outcome import Outcome
+from autotune.runners.runner import ProbeFault, Runner
+from autotune.study import calibrations
+
+
+def calibrated(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
+    """The calibration of the runner's device, and why there is none, or an empty text.
+
+    Args:
+        folder: of the study; calibrations of this machine are kept there.
+    """
+    path = calibrations.path_of(folder, holds_for(device)) if runner.keeps_traces else None
+    if path is not None and (kept := calibrations.kept(path)) is not None:
+        return kept, ""
+    try:
+        found = runner.calibrate()
+    except ProbeFault as fault:
+        return NOT_MEASURED, str(fault)
+    if isinstance(found, Outcome):
+        return NOT_MEASURED, found.cause
+    if path is not None and all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION)):  # else it was disturbed
+        calibrations.keep(path, found)
+    return found, ""

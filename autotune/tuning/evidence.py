@@ -1,0 +1,174 @@
+"""What the play-off's figures say of two configs: one variance for all who play, and the chances that follow from it.
+
+The logarithm of a process's figure is taken as config + round + noise, with one variance for every config. It is learned
+from all pairs of equal probes, those of the search among them. A difference then has Student's distribution (Gelman et al.,
+Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom that the pairs leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Key = Hashable
+
+PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
+PRIOR_DF = 2.0  # which weighs as much as two pairs
+LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
+NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
+SEARCH = -1  # the round that the search counts as
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The figure of a config in the search, in logarithms.
+
+    Attributes:
+        bar: below this figure it would not have been chosen to play; None where it plays whatever its figure was.
+    """
+
+    log: float
+    bar: float | None = None
+
+
+class Distribution:
+    """What is known of a logarithm: values and their weights."""
+
+    def __init__(self, values: Array, weights: Array) -> None:
+        order = np.argsort(values, axis=None)
+        self._values, weights = values.ravel()[order], weights.ravel()[order]
+        self._up_to = np.cumsum(weights) / weights.sum()
+        self.mean = float(np.average(self._values, weights=weights))
+
+    def quantile(self, share: float) -> float:
+        """The value that the logarithm is below with this chance."""
+        return float(np.interp(share, self._up_to, self._values))
+
+    def chance_below(self, value: float) -> float:
+        """The chance that the logarithm is below a value."""
+        return float(np.interp(value, self._values, self._up_to, left=0.0, right=1.0))
+
+    def ratio(self, confidence: float = 0.95) -> tuple[float, float, float]:
+        """What the logarithm stands for: expected, with an interval."""
+        tail = (1 - confidence) / 2
+        return math.exp(self.mean), math.exp(self.quantile(tail)), math.exp(self.quantile(1 - tail))
+
+
+class Evidence:
+    """Figures of configs by round, and what they say.
+
+    Args:
+        logs: logarithms of each config by round of the play-off; a config may have missed any of them.
+        searched: what the search had found of them.
+    """
+
+    def __init__(self, logs: Mapping[Key, Mapping[int, float]], searched: Mapping[Key, Searched]) -> None:
+        self._logs = {key: values for key, values in logs.items() if values}
+        self._searched = {key: found for key, found in searched.items() if key in self._logs}
+        self._place = {key: place for place, key in enumerate(self._logs)}
+        self._played = _fitted(self._logs)
+
+    @cached_property
+    def levels(self) -> dict[Key, float]:
+        """The logarithm of each config, the mood of the machine in each round taken out."""
+        return dict(zip(self._logs, self._played.levels.tolist(), strict=True))
+
+    @cached_property
+    def std(self) -> float:
+        """Between equal processes, from all pairs."""
+        return _spread_of(self._with_the_search(self._searched))[0]
+
+    def difference(self, a: Key, b: Key) -> Distribution:
+        """What is known of log `a` - log `b`.
+
+        The search's figures count as well. That of a config that plays because its figure was high counts with the
+        likelihood of a figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the
+        winner's curse, American Journal of Human Genetics 80, 2007).
+        """
+        i, j = self._place[a], self._place[b]
+        covariance = self._played.covariance
+        found = [self._searched.get(key) for key in (a, b)]
+        others = {key: seen for key, seen in self._searched.items() if None in found or key not in (a, b)}
+        std, df = _spread_of(self._with_the_search(others))
+        stds = std * np.sqrt(df / _chi_squares(df))[:, None]
+        scale = math.sqrt(max(0.0, covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]))
+        values = self._played.levels[i] - self._played.levels[j] + stds * scale * _normals()
+        first, second = found
+        if first is None or second is None:
+            return Distribution(values, np.ones_like(values))
+        return Distribution(values, _likelihood(first, second, values, math.sqrt(2) * stds))
+
+    def _with_the_search(self, searched: Mapping[Key, Searched]) -> _Fit:
+        """The play-off's figures and the search's, which count as one round more."""
+        return _fitted({k: {**v, SEARCH: searched[k].log} if k in searched else v for k, v in self._logs.items()})
+
+
+def _likelihood(first: Searched, second: Searched, difference: Array, std: Array) -> Array:
+    """Of two figures of the search, given the true difference: each had to be above its bar."""
+    from scipy.special import log_ndtr
+
+    logs = -0.5 * ((first.log - second.log - difference) / std) ** 2 - np.log(std)
+    if first.bar is not None:
+        logs -= log_ndtr((difference - (first.bar - second.log)) / std)
+    if second.bar is not None:
+        logs -= log_ndtr((first.log - second.bar - difference) / std)
+    return np.asarray(np.exp(logs - logs.max()))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Least squares of config + round.
+
+    Attributes:
+        covariance: of the levels, in units of the variance.
+        squares: what is left over, with its degrees of freedom `df`.
+    """
+
+    levels: Array
+    covariance: Array
+    squares: float
+    df: int
+
+
+def _fitted(logs: Mapping[Key, Mapping[int, float]]) -> _Fit:
+    rounds = sorted({number for values in logs.values() for number in values})
+    cells = [(i, rounds.index(n), log) for i, values in enumerate(logs.values()) for n, log in values.items()]
+    design = np.zeros((len(cells), len(logs) + len(rounds)))
+    for row, (i, n, _) in enumerate(cells):
+        design[row, i] = design[row, len(logs) + n] = 1.0
+    figures = np.array([log for _, _, log in cells])
+    inverse = np.linalg.pinv(design.T @ design, hermitian=True)
+    effects = inverse @ design.T @ figures
+    squares = float(np.sum((figures - design @ effects) ** 2))
+    num = len(logs)
+    df = len(cells) - int(np.linalg.matrix_rank(design))
+    return _Fit(effects[:num], np.asarray(inverse[:num, :num]), squares, df)
+
+
+def _spread_of(fit: _Fit) -> tuple[float, float]:
+    """The standard deviation between equal processes, and its degrees of freedom."""
+    if fit.df == 0:
+        return PRIOR_STD, PRIOR_DF
+    return max(LEAST_STD, math.sqrt(fit.squares / fit.df)), float(fit.df)
+
+
+@lru_cache(maxsize=256)
+def _chi_squares(df: float) -> Array:
+    """Quantiles of equal weight."""
+    from scipy.special import chdtri  # scipy.stats takes a second to import
+
+    return np.asarray(chdtri(df, (np.arange(SPREADS) + 0.5) / SPREADS))
+
+
+@lru_cache(maxsize=1)
+def _normals() -> Array:
+    """Quantiles of equal weight."""
+    from scipy.special import ndtri
+
+    return np.asarray(ndtri((np.arange(NORMALS) + 0.5) / NORMALS))

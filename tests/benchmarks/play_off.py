@@ -1,0 +1,202 @@
+"""Power and coverage of the play-off, over closed forms with known truths: run by `make bench-play-off`.
+
+Equal processes differ by 5, 12 or 20 %, and the whole machine by 15 % from round to round. `play-off alone` takes the best of
+eight noisy figures into a play-off with 40 % of the budget; `whole search` is `autotune search` itself, its clock a
+simulated one. With `--write` the table goes into `studies/README.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from autotune import techniques
+from autotune.records.config import Config
+from autotune.records.objective import Objective
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Measurement, Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.runners.runner import InspectJob, Job, JobResult
+from autotune.tuning import finalists
+from autotune.tuning.evidence import Searched
+from autotune.tuning.playoff import Entrant, PlayOff
+from autotune.tuning.search import search
+from tests.benchmarks.searches import write
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, measurement
+
+NOISES = (0.05, 0.12, 0.2)
+GAINS = (0.95, 1.0, 1.1, 1.2, 1.3, 1.5)  # of the best config over the baseline
+SEARCHED_GAINS = (1.0, 1.3)  # of whole searches, which take seconds each
+BUDGETS_S = (60.0, 120.0)
+MOOD = 0.15  # by which the machine as a whole differs from round to round
+WITHIN = 0.005  # of one second's samples
+OVERHEAD_S = 1.0  # of a process: start, set-up, warm-up
+SHARES = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)  # of the best config's gain, that the candidates have
+INSPECTED = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+BASELINE = techniques.complete(INSPECTED.baseline)
+SLOWER = 0.98  # of the baseline, below which a recommendation is wrong
+OBJECTIVE = Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one play-off or search found: the true gain of its answer, and of whom it told an interval."""
+
+    answer_gain: float
+    is_baseline: bool
+    told_gain: float | None
+    interval: tuple[float, float] | None
+
+    @property
+    def covers(self) -> bool:
+        """Whether the interval holds the truth."""
+        return self.interval is None or self.interval[0] <= (self.told_gain or 0.0) <= self.interval[1]
+
+
+@dataclass
+class World(ClosedFormRunner):
+    """Configs whose gains over the baseline are known, on a noisy machine with a clock of its own."""
+
+    gain: float = 1.0
+    clock_s: float = 0.0
+    mood: float = field(default=0.0)
+
+    def now_s(self) -> float:
+        return self.clock_s
+
+    def result_of(self, job: Job) -> JobResult:
+        return INSPECTED if isinstance(job, InspectJob) else super().result_of(job)
+
+    def true_gain(self, config: Config) -> float:
+        """Over the baseline: bf16 brings two thirds of the best gain, the fused optimizer a quarter, the batch the rest."""
+        parts = {"off": 0.0, "bf16": 0.67, "fp16": 0.5}[str(config["amp"])]
+        parts += 0.25 if config["optimizer_impl"] == "fused" else 0.0
+        parts += 0.08 * (1 - 4 / config.batch_size) / (1 - 4 / 96)
+        return float(self.gain**parts * (1 - 0.04 * int(config["checkpoint_segments"])))
+
+    def samples_per_s(self, config: Config) -> float:
+        return 100.0 * self.true_gain(config)
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        """Its noise does not fall with the time: processes differ."""
+        self.mood = 0.9 * self.mood + math.sqrt(1 - 0.9**2) * self._random.gauss(0, MOOD)
+        outcome = super().outcome_of(config, settings)
+        wall_s = OVERHEAD_S + settings.max_timed_s
+        if outcome.measurement is not None:
+            speed = self.samples_per_s(config) * math.exp(self.mood + self._random.gauss(0, self.noise))
+            outcome = replace(outcome, measurement=timed(config, speed, outcome.measurement.peak_bytes, settings))
+        self.clock_s += wall_s
+        return replace(outcome, wall_s=wall_s)
+
+
+def timed(config: Config, speed: float, peak_bytes: int, settings: ProbeSettings) -> Measurement:
+    """A measurement over as many seconds as the settings say."""
+    half = 1.96 * WITHIN / math.sqrt(settings.max_timed_s)
+    return replace(
+        measurement(config, speed, peak_bytes),
+        samples_per_s_low=speed * (1 - half),
+        samples_per_s_high=speed * (1 + half),
+        timed_s=settings.max_timed_s,
+    )
+
+
+def whole_search(noise: float, gain: float, budget_s: float, seed: int) -> Found:
+    """A search on a noisy machine."""
+    world = World(noise=noise, gain=gain, seed=seed)
+    options = SearchOptions(budget_s=budget_s, memory_limit_bytes=LIMIT_BYTES, seed=seed, storage="sqlite:///:memory:")
+    result = search(None, options, runner=world)
+    answer = techniques.complete(result.config)
+    told, interval = (
+        (result.config, result.speedup_ci) if result.rival is None else (result.rival.config, result.rival.speedup_ci)
+    )
+    base = world.true_gain(BASELINE)
+    return Found(
+        world.true_gain(answer) / base, answer == BASELINE, world.true_gain(techniques.complete(told)) / base, interval
+    )
+
+
+def play_off_alone(noise: float, gain: float, budget_s: float, seed: int) -> Found:
+    """The best of eight candidates by one noisy figure each, in 40 % of the budget."""
+    generator = random.Random(f"{noise} {gain} {budget_s} {seed}")
+    truth = {
+        BASELINE.replace(batch_size=size, accumulation_steps=96 // size): gain**share
+        for size, share in zip((1, 2, 3, 6, 8, 12, 16, 24), SHARES, strict=True)
+    } | {BASELINE: 1.0}
+    moods: dict[int, float] = {}
+    clock_s = 0.0
+
+    def run(config: Config, number: int) -> Outcome:
+        nonlocal clock_s
+        settings = ProbeSettings(memory_limit_bytes=LIMIT_BYTES, max_timed_s=play_off.timed_s(budget_s / 60))
+        mood = moods.setdefault(number, generator.gauss(0, MOOD))
+        speed = 100 * truth[config] * math.exp(mood + generator.gauss(0, noise))
+        clock_s += OVERHEAD_S + settings.max_timed_s
+        outcome = World().outcome_of(config, settings)
+        return replace(outcome, measurement=timed(config, speed, 2**20, settings))
+
+    found = {config: true * math.exp(generator.gauss(0, noise)) for config, true in truth.items()}
+    ranked = sorted((config for config in found if config != BASELINE), key=lambda config: -found[config])
+    playing = [config for config in ranked if found[config] >= finalists.NEAR_BEST * found[ranked[0]]][: finalists.MOST]
+    play_off = PlayOff(Entrant(BASELINE, Searched(math.log(found[BASELINE]))), run, OBJECTIVE, seed=seed)
+    for config in playing:
+        others = [other for other in ranked if other != config]
+        play_off.enter(Entrant(config, finalists.chosen(config, others, len(playing), found)))
+    standing = play_off.play(lambda round_s, number: clock_s + round_s < finalists.MAX_SHARE * budget_s)
+    assert standing is not None and standing.answer is not None
+    told, interval = standing.candidate, standing.speedup
+    return Found(
+        truth[standing.answer.config],
+        standing.answer.config == BASELINE,
+        truth[told.config] if told else None,
+        interval[1:] if interval else None,
+    )
+
+
+def table(num_alone: int, num_searches: int) -> list[str]:
+    """A Markdown table: a row for each noise, budget and gain."""
+    lines = [
+        "| noise | budget | true gain | recommended | covered | slower | recommended | covered | slower |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for noise in NOISES:
+        for budget_s in BUDGETS_S:
+            for gain in GAINS:
+                alone = [play_off_alone(noise, gain, budget_s, seed) for seed in range(num_alone)]
+                seeds = range(num_searches if gain in SEARCHED_GAINS else 0)
+                whole = [whole_search(noise, gain, budget_s, seed) for seed in seeds]
+                figures = " | ".join([*shares(alone), *shares(whole)])
+                lines.append(f"| {noise:.0%} | {budget_s:.0f} s | {gain:g}x | {figures} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+def shares(found: Sequence[Found]) -> tuple[str, str, str]:
+    """How often something but the baseline was recommended, the interval held the truth, and the answer is slower."""
+    if not found:
+        return "-", "-", "-"
+    return (
+        f"{fmean(not one.is_baseline for one in found):.0%}",
+        f"{fmean(one.covers for one in found):.1%}",
+        f"{fmean(one.answer_gain < SLOWER for one in found):.1%}",
+    )
+
+
+def main() -> None:
+    """Run, print, and write into the README if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300, help="play-offs a row")
+    parser.add_argument("--searches", type=int, default=20, help="whole searches a row")
+    parser.add_argument("--write", action="store_true", help="into the README")
+    options = parser.parse_args()
+    head = f"{options.seeds} play-offs alone (left) and {options.searches} whole searches (right) a row."
+    lines = [head, "", *table(options.seeds, options.searches)]
+    if options.write:
+        write("play-off", lines)
+
+
+if __name__ == "__main__":
+    main()

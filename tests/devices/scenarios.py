@@ -1,0 +1,156 @@
+"""Probes and whole searches over a faked card: the real device, judgement and search; training is allocations on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autotune import techniques
+from autotune.devices.cuda import CudaDevice
+from autotune.predict.traces import Traces
+from autotune.probe.measure import disturbances
+from autotune.records.calibration import NOT_MEASURED
+from autotune.records.config import Config
+from autotune.records.device import DeviceInfo
+from autotune.records.inspection import BatchSupport, Inspection
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
+from autotune.records.result import Result
+from autotune.records.settings import ProbeSettings
+from autotune.runners.instant import InstantRunner
+from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
+from autotune.runners.worker import failed_probe
+from autotune.tuning.search import search
+from autotune.units import GIB, MIB
+from tests.closed_form import inspection, measurement
+from tests.devices.fake_card import Machine
+
+MODEL_BYTES = 2 * GIB  # weights, gradients and the optimizer's state
+SAMPLE_BYTES = 750 * MIB
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192)
+
+
+def train(
+    machine: Machine,
+    limit_bytes: int,
+    batch_size: int,
+    *,
+    index: int = 0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """One probe in the process that runs: within the limit, `MODEL_BYTES` and `SAMPLE_BYTES` a sample.
+
+    Args:
+        meanwhile: happens once the limit is set, before the activations are allocated.
+    """
+    assert machine.process is not None
+    device: CudaDevice | None = None
+    config = techniques.complete({"batch_size": batch_size})
+    try:
+        opened = CudaDevice(index)
+        opened.limit_memory(limit_bytes)
+        device = opened
+        machine.process.allocate(MODEL_BYTES)
+        meanwhile()
+        activations = [machine.process.allocate(SAMPLE_BYTES) for _ in range(batch_size)]
+        device.start_measuring()
+        slowdowns = dict.fromkeys(device.slowdowns(), 10)
+        for key in activations:
+            machine.process.free(key)
+    except Exception as error:
+        return replace(failed_probe(error, device, "warmup", 0.0), wall_s=0.1)
+    speed = 1000 * batch_size / (batch_size + 8)
+    measured = measurement(config, speed, device.peak_bytes())
+    contention = device.contention()
+    counts = {name: int(value) for name, value in device.memory_detail().items() if name.startswith("num_")}
+    said = disturbances(contention, slowdowns, num_blocks=10)
+    return Outcome(
+        kind=Kind.OK, wall_s=0.1, measurement=replace(measured, contention=contention, disturbances=said, **counts)
+    )
+
+
+@dataclass
+class FakeCardRunner(InstantRunner):
+    """Each probe is a new process on the card; `before` happens before the probe of that number."""
+
+    machine: Machine
+    before: Callable[[int], None] = lambda number: None
+    index: int = 0
+    releases_in: int = 0
+
+    task_name = "faked"
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[tuple[int, Outcome]] = []
+        self.settings: list[ProbeSettings] = []
+        self._device = CudaDevice(self.index)
+        self._clock_s = 0.0
+
+    def now_s(self) -> float:
+        return self._clock_s
+
+    def device(self) -> DeviceInfo:
+        return self._device.info()
+
+    def result_of(self, job: Job) -> JobResult:
+        self._clock_s += 1.0
+        match job:
+            case CalibrateJob():
+                return NOT_MEASURED
+            case InspectJob():
+                return self._inspect()
+            case ProbeJob():
+                return self._probe(job.config, job.settings)
+            case CheckJob():
+                return NotCompared(reason="allocations on paper have no gradients")
+            case TraceJob():
+                return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), "nothing is traced"))
+
+    def _inspect(self) -> Inspection:
+        process = self.machine.process_of(self.index)
+        device = CudaDevice(self.index)
+        device.enter()
+        info, outside_bytes = device.info(), device.current_bytes()
+        process.end()
+        self.machine.process_of(self.index)
+        return inspection(
+            facts={"name": "faked", "source_hash": "abc", "warnings": [], "has_batchnorm": False},
+            device=info,
+            global_batch=None,
+            baseline=techniques.complete({"batch_size": 8}).as_dict(),
+            batch=BatchSupport(sizes=SIZES),
+            support={
+                name: t for name, t in inspection().support.items() if t.choices == (techniques.REGISTRY[name].off,)
+            }
+            | {name: replace(t, choices=t.choices[:1]) for name, t in inspection().support.items()},
+            outside_bytes=outside_bytes,
+        )
+
+    def _probe(self, config: Config, settings: ProbeSettings) -> Outcome:
+        self.machine.process_of(self.index, releases_in=self.releases_in)
+        self._device.settle()
+        self.before(len(self.outcomes))
+        assert settings.memory_limit_bytes is not None
+        self.settings.append(settings)
+        outcome = train(self.machine, settings.memory_limit_bytes, config.batch_size, index=self.index)
+        self.outcomes.append((config.batch_size, outcome))
+        self.machine.process_of(self.index, releases_in=self.releases_in)
+        return outcome
+
+    def progress(self, ticket: int) -> Progress | None:
+        return None
+
+
+def found(folder: Path, runner: FakeCardRunner, **options: object) -> Result:
+    """The result of a whole search."""
+    asked = SearchOptions(**{"budget_s": 60.0, "storage": str(folder / "faked.db"), **options})  # type: ignore[arg-type]
+    return search(None, asked, runner=runner)
+
+
+def fits(limit_bytes: int, headroom: float = 0.05) -> int:
+    """The largest batch of `SIZES` within the limit less headroom, the context included."""
+    usable = limit_bytes * (1 - headroom)
+    return max(size for size in SIZES if MODEL_BYTES + size * SAMPLE_BYTES + 420 * MIB <= usable)

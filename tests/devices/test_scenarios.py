@@ -1,0 +1,374 @@
+"""The matrix of what users' cards are like: limit, peak, contention and verdict of a probe, and the search on top.
+
+`pytest -s tests/devices/test_scenarios.py` prints it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.devices import cuda
+from autotune.devices.cuda import CudaDevice
+from autotune.errors import DeviceError
+from autotune.records.outcome import Kind, Outcome
+from autotune.tuning.why import as_error
+from autotune.units import GIB, MIB, format_bytes
+from tests.devices.fake_card import CONTEXT_BYTES, NO_NVML, Card, Machine, Neighbour
+from tests.devices.scenarios import MODEL_BYTES, SAMPLE_BYTES, FakeCardRunner, fits, found, train
+
+ALONE = MODEL_BYTES + 8 * SAMPLE_BYTES + CONTEXT_BYTES  # a probe of batch 8
+ROWS: dict[str, dict[str, str]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def printed() -> Iterator[None]:
+    yield
+    columns = list(dict.fromkeys(column for cells in ROWS.values() for column in cells))
+    rows = [["scenario", *columns], *([name, *(cells.get(c, "") for c in columns)] for name, cells in ROWS.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def tell(name: str, **cells: str) -> None:
+    ROWS.setdefault(name, {}).update({column.replace("_", " "): text for column, text in cells.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A machine, what one probe of batch 8 on it has to find, and what a search has to end with.
+
+    Attributes:
+        card: of the machine, made anew for each test.
+        limit_bytes: the default limit.
+        peak_bytes: of the probe; within `peak_error` bytes.
+        disturbed: what the probe says of its disturbances.
+        before: happens to the card before the search's probe of a number.
+        best: batch size of the search's answer.
+        num_probes_again: probes that the search ran a second time.
+    """
+
+    card: Callable[[], Card]
+    limit_bytes: int
+    peak_bytes: int = ALONE
+    contention: float = 0.0
+    disturbed: str = ""
+    before: Callable[[Card, int], None] = lambda card, number: None
+    releases_in: int = 0
+    best: int = 0
+    num_probes_again: int = 0
+    others: tuple[Card, ...] = ()
+    cuda_order: tuple[int, ...] | None = None
+    nvml_error: Exception | None = None
+
+    def machine(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
+        return Machine(monkeypatch, *self.others, self.card(), cuda_order=self.cuda_order, nvml_error=self.nvml_error)
+
+
+def grows(card: Card, number: int, *, probes: range) -> None:
+    card.neighbours[0].used_bytes = 50 * GIB if number in probes else 0
+
+
+def card_of(**changes: object) -> Callable[[], Card]:
+    return lambda: Card(**changes)  # type: ignore[arg-type]
+
+
+def with_neighbour(neighbour: dict[str, int], **changes: object) -> Callable[[], Card]:
+    return lambda: Card(neighbours=[Neighbour(**neighbour)], **changes)  # type: ignore[arg-type]
+
+
+A100 = {"name": "NVIDIA A100-SXM4-80GB", "total_bytes": 80 * GIB, "capability": (8, 0)}
+SCENARIOS = {
+    "alone, booked right": Scenario(card=card_of(), limit_bytes=140 * GIB),
+    "container: booked 0 bytes": Scenario(card=card_of(books="zero"), limit_bytes=140 * GIB),
+    "WSL: booked without a figure": Scenario(card=card_of(books="none"), limit_bytes=140 * GIB),
+    "container: the host's pid": Scenario(card=card_of(books="host pid"), limit_bytes=140 * GIB),
+    "container: empty list": Scenario(card=card_of(books="empty list"), limit_bytes=140 * GIB),
+    "T4, no bf16": Scenario(
+        card=card_of(name="Tesla T4", total_bytes=15 * GIB, capability=(7, 5)), limit_bytes=15 * GIB
+    ),
+    "laptop: a desktop, always hot": Scenario(
+        card=with_neighbour({"used_bytes": GIB}, name="RTX 4070 Laptop", total_bytes=12 * GIB, reasons=0x20),
+        limit_bytes=11 * GIB,
+        disturbed="clock throttled: temperature (driver)",
+        num_probes_again=1,
+    ),
+    "at its power cap": Scenario(card=card_of(reasons=0x04), limit_bytes=140 * GIB),
+    "a busy neighbour, visible": Scenario(
+        card=with_neighbour({"used_bytes": 5 * GIB, "utilization": 40}, **A100),
+        limit_bytes=75 * GIB,
+        contention=0.4,
+        disturbed="others held the processor for 40% of the time",
+        num_probes_again=1,
+    ),
+    "a busy neighbour, hidden": Scenario(
+        card=with_neighbour({"used_bytes": 5 * GIB, "utilization": 40}, books="empty list", **A100),
+        limit_bytes=75 * GIB,
+    ),
+    "a neighbour grows for a while": Scenario(
+        card=with_neighbour({}, **A100),
+        limit_bytes=80 * GIB,
+        before=lambda card, number: grows(card, number, probes=range(2, 3)),
+        num_probes_again=1,
+    ),
+    "the same, hidden": Scenario(
+        card=with_neighbour({}, books="empty list", **A100),
+        limit_bytes=80 * GIB,
+        before=lambda card, number: grows(card, number, probes=range(2, 3)),
+        num_probes_again=1,
+    ),
+    "a neighbour grows for good": Scenario(
+        card=with_neighbour({}, **A100),
+        limit_bytes=80 * GIB,
+        before=lambda card, number: grows(card, number, probes=range(2, 100)),
+        best=32,  # the largest that still runs; 64 had fitted, and then lacked memory in the play-off
+    ),
+    "a predecessor still releases": Scenario(card=card_of(**A100), limit_bytes=80 * GIB, releases_in=20),
+    "the same, empty list": Scenario(card=card_of(books="empty list", **A100), limit_bytes=80 * GIB, releases_in=20),
+    "a MIG slice": Scenario(
+        card=lambda: Card(instances=[Card(uuid="MIG-77777777", name="NVIDIA H200 MIG 1g.18gb", total_bytes=16 * GIB)]),
+        limit_bytes=16 * GIB,
+    ),
+    "two unlike boards": Scenario(
+        card=card_of(), limit_bytes=140 * GIB, others=(Card("GPU-2", "Tesla T4", 15 * GIB, (7, 5)),), cuda_order=(1, 0)
+    ),
+    "container without NVML": Scenario(card=card_of(**A100), limit_bytes=80 * GIB, nvml_error=NO_NVML),
+    "the same, a neighbour grows": Scenario(
+        card=with_neighbour({}, **A100),
+        limit_bytes=80 * GIB,
+        before=lambda card, number: grows(card, number, probes=range(2, 3)),
+        num_probes_again=1,
+        nvml_error=NO_NVML,
+    ),
+}
+each = pytest.mark.parametrize("name", SCENARIOS)
+
+
+def trained_card(machine: Machine) -> Card:
+    return machine.visible[0]
+
+
+@each
+def test_one_probe(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    scenario = SCENARIOS[name]
+    machine = scenario.machine(monkeypatch)
+    limit_bytes = CudaDevice(0).info().free_bytes
+    outcome = train(machine, limit_bytes, 8)
+    assert outcome.measurement is not None, outcome
+    measured = outcome.measurement
+    tell(
+        name,
+        limit=format_bytes(limit_bytes),
+        peak=format_bytes(measured.peak_bytes),
+        contention=f"{measured.contention:.2f}",
+        verdict="ok, disturbed" if measured.disturbances else "ok",
+    )
+    assert limit_bytes == scenario.limit_bytes
+    assert measured.peak_bytes == pytest.approx(scenario.peak_bytes, abs=128 * MIB)
+    assert measured.contention == pytest.approx(scenario.contention)
+    assert measured.disturbances == ((scenario.disturbed,) if scenario.disturbed else ())
+
+
+@each
+def test_beyond_the_limit_it_is_out_of_memory_and_a_wall(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine = SCENARIOS[name].machine(monkeypatch)
+    outcome = train(machine, ALONE - GIB, 8)
+    tell(name, beyond_the_limit="wall" if not outcome.crowded else "disturbance")
+    assert (outcome.kind, outcome.crowded) == (Kind.OOM, False), outcome
+
+
+@each
+def test_memory_that_a_neighbour_takes_after_the_limit_was_set_is_a_disturbance(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    machine = SCENARIOS[name].machine(monkeypatch)
+    card = trained_card(machine)
+    limit_bytes = CudaDevice(0).info().free_bytes
+
+    def grow() -> None:
+        card.neighbours.append(Neighbour(used_bytes=limit_bytes - 4 * GIB, pid=99))
+
+    outcome = train(machine, limit_bytes, 8, meanwhile=grow)
+    tell(name, taken_by_others="disturbance" if outcome.crowded else "wall")
+    assert (outcome.kind, outcome.crowded) == (Kind.OOM, True), outcome
+    assert "other processes hold memory" in outcome.cause
+
+
+@each
+def test_a_whole_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    machine = scenario.machine(monkeypatch)
+    card = trained_card(machine)
+    runner = FakeCardRunner(
+        machine, before=lambda number: scenario.before(card, number), releases_in=scenario.releases_in
+    )
+    result = found(tmp_path, runner)
+    best = scenario.best or fits(scenario.limit_bytes)
+    tried = [size for size, _ in runner.outcomes]
+    tell(name, search=f"batch {result.config['batch_size']} of {best}; {said(runner.outcomes)}")
+    assert result.memory_limit_bytes == scenario.limit_bytes
+    assert result.config["batch_size"] == best, (tried, [o.crowded for _, o in runner.outcomes], result.warnings)
+    assert any("taken by other processes" in warning for warning in result.warnings) == crowded_for_good(runner)
+    again = sum(first == second for first, second in itertools.pairwise(tried))
+    assert again >= scenario.num_probes_again
+
+
+def crowded_for_good(runner: FakeCardRunner) -> bool:
+    """Whether a probe lacked memory that others held, and again when it was repeated."""
+    crowded = [(size, outcome.crowded) for size, outcome in runner.outcomes]
+    return any(first == second and first[1] for first, second in itertools.pairwise(crowded))
+
+
+def said(outcomes: list[tuple[int, Outcome]]) -> str:
+    kinds = ["crowded" if outcome.crowded else str(outcome.kind) for _, outcome in outcomes]
+    return " ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+
+
+def test_memory_that_others_took_is_no_wall_and_is_tried_again_when_the_study_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = SCENARIOS["a neighbour grows for good"].machine(monkeypatch)
+    card = trained_card(machine)
+    taken = FakeCardRunner(machine, before=lambda number: grows(card, number, probes=range(2, 100)))
+    assert found(tmp_path, taken).config["batch_size"] == 32
+    card.neighbours[0].used_bytes = 0
+    machine.process_of(0)
+    assert found(tmp_path, FakeCardRunner(machine)).config["batch_size"] == fits(80 * GIB)
+
+
+def test_the_play_off_times_a_gpu_until_its_speed_is_the_one_that_it_keeps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = FakeCardRunner(Machine(monkeypatch, Card(total_bytes=16 * GIB)))
+    found(tmp_path, runner)
+    assert runner.settings[0].min_timed_s == 0
+    assert runner.settings[-1].min_timed_s == 2.0
+
+
+def test_no_time_is_spent_on_running_again_what_is_always_slowed_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = SCENARIOS["laptop: a desktop, always hot"].machine(monkeypatch)
+    runner = FakeCardRunner(machine)
+    result = found(tmp_path, runner)
+    assert len(runner.outcomes) == result.probes + 1  # the first one was run twice
+
+
+def test_settling_waits_for_what_an_ended_process_held_and_then_accepts_what_others_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(total_bytes=80 * GIB)
+    Machine(monkeypatch, card)
+    device = CudaDevice(0)
+    device.settle()
+    card.releasing = [30 * GIB] * 5
+    device.settle()
+    assert card.releasing == []
+    monkeypatch.setattr(cuda, "_RELEASE_S", 0.1)
+    card.neighbours.append(Neighbour(used_bytes=20 * GIB))
+    device.settle()
+    looks: list[int] = []
+    monkeypatch.setattr(cuda.time, "sleep", looks.append)
+    device.settle()
+    assert not looks
+
+
+def test_the_default_limit_leaves_out_what_the_context_needs_of_the_torch_that_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, Card(total_bytes=16 * GIB))
+    outcome = train(machine, 16 * GIB, 16)
+    assert outcome.measurement is not None
+    assert machine.process is not None and machine.process.allowed_bytes == pytest.approx(
+        16 * GIB - CONTEXT_BYTES, abs=1
+    )
+
+
+def test_memory_outside_the_allocator_that_grows_later_is_in_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    for books in ("right", "zero", "empty list"):
+        machine = Machine(monkeypatch, Card(books=books))
+
+        def load_more(machine: Machine = machine) -> None:
+            assert machine.process is not None
+            machine.process.outside_bytes += 300 * MIB
+
+        outcome = train(machine, 100 * GIB, 8, meanwhile=load_more)
+        assert outcome.measurement is not None
+        assert outcome.measurement.peak_bytes == pytest.approx(ALONE + 300 * MIB, abs=32 * MIB), books
+
+
+def test_a_hidden_neighbours_growth_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for books in ("zero", "host pid", "empty list"):
+        card = Card(books=books)
+        machine = Machine(monkeypatch, card)
+
+        def grow(card: Card = card) -> None:
+            card.neighbours.append(Neighbour(used_bytes=40 * GIB))
+
+        outcome = train(machine, 90 * GIB, 8, meanwhile=grow)
+        assert outcome.measurement is not None
+        assert outcome.measurement.peak_bytes <= ALONE + 544 * MIB, books
+
+
+def test_a_card_without_room_for_a_context_is_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, Card(total_bytes=16 * GIB, neighbours=[Neighbour(used_bytes=16 * GIB - MIB)]))
+    outcome = train(machine, 15 * GIB, 8)
+    assert (outcome.kind, outcome.crowded) == (Kind.OOM, True)
+
+
+def test_retries_and_ooms_count_from_the_end_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, Card())
+    device = CudaDevice(0)
+    device.enter()
+    assert machine.process is not None
+    machine.process.counts |= {"num_ooms": 7, "num_alloc_retries": 3}  # cuDNN's search for the fastest algorithm
+    device.start_measuring()
+    assert {"num_ooms": 0, "num_alloc_retries": 0}.items() <= device.memory_detail().items()
+    machine.process.counts["num_alloc_retries"] += 1
+    assert device.memory_detail()["num_alloc_retries"] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 11040).", "driver on your system is too old"),
+        ("CUDA error: no kernel image is available for execution on the device\nCompile with", "no kernel image"),
+        ("Torch not compiled with CUDA enabled", "not compiled with CUDA"),
+    ],
+)
+def test_what_torch_cannot_use_is_the_devices_fault(monkeypatch: pytest.MonkeyPatch, said: str, expected: str) -> None:
+    machine = Machine(monkeypatch, Card())
+
+    def fail(device: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(cuda, "_load_libraries", fail)
+    with pytest.raises(DeviceError, match=expected) as raised:
+        CudaDevice(0).enter()
+    assert "--device cpu" in str(raised.value)
+    outcome = train(machine, GIB, 1)
+    assert (outcome.kind, outcome.device_fault) == (Kind.ERROR, True)
+    assert isinstance(as_error(outcome), DeviceError)
+
+
+def test_judging_scarcity_makes_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, Card())
+    assert not CudaDevice(0).is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling"))
+    assert machine.process is not None and not machine.process.context
+
+
+def test_a_mig_instance_is_found_also_where_cuda_names_it_by_its_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SCENARIOS["a MIG slice"].machine(monkeypatch)
+    properties = machine._get_device_properties(0)
+    properties.uuid = "11111111"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    device = CudaDevice(0)
+    device.enter()
+    assert (device.info().model, device.info().total_bytes) == ("NVIDIA H200 MIG 1g.18gb", 16 * GIB)

@@ -1,0 +1,186 @@
+"""Techniques that only a GPU gains by, trained on one. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune import prepare, techniques
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from autotune.techniques import restored_settings
+from autotune.techniques.device_prefetch import DevicePrefetch
+
+pytestmark = pytest.mark.gpu
+
+GPT = Path(__file__).parent.parent.parent / "studies" / "gpt" / "model.py"
+SETTINGS = ProbeSettings(memory_limit_bytes=8 * 2**30, max_timed_s=1.0, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: Any) -> Any:
+    with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path_factory.mktemp("logs")) as runner:
+        yield runner
+
+
+def run(runner: Any, **choices: Any) -> Any:
+    return runner.probe(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
+
+
+@pytest.mark.parametrize("choice", ["flash", "efficient", "cudnn", "math"])
+@pytest.mark.parametrize("partner", [{}, {"checkpoint_segments": 6}])
+def test_every_attention_trains_in_bf16(runner: Any, choice: str, partner: dict[str, Any]) -> None:
+    outcome = run(runner, attention=choice, amp="bf16", **partner)
+    assert outcome.kind is Kind.OK, outcome
+
+
+@pytest.mark.parametrize("choice", ["flash", "efficient", "cudnn", "math"])
+def test_every_attention_is_exact(runner: Any, choice: str) -> None:
+    check = runner.check(techniques.complete({"batch_size": 4, "attention": choice}), SETTINGS, 4)
+    assert check.passed, check
+
+
+def test_expandable_segments_train_within_the_limit(runner: Any) -> None:
+    outcome = run(runner, expandable_segments=True)
+    assert outcome.kind is Kind.OK, outcome
+    assert outcome.measurement.peak_bytes <= SETTINGS.memory_limit_bytes
+    config = techniques.complete({"batch_size": 48, "expandable_segments": True}, global_batch=48)
+    small = runner.probe(config, SETTINGS.replace(memory_limit_bytes=900 * 2**20))
+    assert small.kind is Kind.OOM, small
+
+
+def test_expandable_segments_are_what_the_allocator_takes() -> None:
+    with restored_settings():
+        task = Task(build_model=lambda: nn.Linear(8, 4), make_batch=lambda n: (torch.randn(n, 8), torch.ones(n, 4)))
+        prepare(task, {"expandable_segments": True}, device="cuda")
+        held = torch.empty(64 * 2**20, device="cuda")
+        segments = torch.cuda.memory_snapshot()
+    assert any(s["is_expandable"] for s in segments if s["total_size"] >= held.nbytes)
+
+
+def test_cudnns_benchmark_trains_and_is_exact() -> None:
+    from autotune.probe.checks import run_checks
+
+    task = Task(
+        build_model=lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)),
+        make_batch=lambda n: (torch.randn(n, 3, 8, 8), torch.randint(0, 4, (n,))),
+    )
+    assert run_checks(task, {"cudnn_benchmark": True}, "cuda", batch_size=8).passed
+
+
+def test_prefetched_batches_are_on_the_gpu_and_unchanged() -> None:
+    samples = [(torch.full((256, 256), float(i)), i % 4) for i in range(32)]
+    task = Task(build_model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(256 * 256, 4)), train_dataset=lambda: samples)
+    session = prepare(task, {"batch_size": 4, "device_prefetch": True}, device="cuda")
+    seen = []
+    for step in session.loader:
+        ((images, _), _) = step[0]
+        assert images.is_cuda
+        seen += images[:, 0, 0].tolist()
+        session.step(step)
+    assert sorted(seen) == [float(i) for i in range(32)]
+
+
+def test_a_search_on_a_gpu_has_them(runner: Any) -> None:
+    support = runner.inspect(memory_limit_bytes=8 * 2**30, timeout_s=120).support
+    assert True in support["expandable_segments"].choices
+    assert len(support["attention"].choices) > 1
+    assert support[DevicePrefetch.name].reason  # no dataset
+
+
+def test_gradients_are_not_held_where_the_update_is_in_the_backward_pass() -> None:
+    def peak(on: bool) -> int:
+        task = Task(
+            build_model=lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16))),
+            make_batch=lambda n: (torch.randn(n, 2048), torch.randn(n, 2048)),
+        )
+        session = prepare(task, {"batch_size": 4, "optimizer_in_backward": on}, device="cuda")
+        for _ in range(2):
+            session.step(task.batch(4))
+        torch.cuda.reset_peak_memory_stats()
+        session.step(task.batch(4))
+        return torch.cuda.max_memory_allocated()
+
+    plain = peak(False)
+    assert plain - peak(True) > 0.8 * 16 * 2048**2 * 4  # of the gradients
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_selective_checkpointing_lies_between_all_and_nothing(runner: Any, amp: str) -> None:
+    configs = [{}, {"checkpoint_segments": 6, "checkpoint_policy": "selective"}, {"checkpoint_segments": 6}]
+    outcomes = [run(runner, batch_size=48, amp=amp, **config) for config in configs]
+    assert all(outcome.kind is Kind.OK for outcome in outcomes), outcomes
+    held = [outcome.measurement.memory["allocated_bytes"] for outcome in outcomes]
+    assert held[0] > held[1] > held[2]
+
+
+def test_selective_checkpointing_is_exact(runner: Any) -> None:
+    config = techniques.complete({"batch_size": 4, "checkpoint_segments": 6, "checkpoint_policy": "selective"})
+    check = runner.check(config, SETTINGS, 4)
+    assert check.passed, check
+
+
+@pytest.mark.parametrize("choice", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("partner", [{}, {"amp": "bf16"}, {"checkpoint_segments": 6}, {"batch_size": 24}])
+def test_compiled_blocks_train(runner: Any, choice: str, partner: dict[str, Any]) -> None:
+    outcome = runner.probe(
+        techniques.complete({"batch_size": 48, "compile": choice, **partner}, global_batch=48),
+        SETTINGS.replace(timeout_s=580),
+    )
+    assert outcome.kind is Kind.OK, outcome
+
+
+@pytest.mark.parametrize("choice", ["default", "reduce-overhead"])
+def test_compiled_blocks_are_exact(runner: Any, choice: str) -> None:
+    config = techniques.complete({"batch_size": 4, "compile": choice})
+    check = runner.check(config, SETTINGS.replace(timeout_s=300), 4)
+    assert check.passed, check
+
+
+def test_offloaded_activations_take_less_of_the_gpu(runner: Any) -> None:
+    outcomes = [run(runner, batch_size=48, activation_offload=blocks) for blocks in (0, 6)]
+    assert all(outcome.kind is Kind.OK for outcome in outcomes), outcomes
+    held = [outcome.measurement.memory["allocated_bytes"] for outcome in outcomes]
+    assert held[1] < 0.8 * held[0]
+
+
+def test_offloading_is_exact(runner: Any) -> None:
+    check = runner.check(techniques.complete({"batch_size": 4, "activation_offload": 6}), SETTINGS, 4)
+    assert check.passed, check
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_scores_in_pieces_take_less_and_compute_the_same(amp: str) -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(32000, 256), nn.Linear(256, 32000, bias=False)
+
+        def forward(self, ids: Any) -> Any:
+            return self.head(torch.tanh(self.tokens(ids)))
+
+    task = Task(
+        build_model=Language,
+        make_batch=lambda n: (torch.randint(32000, (n, 512)), torch.randint(32000, (n, 512))),
+        training_step=lambda model, batch: nn.functional.cross_entropy(
+            model(batch[0]).flatten(0, 1), batch[1].flatten()
+        ),
+    )
+    batch, found = task.batch(8), []
+    for on in (False, True):
+        torch.manual_seed(0)
+        session = prepare(task, {"batch_size": 8, "amp": amp, "loss_chunks": on}, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        session.accumulate(batch)
+        gradient = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None])
+        found.append((torch.cuda.max_memory_allocated(), gradient))
+        del session
+    assert found[1][0] < 0.6 * found[0][0]
+    assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.999

@@ -1,0 +1,132 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune import prepare, techniques
+from autotune.devices.absent import AbsentGpu
+from autotune.records.device import DeviceInfo
+from autotune.task import Task
+from autotune.techniques import restored_settings
+from autotune.techniques.attention import Attention
+
+from .kinds import KINDS
+
+
+def gpu(capability: tuple[int, int]) -> AbsentGpu:
+    return AbsentGpu(
+        DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, driver="", capability=capability)
+    )
+
+
+def hugging_face(implementation: str) -> Task:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0)
+    config._attn_implementation = implementation
+
+    def make_batch(n: int) -> Any:
+        ids = torch.randint(0, 20, (n, 8))
+        return {"input_ids": ids, "labels": ids}
+
+    return Task(build_model=lambda: GPT2LMHeadModel(config), make_batch=make_batch)
+
+
+def masked() -> Task:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            x = x[:, None, None]
+            return self.mix(nn.functional.scaled_dot_product_attention(x, x, x, torch.zeros(1, 1)))[:, 0, 0]
+
+    return Task(build_model=Masked, make_batch=lambda n: (torch.randn(n, 8), torch.randint(0, 4, (n,))))
+
+
+def test_an_eager_hugging_face_model_has_the_fused_implementation(make_setting: Any) -> None:
+    setting = make_setting(hugging_face("eager"))
+    assert Attention().support(setting).choices == ("default", "sdpa")
+    assert setting.model.config._attn_implementation == "eager"
+    session = prepare(setting.task, {"attention": "sdpa"}, device="cpu")
+    assert session.model.config._attn_implementation == "sdpa"
+
+
+def test_the_fused_implementation_computes_the_same() -> None:
+    task, gradients = hugging_face("eager"), []
+    batch = task.batch(4)
+    for choice in ("default", "sdpa"):
+        torch.manual_seed(0)
+        session = prepare(task, {"batch_size": 4, "attention": choice}, device="cpu")
+        torch.manual_seed(0)
+        session.model.apply(lambda module: setattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else None)
+        session.accumulate(batch)
+        gradients.append(torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_fused_hugging_face_model_stays_as_it_is_on_a_cpu(make_setting: Any) -> None:
+    support = Attention().support(make_setting(hugging_face("sdpa")))
+    assert support.choices == ("default",) and support.optional == ("math",)
+    assert "fused kernel wherever it can" in support.reason
+
+
+def test_a_model_without_fused_attention_has_no_choice(make_setting: Any) -> None:
+    support = Attention().support(make_setting(KINDS["unet"]()))
+    assert support.choices == ("default",) and not support.optional
+    assert "scaled_dot_product_attention" in support.reason
+
+
+@pytest.mark.parametrize(
+    ("task", "capability", "choices"),
+    [
+        (KINDS["transformer"], (9, 0), {"efficient", "cudnn"}),
+        (KINDS["transformer"], (7, 5), {"efficient"}),
+        (masked, (8, 0), {"efficient", "cudnn"}),
+    ],
+)
+def test_a_gpu_has_the_kernels_that_its_calls_can_use(
+    make_setting: Any, task: Any, capability: tuple[int, int], choices: set[str]
+) -> None:
+    with restored_settings():
+        torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
+        support = Attention().support(make_setting(task(), device=gpu(capability)))
+    assert set(support.choices) == {"default", *choices}
+    assert support.optional == ("math",)
+    assert "flash: " in support.reason and "math: " in support.reason
+
+
+def test_in_fp32_no_kernel_but_the_usual_one_is_searched() -> None:
+    redundant = Attention().is_redundant
+    assert redundant(techniques.complete({"attention": "cudnn"}))
+    assert not redundant(techniques.complete({"attention": "cudnn", "amp": "bf16"}))
+    assert not redundant(techniques.complete({"attention": "sdpa"}))
+
+
+def test_a_preferred_kernel_comes_first_and_is_put_back() -> None:
+    before = torch._C._get_sdp_priority_order()
+    with restored_settings():
+        prepare(KINDS["transformer"](), {"attention": "cudnn"}, device="cpu")
+        assert torch._C._get_sdp_priority_order()[0] == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+        assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
+    assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.parametrize("config", [{}, {"checkpoint_segments": 3}])
+def test_plain_attention_holds_in_the_recomputation_too(config: dict[str, Any]) -> None:
+    task = KINDS["transformer"]()
+    with restored_settings():
+        session = prepare(task, {"batch_size": 2, "attention": "math", **config}, device="cpu")
+        with torch.profiler.profile() as profile:
+            session.step(task.batch(2))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" not in {event.key for event in profile.key_averages()}
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_kernels_are_traced_as_the_usual_one() -> None:
+    attention = Attention()
+    assert {attention.traced_as(choice) for choice in ("flash", "efficient", "cudnn")} == {"default"}
+    assert attention.traced_as("sdpa") == "sdpa"
+    assert attention.untraceable("math", "cuda") and not attention.untraceable("math", "cpu")

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune import prepare, techniques
+from autotune.devices.absent import AbsentGpu
+from autotune.records.device import DeviceInfo
+from autotune.task import Task
+from autotune.techniques import UnsupportedError
+from autotune.techniques import compile as module
+from autotune.techniques.compile import Compile
+
+from .kinds import KINDS
+from .test_checkpoint_segments import Block, Listed
+
+ON = {"compile": "default"}
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile without generating code, which takes minutes."""
+    monkeypatch.setattr(module, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with techniques.restored_settings():
+        yield
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compiled(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), module._Compiled)]
+
+
+def trained(task: Task, config: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    session = prepare(task, {"batch_size": 8, **config}, device="cpu")
+    torch.manual_seed(1)
+    session.accumulate(task.batch(8))
+    return session
+
+
+def test_blocks_that_repeat_are_compiled_once_for_all(make_task: Any) -> None:
+    session = trained(make_task(Listed), ON)
+    assert compiled(session.model) == [f"trunk.layers.{i}" for i in range(6)]
+    assert num_graphs() == 2  # one more for the first block, whose input needs no gradient
+
+
+def test_blocks_that_differ_are_compiled_each_however_many_there_are(make_task: Any) -> None:
+    class Widening(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    blocks = [Widening(2 + i // 2) for i in range(24)]
+    session = trained(make_task(lambda: nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 4))), ON)
+    assert len(compiled(session.model)) == 24
+    assert num_graphs() == 13  # of 12 widths; one limit for all of them would be 8
+
+
+def test_blocks_that_differ_in_a_plain_attribute_are_compiled_each(make_task: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number, self.layer = number, nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.layer(x * (1 if self.number % 2 else 2 + self.number))
+
+    blocks = [Scaled(i) for i in range(12)]
+    session = trained(make_task(lambda: nn.Sequential(nn.Sequential(*blocks, Scaled(0)), nn.Linear(8, 4))), ON)
+    assert len(compiled(session.model)) == 13
+    assert num_graphs() == 13  # block 0 twice, since its first input needs no gradient; one limit for all would be 8
+
+
+def test_blocks_that_only_bear_different_numbers_share_a_compilation_and_the_limit_is_put_back(make_task: Any) -> None:
+    def numbered(number: int) -> nn.Module:
+        block = Block()
+        block.layer_idx = number  # as Hugging Face models have it
+        return block
+
+    limit = torch._dynamo.config.cache_size_limit
+    with techniques.restored_settings():
+        trained(make_task(lambda: nn.Sequential(nn.Sequential(*map(numbered, range(6))), nn.Linear(8, 4))), ON)
+        assert num_graphs() == 2 and torch._dynamo.config.cache_size_limit > limit
+    assert torch._dynamo.config.cache_size_limit == limit
+
+
+def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(make_task: Any) -> None:
+    session = trained(make_task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))), ON)
+    assert compiled(session.model) == [""]
+    assert num_graphs() == 1
+
+
+@pytest.mark.parametrize("segments", [1, 3, 6])
+def test_what_is_recomputed_is_the_compiled_block(make_task: Any, segments: int) -> None:
+    config = {"checkpoint_segments": segments}
+    plain, session = trained(make_task(Listed), config), trained(make_task(Listed), ON | config)
+    for expected, found in zip(plain.model.parameters(), session.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
+    assert num_graphs() >= 1
+
+
+def test_batch_norm_statistics_are_updated_once(make_task: Any) -> None:
+    def make() -> nn.Module:
+        return Listed(lambda: Block(nn.BatchNorm1d))
+
+    for config in ({}, {"checkpoint_segments": 6}):
+        plain, session = trained(make_task(make), config), trained(make_task(make), ON | config)
+        torch.testing.assert_close(list(session.model.buffers()), list(plain.model.buffers()), rtol=1e-5, atol=1e-7)
+
+
+def test_names_and_evaluation_stay_and_a_deep_copy_computes_with_its_own_parameters(make_task: Any) -> None:
+    session = trained(make_task(Listed), ON)
+    assert list(session.model.state_dict()) == list(Listed().state_dict())
+    average = copy.deepcopy(session.model)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.zero_()
+    average.eval()
+    assert average(torch.randn(2, 8)).abs().sum() > 0
+
+
+def test_a_cpu_needs_a_compiler_and_pythons_headers(make_setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make_setting(KINDS["transformer"]())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    support = Compile().support(setting)
+    assert "no-such-compiler" in support.reason and not support.optional
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert "/nowhere/Python.h" in Compile().support(setting).reason
+
+
+def test_it_is_searched_if_included(make_setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_no_compiler", lambda: "")
+    support = Compile().support(make_setting(KINDS["transformer"]()))
+    assert support.choices == ("off",) and support.optional == ("default",)
+    assert "minutes" in support.reason
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (9, 0)])
+def test_a_gpu_needs_triton(make_setting: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    info = DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=capability)
+    setting = make_setting(KINDS["transformer"](), device=AbsentGpu(info))
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert "triton" in Compile().support(setting).reason
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    support = Compile().support(setting)
+    assert len(support.optional) == (3 if capability >= (7, 0) else 0)
+
+
+def test_selective_checkpointing_is_not_combined_with_it(make_task: Any) -> None:
+    both = {**ON, "checkpoint_segments": 2, "checkpoint_policy": "selective"}
+    assert Compile().is_redundant(techniques.complete(both))
+    with pytest.raises(UnsupportedError, match="selective"):
+        prepare(make_task(Listed), both, device="cpu")
+
+
+def test_a_search_gives_its_probe_the_time_to_compile() -> None:
+    assert techniques.setup_s(techniques.complete({})) == 0
+    assert techniques.setup_s(techniques.complete({**ON, "checkpoint_segments": 2})) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_code_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := module._no_compiler():
+        pytest.skip(reason)
+    monkeypatch.setattr(module, "BACKEND", "inductor")
+    plain, session = (trained(KINDS[kind](), config) for config in ({}, ON))
+    for expected, found in zip(plain.model.parameters(), session.model.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad.to_dense(), expected.grad.to_dense(), rtol=1e-4, atol=1e-5)

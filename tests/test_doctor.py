@@ -1,0 +1,191 @@
+"""`autotune doctor`: what a search assumes holds here, and a broken assumption is shown as such, with what it means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import doctor
+from autotune.doctor import processes, verdicts
+from autotune.doctor.verdicts import State
+from autotune.report.terminal import as_text
+from autotune.units import GIB, MIB
+
+SURE = {
+    "device",
+    "memory limit",
+    "out of memory",
+    "other errors",
+    "peak memory",
+    "data workers",
+    "fork server",
+    "study",
+}
+
+
+@pytest.mark.timeout(400)
+def test_on_this_machine_every_line_is_ok_or_says_why_it_cannot_be_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autotune", "doctor", "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=390)
+    told = json.loads(done.stdout)
+    states = {line["name"]: line["state"] for line in told["lines"]}
+    assert {name: states[name] for name in SURE} == dict.fromkeys(SURE, State.OK), told
+    assert all(line["found"] for line in told["lines"])
+    assert done.returncode == (State.BROKEN in states.values())
+    assert "checking memory limit" in done.stderr
+    facts = {line["name"]: line["facts"] for line in told["lines"]}
+    assert facts["out of memory"]["error"].startswith("RuntimeError: [enforce fail at alloc_cpu.cpp")
+    assert facts["NVML"]["why_none"]
+    assert_nothing_names_a_person_a_process_or_a_place(done.stdout, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def assert_nothing_names_a_person_a_process_or_a_place(text: str, folder: Path) -> None:
+    for named in (str(folder), sys.prefix, str(Path.home()), os.path.dirname(doctor.__file__)):
+        assert named not in text
+    assert not re.search(r"\bpid\b[^a-z]*\d", text)
+
+
+LIMIT = {
+    "limit_bytes": GIB,
+    "start_bytes": 200 * MIB,
+    "block_bytes": 8 * MIB,
+    "allocated_bytes": 800 * MIB,
+    "attempted_bytes": 8 * MIB,
+    "held_bytes": GIB - 4 * MIB,
+    "error": "OutOfMemoryError: CUDA out of memory.",
+    "recognised": True,
+    "crowded": False,
+}
+BOOKS = {
+    "allocated_bytes": 256 * MIB,
+    "grown_bytes": 256 * MIB,
+    "kept_bytes": 257 * MIB,
+    "peak_bytes": 700 * MIB,
+    "booked_bytes": 704 * MIB,
+}
+PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
+
+
+@pytest.mark.parametrize(
+    ("judge", "facts", "state", "meaning"),
+    [
+        (verdicts.judge_limit, LIMIT, State.OK, ""),
+        (verdicts.judge_limit, {**LIMIT, "error": ""}, State.BROKEN, "do not fit would run"),
+        (verdicts.judge_limit, {**LIMIT, "held_bytes": 2 * GIB}, State.BROKEN, "--headroom"),
+        (verdicts.judge_limit, {**LIMIT, "held_bytes": GIB // 2}, State.BROKEN, "configs that fit"),
+        (verdicts.judge_limit, {**LIMIT, "held_bytes": GIB // 2, "crowded": True}, State.UNAVAILABLE, "end them"),
+        (verdicts.judge_recognition, LIMIT, State.OK, ""),
+        (verdicts.judge_recognition, {**LIMIT, "recognised": False}, State.BROKEN, "count as errors"),
+        (verdicts.judge_other_error, {"error": "RuntimeError: shapes", "recognised": False}, State.OK, ""),
+        (verdicts.judge_other_error, {"error": "RuntimeError: shapes", "recognised": True}, State.BROKEN, "hidden"),
+        (verdicts.judge_peak, BOOKS, State.OK, ""),
+        (verdicts.judge_peak, {**BOOKS, "grown_bytes": 100 * MIB}, State.BROKEN, "--headroom"),
+        (verdicts.judge_peak, {**BOOKS, "kept_bytes": 0}, State.BROKEN, "--headroom"),
+        (verdicts.judge_books, BOOKS, State.OK, ""),
+        (verdicts.judge_books, {**BOOKS, "booked_bytes": 0}, State.UNAVAILABLE, "growth of the whole card"),
+        (verdicts.judge_books, {**BOOKS, "booked_bytes": None}, State.UNAVAILABLE, "growth of the whole card"),
+        (verdicts.judge_books, {**BOOKS, "booked_bytes": 2 * GIB}, State.BROKEN, "--headroom"),
+        (verdicts.judge_clock, {"wall_s": 1.0, "device_s": 0.98}, State.OK, ""),
+        (verdicts.judge_clock, {"wall_s": 1.0, "device_s": 0.5}, State.BROKEN, "speeds"),
+        (verdicts.judge_workers, {"sum": 1.0, "expected": 2.0}, State.BROKEN, "data workers"),
+        (
+            verdicts.judge_page_locked,
+            {"pinned_bytes_per_s": 1.0, "pageable_bytes_per_s": 2.0},
+            State.BROKEN,
+            "gain nothing",
+        ),
+        (verdicts.judge_fork, {"notes": ["every probe starts a new interpreter"]}, State.BROKEN, "seconds longer"),
+        (verdicts.judge_equal, {"measured": [PROBE, PROBE]}, State.OK, ""),
+        (verdicts.judge_equal, {"measured": [PROBE, {**PROBE, "samples_per_s": 140.0}]}, State.BROKEN, "small gains"),
+        (verdicts.judge_equal, {"measured": [PROBE, {**PROBE, "peak_bytes": 2 * GIB}]}, State.BROKEN, "memory"),
+        (
+            verdicts.judge_equal,
+            {"measured": [PROBE, {**PROBE, "disturbances": ["others"]}]},
+            State.UNAVAILABLE,
+            "quieter",
+        ),
+        (verdicts.judge_prediction, {"measured": [PROBE], "predicted": (GIB, GIB - 1, GIB + 1)}, State.OK, ""),
+        (verdicts.judge_prediction, {"measured": [PROBE], "predicted": (1, 1, 2)}, State.BROKEN, "out of memory"),
+        (
+            verdicts.judge_prediction,
+            {"measured": [PROBE], "predicted": None, "untraced": ["x"]},
+            State.UNAVAILABLE,
+            "probes",
+        ),
+        (verdicts.judge_study, {"error": "OSError: [Errno 30] Read-only file system"}, State.BROKEN, "--storage"),
+        (verdicts.judge_compiler, {"gpu": True, "triton": False, "compiler": True}, State.UNAVAILABLE, "torch.compile"),
+        (
+            verdicts.judge_release,
+            {"held_bytes": GIB, "before_bytes": 0, "while_bytes": GIB, "after_bytes": GIB, "released_s": 5.0},
+            State.BROKEN,
+            "less memory than the one before",
+        ),
+    ],
+)
+def test_a_judge_says_what_facts_mean_for_a_search(
+    judge: verdicts.Judge, facts: dict[str, Any], state: State, meaning: str
+) -> None:
+    line = doctor._line("name", facts, judge)
+    assert (line.state, meaning in line.meaning) == (state, True), line
+    assert line.found
+
+
+def test_a_check_that_fails_hangs_or_dies_is_shown_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = doctor._line("name", processes.in_process("no such test", "cpu"), verdicts.judge_limit)
+    assert (failed.state, failed.found) == (State.BROKEN, "KeyError: 'no such test'")
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    hung = doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)
+    assert (hung.state, "did not end within" in hung.found) == (State.BROKEN, True)
+
+
+STUCK = """
+from multiprocessing.context import ForkServerProcess
+from autotune import doctor
+from autotune.cli import main
+from autotune.doctor import processes, verdicts
+
+ForkServerProcess.kill = lambda process: None
+processes.PATIENCE_S, processes.RELEASE_S = 0.0, 0.1
+examined = [doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)]
+examined.append(doctor._line("kill", processes.killed("cpu"), verdicts.judge_release))
+doctor.examine = lambda device, tell: examined
+raise SystemExit(main(["doctor"]))
+"""
+
+
+def test_a_process_that_cannot_be_killed_is_said_to_be_stuck_and_the_doctor_ends(tmp_path: Path) -> None:
+    with (tmp_path / "told").open("w") as told:
+        started = subprocess.Popen([sys.executable, "-c", STUCK], stdout=told, stderr=told, start_new_session=True)
+        try:
+            assert started.wait(timeout=100) == 1
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert "stuck in the driver" in " ".join((tmp_path / "told").read_text().split())
+
+
+def test_a_broken_assumption_is_named_again_below_the_table() -> None:
+    facts = {**LIMIT, "recognised": False}
+    lines = [
+        doctor._line("memory limit", facts, verdicts.judge_limit),
+        doctor._line("oom", facts, verdicts.judge_recognition),
+    ]
+    text = " ".join(as_text(doctor.sections(lines), 120).split())
+    assert "does not hold here: oom" in text
+    assert "count as errors" in text
+
+
+def test_texts_keep_no_paths_and_no_process_ids() -> None:
+    line = doctor._line(
+        "name", {"failure": "OSError: /home/ann/x.py: DataLoader worker (pid(s) 12, 13) died"}, verdicts.judge_limit
+    )
+    (told,) = doctor.plain([line])["lines"]
+    assert told["found"] == "OSError: <path>: DataLoader worker (pid(s) <number>) died"

@@ -1,0 +1,91 @@
+"""A budget is used where it helps, and kept: the last probe, the answer's check and the start included."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+
+from autotune.records.options import SearchOptions
+from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
+from autotune.tuning.search import search
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
+
+FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+CHECK_S = 2.5
+
+
+@dataclass
+class Timed(ClosedFormRunner):
+    """Its clock counts what a small model takes: a probe so many seconds more than it is timed, a check 2.5 s."""
+
+    overhead_s: float = 1.0
+    inspection_s: float = 2.0
+    clock_s: float = 0.0
+    gain: float = 1.0
+
+    def now_s(self):
+        return self.clock_s
+
+    def result_of(self, job):
+        result = super().result_of(job)
+        if isinstance(job, InspectJob):
+            self.clock_s += self.inspection_s
+            return FOUND
+        if isinstance(job, CheckJob):
+            self.clock_s += CHECK_S
+        if isinstance(job, ProbeJob):
+            wall_s = self.overhead_s + job.settings.max_timed_s
+            self.clock_s += wall_s
+            result = replace(result, wall_s=wall_s)
+        return result
+
+    def samples_per_s(self, config):
+        return 100 * (super().samples_per_s(config) / 100) ** math.log(self.gain) if self.gain != 1 else 100.0
+
+
+def searched(runner, budget_s):
+    options = SearchOptions(budget_s=budget_s, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
+    return search(None, options, runner=runner)
+
+
+@pytest.mark.parametrize("budget_s", [30.0, 40.0, 120.0])
+@pytest.mark.parametrize("overhead_s", [0.5, 3.0])
+def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
+    runner = Timed(noise=0.1, overhead_s=overhead_s)
+    result = searched(runner, budget_s)
+    assert 0.75 * budget_s < result.wall_s < 1.05 * budget_s
+
+
+def test_a_quiet_search_ends_when_it_knows_enough():
+    result = searched(Timed(noise=0.002, gain=2.0), 600.0)
+    assert result.verdict == "faster" and result.wall_s < 300
+
+
+def test_a_search_that_found_nothing_tries_what_it_has_not_tried():
+    runner = Timed(noise=0.002)
+    result = searched(runner, 600.0)
+    assert result.verdict == "same" and not result.undecided
+    probed = {choice for config in runner.configs for choice in config.choices}
+    assert {("amp", "bf16"), ("amp", "fp16"), ("optimizer_impl", "fused")} <= probed
+    assert {("checkpoint_segments", number) for number in (1, 2, 3, 6)} & probed
+
+
+def test_of_a_baseline_that_is_kept_the_best_of_the_others_is_told():
+    result = searched(Timed(noise=0.002), 120.0)
+    assert result.rival.config != result.config == result.baseline.config
+    low, high = result.rival.speedup_ci
+    assert low < 1 < high and result.speedup == 1 and result.speedup_ci is None
+
+
+def test_too_little_evidence_is_undecided_and_says_what_would_do():
+    result = searched(Timed(noise=0.2, overhead_s=2.0), 30.0)
+    assert result.verdict == "undecided" and result.config == result.baseline.config
+    assert "never run: " in result.undecided and "ran beside the baseline" in result.undecided
+    assert re.search(r"--budget \d+[sm] would do|try on a quieter machine", result.undecided)
+
+
+def test_a_slow_start_leaves_the_rest_to_exploring_and_the_play_off_alike():
+    runner = Timed(noise=0.05, gain=2.0, inspection_s=18.0)
+    result = searched(runner, 45.0)
+    assert len({str(config) for config in runner.configs}) > 2 and result.confirmed

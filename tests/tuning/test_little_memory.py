@@ -1,0 +1,114 @@
+"""Plain training may not fit at all: that is a finding, and techniques may make the model fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.records.config import Config
+from autotune.records.inspection import Inspection
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import NotCompared
+from autotune.task.source import TaskSource
+from autotune.tuning import opening
+from autotune.tuning.events import Event, Listener, Note
+from autotune.tuning.exactness import Exactness
+from autotune.tuning.explore import explore, measure_baseline
+from tests.closed_form import ClosedFormRunner, inspection, make_search
+
+MODEL = """
+import torch
+from torch import nn
+
+GLOBAL_BATCH = 2
+BASELINE = {"batch_size": 2}
+
+
+class Block(nn.Module):  # keeps 8 MiB of two samples for its backward pass, and hands 256 KiB on
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return x + torch.tanh(x.unsqueeze(-1) * self.scale).mean(-1)
+
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(12)))
+
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 2**15), torch.randn(batch_size, 2**15)
+
+
+def training_step(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+"""
+
+
+class Noting(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
+
+
+def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed is free: no fragments in the heap
+    (tmp_path / "model.py").write_text(MODEL)
+    source = TaskSource.of(tmp_path / "model.py")
+    with LocalRunner(source, device="cpu", logs=tmp_path / "logs") as runner:
+        plain = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
+    assert isinstance(plain, Inspection) and not plain.shortage and plain.step_s
+    options = SearchOptions.of(
+        {
+            "device": "cpu",
+            "budget": "3m",
+            "storage": str(tmp_path / "tight.db"),
+            "memory_limit": plain.outside_bytes + 80 * 2**20,
+            "fix": {"batch_size": 2},
+            "exclude": ["amp"],
+            "trials": 2,
+        },
+        total_bytes=lambda device: 2**34,
+    )
+    listener = Noting()
+    with opening.opened(source, options, None, listener) as search:
+        assert "an allocation of" in search.inspection.shortage and search.inspection.step_s is None
+        assert search.inspection.support["checkpoint_segments"].choices[-1] == 12
+        measure_baseline(search)
+        assert search.history.baseline is not None and search.history.baseline.kind is Kind.OOM
+        explore(search, search.proposer())
+        assert search.history.best is not None and int(search.history.best[0]["checkpoint_segments"]) > 0
+    assert any("2 samples of plain training do not fit" in text for text in listener.texts)
+
+
+def test_an_unstated_baseline_is_not_probed_at_sizes_that_the_inspection_ruled_out(tmp_path: Path) -> None:
+    found = inspection(baseline_given=False, shortage="an allocation of 2.00 GiB failed")
+    search = make_search(tmp_path, runner := ClosedFormRunner(), inspection=found)
+    measure_baseline(search)
+    assert [config.batch_size for config in runner.configs] == [1]
+
+
+def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_batch(tmp_path: Path) -> None:
+    sizes = []
+
+    class Checking(ClosedFormRunner):
+        def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> NotCompared:
+            sizes.append(batch_size)
+            return NotCompared(reason="not here")
+
+    facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
+    for samples in (2, 6):
+        folder = tmp_path / str(samples)
+        folder.mkdir()
+        search = make_search(folder, Checking(), inspection=inspection(facts=facts, step_samples=samples))
+        Exactness(search).of("optimizer_impl", "fused")
+    assert sizes == [4, 6]

@@ -1,0 +1,148 @@
+"""Tracing takes a share of the budget between the probes, or none beside them, and goes on where it ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from autotune import techniques
+from autotune.predict.cache import TraceCache
+from autotune.predict.job import trace_plan
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import InspectJob, Job, JobResult, Runner, TraceJob
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from autotune.tuning.events import Event, Listener, Note
+from autotune.tuning.explore import explore, measure_baseline
+from autotune.tuning.search import search
+from autotune.tuning.tracing import Tracing
+from tests.closed_form import ClosedFormRunner, inspection, make_search
+from tests.predict.test_traces import DEFAULT, PLAIN
+
+MODELS = Path(__file__).parent.parent / "models"
+CONFIGS = [techniques.complete({"batch_size": 4, "checkpoint_segments": n}) for n in (0, 1, 2, 3)]
+GROUP_S = 2.0
+FACTS = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
+
+
+@dataclass
+class Slow(ClosedFormRunner):
+    """Each group takes two seconds of its clock; a job traces one, and is killed when its time is up before."""
+
+    def result_of(self, job: Job) -> JobResult:
+        if isinstance(job, InspectJob):
+            return inspection(facts=FACTS)
+        if not isinstance(job, TraceJob):
+            return super().result_of(job)
+        self.waited_s += min(GROUP_S, job.timeout_s)
+        label = job.plan.labels()[0]
+        if job.timeout_s < GROUP_S:
+            return Traces(target="cpu", failures={label: f"killed after {job.timeout_s:.0f} s, during tracing"})
+        if job.plan.updates:
+            return Traces(target="cpu", updates={job.plan.updates[0]: DEFAULT})
+        return Traces(target="cpu", models={job.plan.models[0]: PLAIN})
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
+
+
+def test_when_time_is_up_nothing_has_failed_and_the_next_search_goes_on(tmp_path: Path) -> None:
+    spent = []
+    for _ in range(4):
+        cache = TraceCache(tmp_path, FACTS, "cpu", [4])
+        tracing = Tracing(Slow(), lambda: CONFIGS, "cpu", cache, max_s=7.0)
+        while not tracing.is_done:
+            tracing.advance()
+        assert not tracing.traces.failures
+        spent.append((tracing.wall_s, len(tracing.missing)))
+    assert all(wall_s <= 7.5 for wall_s, _ in spent)
+    missing = [left for _, left in spent]
+    assert missing[0] > missing[1] > missing[-1] == 0
+
+
+def test_a_search_traces_in_a_twentieth_of_its_budget_and_says_that_the_time_was_up(tmp_path: Path) -> None:
+    notes = Notes()
+    options = SearchOptions(budget_s=100.0, num_trials=6, storage=str(tmp_path / "closed.db"), sampler="cost-model")
+    result = search(None, options, runner=Slow(noise=0.01), listener=notes)
+    assert result.split_s["tracing"] <= 5.5
+    (told,) = [text for text in notes.texts if "trac" in text and "predicted" not in text]
+    assert "the time for tracing was up (5.0 s)" in told and "killed" not in told
+
+
+class Endless(ClosedFormRunner):
+    """Traces never end."""
+
+    def collect(self, timeout_s: float | None = None) -> None:
+        assert timeout_s == 0
+        return
+
+
+def test_tracing_beside_the_probes_holds_none_of_them_up(tmp_path: Path) -> None:
+    runner = ClosedFormRunner()
+    made = make_search(tmp_path, runner, sampler="cost-model", num_trials=6)
+    made.tracing = Tracing(runner, lambda: CONFIGS, "cuda", None, 0.0, beside=Endless())
+    measure_baseline(made)
+    explore(made, made.proposer())
+    assert len(runner.configs) == 6 and not made.tracing.is_done and made.tracing.wall_s == 0
+
+
+def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
+    source = TaskSource.of(MODELS / "tiny.py")
+    config = techniques.complete({"batch_size": 4}, global_batch=48)
+    settings = ProbeSettings(memory_limit_bytes=2**31)
+    with LocalRunner(source, logs=tmp_path, device="cpu") as runner:
+        beside = LocalRunner(source, logs=tmp_path / "beside", device="cpu")
+        with Tracing(runner, lambda: [config], "cuda", None, 0.0, beside=beside) as tracing:
+            tracing.advance_beside()
+            assert runner.probe(config, settings).kind is Kind.OK
+            deadline = time.monotonic() + 60
+            while not tracing.is_done and time.monotonic() < deadline:
+                tracing.advance_beside()
+                time.sleep(0.05)
+            assert tracing.traces.peak(config) is not None
+
+
+@pytest.mark.parametrize(("kind", "is_beside"), [("cpu", False), ("cuda", True)])
+def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind: str, is_beside: bool) -> None:
+    runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
+    runner._device.kind = kind
+    assert isinstance(runner.beside(), Runner) == is_beside
+
+
+def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_techniques() -> None:
+    import torch
+    from torch import nn
+
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x[(x > 0).any(1).nonzero().squeeze(1)]).sum()
+
+    task = Task(
+        name="choosing",
+        build_model=Choosing,
+        make_batch=lambda batch_size: torch.rand(batch_size, 4),
+        training_step=lambda model, batch: model(batch),
+    )
+    plan = plan_traces([*CONFIGS, techniques.complete({"batch_size": 4, "optimizer_impl": "fused"})])
+    messages = list(trace_plan(task, plan, "cpu"))
+    assert [message for message in messages if "begun" in message] == [{"begun": "model: nothing switched on"}]
+    failures = messages[-1]["traces"]["failures"]
+    assert failures.keys() == {*plan.labels()} and "values of a tensor" in next(iter(failures.values()))
