@@ -33,7 +33,7 @@ class Space:
         baseline: always part of the space.
         accumulations: the accumulation steps that may be used.
         fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
-        device_kind: `cpu` or `cuda`.
+        untraceable: technique and choice -> why its memory is learned from probes alone.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -42,7 +42,7 @@ class Space:
     global_batch: int | None
     accumulations: frozenset[Choice]
     fixed: Mapping[str, Choice]
-    device_kind: str
+    untraceable: Mapping[tuple[str, Choice], str]
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -88,16 +88,13 @@ class Space:
             if technique.shapes_memory:
                 together.setdefault(technique.phase, []).append(name)
         for names in (*together.values(), [BATCH_SIZE]):
-            traced = ([c for c in self.choices[name] if not self.untraceable(name, c)] for name in names)
+            traced = ([c for c in self.choices[name] if not self.why_untraced(name, c)] for name in names)
             for values in itertools.product(*traced):
                 yield self.complete(dict(zip(names, values, strict=True)))
 
-    def untraceable(self, name: str, choice: Choice) -> str:
-        """Why the memory of configs with this choice is learned from probes alone; empty where it can be traced."""
-        technique = techniques.REGISTRY.get(name)
-        if technique is None or choice in (technique.off, self.baseline[name]):
-            return ""
-        return technique.untraceable(choice, self.device_kind)
+    def why_untraced(self, name: str, choice: Choice) -> str:
+        """Why the memory of configs with this choice is learned from probes alone; empty where it is traced."""
+        return "" if choice == self.baseline[name] else self.untraceable.get((name, choice), "")
 
     @property
     def num_combinations(self) -> int:
@@ -198,6 +195,7 @@ def build_space(
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
     notes: list[str] = []
+    optional_here: list[str] = []
     for name in (*BATCH_KEYS, *techniques.REGISTRY):
         support = inspection.support_of(name)
         optional = support.optional if name in include else ()
@@ -208,12 +206,14 @@ def build_space(
         elif name in exclude:
             searched = (baseline[name],)
         elif support.optional and name not in include and support.reason:
-            notes.append(f"{name}: {support.reason}; --include {name} searches it all the same")
+            optional_here.append(name)
         elif name in include and len(searched) == 1 and support.reason:
             notes.append(f"{name} has nothing to search here: {support.reason}")
         choices[name] = searched
         if len(everything) > 1 and len(searched) > 1:
             supported[name] = everything
+    if optional_here:
+        notes.append(f"optional here: {', '.join(optional_here)}; --include NAME adds one (`autotune show` says why)")
     accumulations = frozenset(choices[ACCUMULATION])
     if inspection.global_batch is not None:  # accumulation follows from the batch size
         del choices[ACCUMULATION]
@@ -227,7 +227,11 @@ def build_space(
         global_batch=inspection.global_batch,
         accumulations=accumulations,
         fixed=fixed,
-        device_kind=inspection.device.kind,
+        untraceable={
+            (name, choice): reason
+            for name, support in inspection.support.items()
+            for choice, reason in support.untraceable
+        },
     )
     return space, notes
 

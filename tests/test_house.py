@@ -81,6 +81,18 @@ def test_the_process_that_searches_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_whole_search_runs_without_torch(tmp_path: Path) -> None:
+    gpt = PACKAGE.parent / "studies" / "gpt"
+    options = ["--replay", str(gpt / "cpu.csv"), "--budget", "30s", "--storage", f"sqlite:///{tmp_path / 'gpt.db'}"]
+    code = f"from autotune.cli.main import main; main({['search', str(gpt / 'model.py'), *options]!r})"
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}; sys.exit('torch' in sys.modules)"],
+        capture_output=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr.decode()
+
+
 def test_no_text_leaves_the_plural_to_its_reader() -> None:
     """`units.plural` writes `1 round` and `2 rounds`."""
     texts = [text for path in PACKAGE.rglob("*.py") for _, text in strings(ast.parse(path.read_text()))]

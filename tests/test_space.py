@@ -77,8 +77,12 @@ def test_what_was_asked_for_and_cannot_be_searched_is_told_with_the_reason():
 
 
 def test_what_is_left_out_is_told_with_the_way_to_include_it():
-    _, notes = build_space(inspection(batch=NORMALISED), fix={}, include=(), exclude=())
-    assert any("BatchNorm" in note and "--include accumulation_steps" in note for note in notes)
+    found = inspection(
+        batch=NORMALISED, support=support_with(amp=Support(choices=("off",), optional=("bf16",), reason="slow"))
+    )
+    _, notes = build_space(found, fix={}, include=(), exclude=())
+    assert [note for note in notes if "accumulation_steps, amp; --include NAME" in note]
+    assert {"accumulation_steps": "BatchNorm", "amp": "slow"}.items() <= found.unsupported.items()
 
 
 def test_redundant_combinations_are_left_out():
@@ -146,6 +150,13 @@ def test_what_is_traced_is_the_baseline_and_every_combination_that_shapes_memory
         ("bf16", 0, implementation) for implementation in space.choices["optimizer_impl"]
     }
     assert {config.batch_size for config in configs} == {16, space.baseline.batch_size}
+
+
+def test_what_cannot_be_traced_is_left_out_of_it():
+    support = support_with(amp=Support(choices=("off", "bf16", "fp16"), untraceable=(("fp16", "emulated"),)))
+    space = space_of(support=support)
+    assert {config["amp"] for config in space.tracing()} == {"off", "bf16"}
+    assert space.why_untraced("amp", "fp16") == "emulated"
 
 
 def test_a_baseline_that_is_halved_takes_the_space_with_it():

@@ -170,7 +170,7 @@ def answer(
 
 
 def _why_left_out(inspection: Inspection, space: Space, name: str) -> str:
-    reasons = [inspection.support[name].reason, *(space.untraceable(name, choice) for choice in space.choices[name])]
+    reasons = [inspection.support[name].reason, *(space.why_untraced(name, choice) for choice in space.choices[name])]
     return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
@@ -238,7 +238,7 @@ class Question:
     def _combinations(self) -> Iterator[dict[str, Choice]]:
         """Every combination of what is searched, and can be traced, of the techniques that shape memory."""
         searched = {
-            name: [choice for choice in choices if not self.space.untraceable(name, choice)]
+            name: [choice for choice in choices if not self.space.why_untraced(name, choice)]
             for name, choices in self.space.choices.items()
             if _shapes_memory(name)
         }

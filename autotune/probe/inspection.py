@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, TaskError
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import Calibration
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Technique
@@ -53,6 +53,8 @@ def inspect_task(
         opened.limit_memory(memory_limit_bytes)
     outside_bytes = opened.current_bytes()
     first = _first_step(task, opened) if absent is None else FirstStep()
+    if first.shortage:
+        gc.collect()
     facts = gather_facts(task)
     baseline = _baseline(task, facts.dataset_size)
     model = task.model().to(opened.torch_device)
@@ -81,7 +83,7 @@ def inspect_task(
         "baseline": baseline.as_dict(),
         "baseline_given": task.baseline is not None,
         "batch": asdict(batch),
-        "support": {name: asdict(_support(technique, setting)) for name, technique in techniques.REGISTRY.items()},
+        "support": {name: asdict(_supported(technique, setting)) for name, technique in techniques.REGISTRY.items()},
         "outside_bytes": outside_bytes,
         "step_s": first.seconds,
         "step_samples": first.samples,
@@ -140,6 +142,17 @@ def _baseline(task: Any, dataset_size: int | None) -> Config:
         raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 
 
+def _supported(technique: Technique, setting: Setting) -> Support:
+    """The choices of a technique that apply, and which of them cannot be traced: the process that searches cannot ask."""
+    support = _support(technique, setting)
+    reasons = {choice: technique.untraceable(choice, setting.device.kind) for choice in _on(technique, support)}
+    return replace(support, untraceable=tuple((choice, reason) for choice, reason in reasons.items() if reason))
+
+
+def _on(technique: Technique, support: Support) -> tuple[Choice, ...]:
+    return tuple(choice for choice in (*support.choices, *support.optional) if choice != technique.off)
+
+
 def _support(technique: Technique, setting: Setting) -> Support:
     """The choices of a technique that apply. If trying the technique raises, it is off, with the reason.
 
@@ -151,7 +164,6 @@ def _support(technique: Technique, setting: Setting) -> Support:
         return Support(choices=(technique.off,), reason=REACHES_INTO_STEP)
     reason = ""
     for keeps_activations in (True, False):
-        gc.collect()
         try:
             with torch.set_grad_enabled(keeps_activations):
                 support = technique.support(setting)
@@ -161,15 +173,16 @@ def _support(technique: Technique, setting: Setting) -> Support:
             reason = f"trying it raised {type(error).__name__}: {first_line}"[:300]
             if not setting.device.is_out_of_memory(error):
                 break
+        gc.collect()  # what the failed attempt held; not inside `except`, where the traceback still holds it
     return Support(choices=(technique.off,), reason=reason)
 
 
 def _optional(technique: Technique, support: Support) -> Support:
     """A technique that changes what is learned: it is searched only if the user includes it, and is labelled."""
-    others = tuple(choice for choice in support.choices if choice != technique.off)
+    others = _on(technique, support)
     return Support(
         choices=(technique.off,),
-        optional=(*others, *support.optional),
+        optional=others,
         reason=support.reason or (CHANGES_LEARNING if others else ""),
         note=support.note or f"{CHANGES_LEARNING}: compare validation results before you use it",
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from autotune.proposers.base import FirstOf, Proposer
 from autotune.proposers.carry_over import CarryOver
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.one_at_a_time import TakeApart, TryUntried
+from autotune.proposers.one_at_a_time import TakeApart, TryAlone
 from autotune.proposers.undo import UndoChanges
 
 
 def _never_on_trust(cost_model: CostModel, seed: int) -> Proposer:
     undo = UndoChanges(cost_model.is_likely_to_fit)
-    return FirstOf([TakeApart(cost_model), CarryOver(cost_model), cost_model, undo, TryUntried(cost_model)])
+    return FirstOf([TakeApart(cost_model), CarryOver(cost_model), cost_model, undo, TryAlone(cost_model)])
 
 
 SAMPLERS = {"cost-model": _never_on_trust}

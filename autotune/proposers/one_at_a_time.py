@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autotune import techniques
 from autotune.proposers.cost_model import CostModel
@@ -28,7 +28,7 @@ class TakeApart:
         return _likeliest(_suspects(history.evidence, history.objective), history, self._cost_model)
 
 
-class TryUntried:
+class TryAlone:
     """The best with each choice of which no probe shows what it does by itself: what is expected of it may be wrong."""
 
     def __init__(self, cost_model: CostModel) -> None:
@@ -38,27 +38,65 @@ class TryUntried:
         """The best with the most promising choice; None when there is evidence of every choice that may gain anything."""
         if history.best is None:
             return None
-        best, space = history.best[0], history.space
-        shown = {*pairs_of(history.evidence)}
-        known = {name for name, _ in shown if techniques.is_ordered(name)}  # one choice on a scale tells of the others
-        untried = [
-            (best, (name, choice))
-            for name in techniques.REGISTRY
-            for choice in space.choices[name]
-            if choice != best[name] and name not in known and (name, choice) not in shown
-        ]
-        return _likeliest(untried, history, self._cost_model)
+        return _likeliest(_unseen(history, pairs_of(history.evidence)), history, self._cost_model)
+
+
+class Untried:
+    """The best with what no probe has run yet, however little is expected of it: for a search that has found nothing better."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self._cost_model = cost_model
+
+    def propose(self, history: History) -> Proposal | None:
+        """The next one; None when every choice was probed."""
+        for (name, choice), config in self.left(history):
+            return Proposal(config=config, reason=f"{name}={choice} was not tried yet")
+        return None
+
+    def left(self, history: History) -> Iterator[tuple[Switch, Config]]:
+        """The choices that were not probed, each with a config that has it; of those on a scale, one."""
+        probed = {
+            (name, config[name])
+            for config in (*history.known, *history.running)
+            for name, technique in techniques.REGISTRY.items()
+            if not technique.ordered or config[name] != technique.off
+        }
+        told = set()
+        for switch, config in _worth_a_probe(_unseen(history, probed), history, self._cost_model):
+            if switch[0] not in told:
+                yield switch, config
+            if techniques.is_ordered(switch[0]):
+                told.add(switch[0])
+
+
+def _unseen(history: History, seen: Collection[Switch]) -> Iterator[tuple[Config, Switch]]:
+    """The best config, or the baseline, with each choice that was not seen. One on a scale tells of the others."""
+    start = history.best[0] if history.best else history.space.baseline
+    told = {name for name, _ in seen if techniques.is_ordered(name)}
+    for name in techniques.REGISTRY:
+        for choice in history.space.choices[name]:
+            if choice != start[name] and name not in told and (name, choice) not in seen:
+                yield start, (name, choice)
+
+
+def _worth_a_probe(
+    changes: Iterable[tuple[Config, Switch]], history: History, cost_model: CostModel
+) -> Iterator[tuple[Switch, Config]]:
+    """Configs with one switch changed, as far as they may be probed and the change may make a difference."""
+    admissible = history.admissible()
+    for before, (name, choice) in changes:
+        config = history.space.complete({**before.as_dict(), name: choice})
+        if admissible(config) and cost_model.may_gain(history, config, name):
+            yield (name, choice), config
 
 
 def _likeliest(changes: Iterable[tuple[Config, Switch]], history: History, cost_model: CostModel) -> Proposal | None:
     """Of configs with one switch changed, the one that is the likeliest to win."""
-    admissible, found = history.admissible(), []
-    for before, (name, choice) in changes:
-        config = history.space.complete({**before.as_dict(), name: choice})
-        if admissible(config) and cost_model.may_gain(history, config, name):
-            prediction = cost_model.predict(history, config)
-            to_win = prediction.chance_to_win if prediction is not None else None
-            found.append((to_win or 0.0, config, f"{techniques.REGISTRY[name].label(choice)} by itself"))
+    found = []
+    for (name, choice), config in _worth_a_probe(changes, history, cost_model):
+        prediction = cost_model.predict(history, config)
+        to_win = prediction.chance_to_win if prediction is not None else None
+        found.append((to_win or 0.0, config, f"{techniques.REGISTRY[name].label(choice)} by itself"))
     if not found:
         return None
     _, config, reason = max(found, key=lambda item: item[0])
@@ -76,8 +114,9 @@ def _suspects(evidence: Sequence[tuple[Config, Outcome]], objective: Objective) 
     for place, (config, outcome) in enumerate(evidence):
         merit = objective.merit(outcome) if outcome.ok else 0.0
         if best is not None and merit < SLOW * best[1]:
-            before = pairs_of(evidence[:place])
-            new = [s for s in config.differences(best[0]).items() if s[0] in techniques.REGISTRY and s not in before]
+            new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques.REGISTRY]
+            before = pairs_of(evidence[:place]) if len(new) > 1 else {}
+            new = [switch for switch in new if switch not in before]
             if len(new) > 1 and not any(
                 _explains(pairs.get(s, ()), max(merit / best[1], FAILED), objective) for s in new
             ):

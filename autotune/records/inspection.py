@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
@@ -20,12 +20,14 @@ class Support:
         reason: why it does not apply, or why some choices are left out; empty when all is as usual.
         optional: choices that are searched only when the user includes the technique (they change what is learned).
         note: what a reader of the answer has to know; goes to the result's warnings when the technique is used.
+        untraceable: choices whose memory is learned from probes alone, each with the reason why it cannot be traced.
     """
 
     choices: tuple[Choice, ...]
     reason: str = ""
-    optional: tuple[Choice, ...] = field(default=())
+    optional: tuple[Choice, ...] = ()
     note: str = ""
+    untraceable: tuple[tuple[Choice, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,6 @@ class Inspection(Record):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """What has one choice only, with the reason."""
+        """What has one choice only, or choices that must be asked for, with the reason."""
         found = {name: self.support_of(name) for name in (*BATCH_KEYS, *self.support)}
-        return {name: support.reason for name, support in found.items() if support.reason and len(support.choices) < 2}
+        return {n: s.reason for n, s in found.items() if s.reason and (len(s.choices) < 2 or s.optional)}

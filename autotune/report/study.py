@@ -31,7 +31,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield _probes(study)
         yield from _failures(study)
     if unsupported := study.attributes.get("unsupported"):
-        yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here")
+        yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
     if front := study.front_configs():
         measured = study.measured_configs()
         baseline = next((found for found in measured if found.config == study.baseline_config), None)

@@ -82,12 +82,18 @@ def contents(batch: Any) -> Mapping[Any, Any]:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, or of the parts of a sparse one."""
-    parts = _SPARSE_PARTS.get(tensor.layout)
-    return sum(getattr(tensor, part)().nbytes for part in parts) if parts else tensor.nbytes
+    """Bytes of a tensor, or of the parts of a sparse one; of a jagged one without its offsets."""
+    return tensor.nbytes if tensor.is_nested else sum(part.nbytes for part in strided_parts(tensor))
 
 
-_SPARSE_PARTS = {
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that hold the memory of a sparse or jagged tensor; of any other, itself."""
+    parts = _PARTS.get(tensor.layout)
+    return [getattr(tensor, part)() for part in parts] if parts else [tensor]
+
+
+_PARTS = {
+    torch.jagged: ("offsets", "values"),
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),

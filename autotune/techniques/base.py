@@ -122,7 +122,7 @@ class Technique(ABC):
         return plain_label(self.name, choice)
 
     def is_redundant(self, config: Config) -> bool:
-        """Whether `config` is the same training as one with this technique off, and so need not be searched."""
+        """Whether `config` need not be searched: it trains as with this technique off, or its choices cannot be combined."""
         return False
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
@@ -148,7 +148,8 @@ class Technique(ABC):
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why the memory of a config with `choice` cannot be traced without running it; empty where it can.
 
-        It is then learned from probes. Asked only for `choice != off`, on the machine that is to train.
+        It is then learned from probes. Asked only for `choice != off`, in a process that inspects or traces, on the
+        machine that is to train.
 
         Args:
             device_kind: torch's type of the device that is to train: `cpu` or `cuda`.

@@ -114,23 +114,8 @@ class _OnSideStream(_Copier):
 
 def memory_on(kind: str, batch: Any) -> Iterator[torch.Tensor]:
     """The strided tensors of a batch on that kind of device, those inside sparse and jagged ones included."""
-    from autotune.task.batches import tensors
+    from autotune.task.batches import strided_parts, tensors
 
     for tensor in tensors(batch):
         if tensor.device.type == kind:
-            yield from _strided(tensor)
-
-
-def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    import torch
-
-    if tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout is torch.jagged:
-        yield from (tensor.offsets(), tensor.values())  # type: ignore[attr-defined]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+            yield from strided_parts(tensor)

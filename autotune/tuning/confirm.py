@@ -10,8 +10,9 @@ from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.tuning import finalists
+from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
-from autotune.tuning.playoff import Entrant, PlayOff, Standing
+from autotune.tuning.playoff import PlayOff
 from autotune.tuning.state import Search
 from autotune.units import plural
 

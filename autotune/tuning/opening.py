@@ -112,7 +112,7 @@ def opened(
             "memory_limit_bytes": limit_bytes,
             "headroom": options.headroom,
             "space": {name: list(choices) for name, choices in space.choices.items()},
-            "unsupported": inspection.unsupported,
+            "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
             "baseline_config": space.baseline.as_dict(),
         }
         store = Store(place, _fingerprint(inspection, options, limit_bytes), attributes)

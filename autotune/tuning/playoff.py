@@ -8,17 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
 
 from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.result import Dropped, Measured
-from autotune.study.figures import measured
-from autotune.tuning.evidence import Evidence, Searched
-
-Ratio = tuple[float, float, float]  # with its 95 % interval
+from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
+from autotune.tuning.evidence import Evidence
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -30,73 +26,6 @@ LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLO
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
 SHORTEST_TIMED_S = 0.5
 NORMAL_95 = 1.96
-
-
-@dataclass
-class Entrant:
-    """One config in the play-off.
-
-    Attributes:
-        searched: what the search found of it, if that counts.
-        wall_s: how long a process of it takes.
-        outcomes: by round.
-        failed: why it is out for good: it did not run through within the memory. Empty where it did.
-        lost_to: who is so much better that it is out, as long as that one runs through.
-    """
-
-    config: Config
-    searched: Searched | None = None
-    wall_s: float = 0.0
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    failed: str = ""
-    lost_to: Entrant | None = None
-
-    @property
-    def dropped(self) -> bool:
-        """Whether it is out."""
-        return bool(self.failed) or self.lost_to is not None
-
-    def measured(self) -> Measured:
-        """The throughput over its fresh processes, with the interval between them."""
-        return measured(self.config, self.outcomes.values())
-
-    def finalist(self) -> Measured:
-        """The entrant's figures, with the reason if it failed."""
-        if not self.failed:
-            return self.measured()
-        if any(outcome.measurement for outcome in self.outcomes.values()):
-            return Dropped(**vars(self.measured()), dropped=self.failed)
-        return Dropped(
-            config=self.config.as_dict(),
-            samples_per_s=0.0,
-            samples_per_s_ci=(0.0, 0.0),
-            peak_bytes=0,
-            step_s=0.0,
-            num_processes=0,
-            dropped=self.failed,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """How the play-off stands.
-
-    Attributes:
-        answer: the entrant to recommend; None when every entrant failed.
-        baseline: None when it did not run, in the search or here.
-        candidate: the answer; where that is the baseline, the best of the others, or None.
-        gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
-        speedup: the same for the throughput, which is the merit where the objective is `throughput`.
-        num_rounds: those of earlier searches among them.
-    """
-
-    answer: Entrant | None
-    baseline: Entrant | None
-    candidate: Entrant | None
-    gain: Ratio | None
-    speedup: Ratio | None
-    entrants: tuple[Entrant, ...]
-    num_rounds: int
 
 
 class PlayOff:
@@ -379,16 +308,3 @@ class PlayOff:
 
         chosen = min([best, *as_good], key=cost)
         return None if chosen is base else chosen
-
-
-def failure(outcome: Outcome) -> str:
-    """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
-    if outcome.ok:
-        return "it needs more than the memory limit less headroom"
-    return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
-
-
-def samples_per_s(outcome: Outcome) -> float:
-    """The throughput of an outcome that is `ok`."""
-    assert outcome.measurement is not None
-    return outcome.measurement.samples_per_s

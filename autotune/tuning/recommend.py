@@ -15,8 +15,9 @@ from autotune.records.result import Check, Measured, Result, Rival
 from autotune.runners.runner import NotCompared
 from autotune.study.figures import measured as measured_by
 from autotune.tuning import shortage, why
+from autotune.tuning.entrant import Ratio, Standing, failure
 from autotune.tuning.exactness import Exactness
-from autotune.tuning.playoff import CLOSE, Ratio, Standing, failure
+from autotune.tuning.playoff import CLOSE
 from autotune.tuning.state import Search
 from autotune.tuning.undecided import open_question
 from autotune.units import format_bytes, plural

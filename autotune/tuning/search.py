@@ -9,11 +9,11 @@ from autotune.runners.runner import Runner
 from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
 from autotune.tuning.confirm import confirm
+from autotune.tuning.entrant import Standing
 from autotune.tuning.events import Listener
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.opening import opened
-from autotune.tuning.playoff import Standing
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
 from autotune.tuning.state import Search
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from autotune.proposers.base import Proposer
 from autotune.proposers.cost_model import CostModel
+from autotune.proposers.one_at_a_time import Untried
 from autotune.proposers.registry import proposer_named
 from autotune.proposers.undo import UndoChanges
-from autotune.proposers.untried import Untried
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autotune.records.result import Rival
-from autotune.tuning.playoff import Standing
+from autotune.tuning.entrant import Standing
 from autotune.tuning.state import Search
 from autotune.units import format_exact_seconds, plural
 
@@ -20,7 +20,7 @@ def open_question(search: Search, standing: Standing | None, rival: Rival | None
     """Why the evidence is too thin to say that nothing beats the baseline; empty where it is not."""
     history, budget = search.history, search.budget
     may_be_faster = rival is not None and rival.speedup_ci[1] > MAY_BE_FASTER
-    left = [(name, choice) for name, choice, _ in search.untried().left(history)]
+    left = [switch for switch, _ in search.untried().left(history)]
     if not may_be_faster and not left:
         return ""
     tried = {config for config, outcome in history.known.items() if outcome.ok} - {history.space.baseline}

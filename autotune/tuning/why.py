@@ -15,7 +15,7 @@ from autotune.records.result import DeviceUse, Effect, Measured
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.tuning.playoff import failure
+from autotune.tuning.entrant import failure
 from autotune.units import format_bytes
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit

@@ -22,8 +22,9 @@ from autotune.records.outcome import Measurement, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.runner import InspectJob, Job, JobResult
 from autotune.tuning import finalists
+from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
-from autotune.tuning.playoff import Entrant, PlayOff
+from autotune.tuning.playoff import PlayOff
 from autotune.tuning.search import search
 from tests.benchmarks.searches import write
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, measurement

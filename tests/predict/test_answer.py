@@ -38,7 +38,7 @@ class SmallSpace:
     def complete(self, choices: Mapping[str, Choice]) -> Config:
         return techniques.complete({"batch_size": 4, **choices}, global_batch=self.global_batch)
 
-    def untraceable(self, name: str, choice: Choice) -> str:
+    def why_untraced(self, name: str, choice: Choice) -> str:
         return ""
 
 

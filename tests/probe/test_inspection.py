@@ -60,6 +60,15 @@ def test_a_model_that_a_technique_cannot_be_tried_on_is_searched_without_it():
     assert len(support["optimizer_impl"]["choices"]) > 1
 
 
+def test_what_cannot_be_traced_is_found_here_for_the_process_that_searches():
+    task = Task(
+        build_model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))),
+        make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)),
+    )
+    ((choice, reason),) = inspected(task)["checkpoint_policy"]["untraceable"]
+    assert choice == "selective" and "not traced" in reason
+
+
 @pytest.mark.parametrize("error", [ValueError("not\nthis one"), KeyError("images")])
 def test_whatever_a_trial_raises_is_its_reason_in_one_line(monkeypatch, error):
     def support(self, setting):

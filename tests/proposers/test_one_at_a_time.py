@@ -128,7 +128,7 @@ def test_what_acts_on_next_to_nothing_of_a_step_is_not_tried(tmp_path: Path) -> 
         world = World(phases_s={"data": loading_s, "forward": 0.1, "optimizer": 0.01})
         search = searched(folder, world, inspection=found, most=20)
         assert any(config["pin_memory"] for config in world.configs) == is_tried
-        assert "pin_memory" not in [name for name, _, _ in search.untried().left(search.history)]
+        assert "pin_memory" not in [name for (name, _), _ in search.untried().left(search.history)]
 
 
 def test_a_slow_probe_of_several_new_techniques_is_taken_apart_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
-from autotune.tuning.playoff import MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, Entrant, PlayOff
+from autotune.tuning.entrant import Entrant
+from autotune.tuning.playoff import MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
 
 MIB = 2**20

@@ -14,8 +14,8 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
+from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
-from autotune.tuning.playoff import Entrant, Standing
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
 from autotune.tuning.undecided import open_question

@@ -1,0 +1,93 @@
+"""Who plays in the play-off, and how it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autotune.records.config import Config
+from autotune.records.outcome import Outcome
+from autotune.records.result import Dropped, Measured
+from autotune.study.figures import measured
+from autotune.tuning.evidence import Searched
+
+Ratio = tuple[float, float, float]  # with its 95 % interval
+
+
+@dataclass
+class Entrant:
+    """One config in the play-off.
+
+    Attributes:
+        searched: what the search found of it, if that counts.
+        wall_s: how long a process of it takes.
+        outcomes: by round.
+        failed: why it is out for good: it did not run through within the memory. Empty where it did.
+        lost_to: who is so much better that it is out, as long as that one runs through.
+    """
+
+    config: Config
+    searched: Searched | None = None
+    wall_s: float = 0.0
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    failed: str = ""
+    lost_to: Entrant | None = None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it is out."""
+        return bool(self.failed) or self.lost_to is not None
+
+    def measured(self) -> Measured:
+        """The throughput over its fresh processes, with the interval between them."""
+        return measured(self.config, self.outcomes.values())
+
+    def finalist(self) -> Measured:
+        """The entrant's figures, with the reason if it failed."""
+        if not self.failed:
+            return self.measured()
+        if any(outcome.measurement for outcome in self.outcomes.values()):
+            return Dropped(**vars(self.measured()), dropped=self.failed)
+        return Dropped(
+            config=self.config.as_dict(),
+            samples_per_s=0.0,
+            samples_per_s_ci=(0.0, 0.0),
+            peak_bytes=0,
+            step_s=0.0,
+            num_processes=0,
+            dropped=self.failed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How the play-off stands.
+
+    Attributes:
+        answer: the entrant to recommend; None when every entrant failed.
+        baseline: None when it did not run, in the search or here.
+        candidate: the answer; where that is the baseline, the best of the others, or None.
+        gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
+        speedup: the same for the throughput, which is the merit where the objective is `throughput`.
+        num_rounds: those of earlier searches among them.
+    """
+
+    answer: Entrant | None
+    baseline: Entrant | None
+    candidate: Entrant | None
+    gain: Ratio | None
+    speedup: Ratio | None
+    entrants: tuple[Entrant, ...]
+    num_rounds: int
+
+
+def failure(outcome: Outcome) -> str:
+    """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
+    if outcome.ok:
+        return "it needs more than the memory limit less headroom"
+    return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
+
+
+def samples_per_s(outcome: Outcome) -> float:
+    """The throughput of an outcome that is `ok`."""
+    assert outcome.measurement is not None
+    return outcome.measurement.samples_per_s
