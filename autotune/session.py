@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.records.config import Choice, Config
+from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.techniques.build import Build
@@ -30,9 +31,10 @@ class Session:
         config: the config that was applied.
         device: the torch device.
         scaler: GradScaler for fp16, else None.
+        position: of the micro batch that `accumulate` has come to.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, recovery: Recovery | None = None) -> None:
         self.task = build.task
         self.config = build.config
         self.device = build.device.torch_device
@@ -43,6 +45,8 @@ class Session:
         self._forward_contexts = tuple(build.forward_contexts)
         self._batch_transforms = tuple(build.batch_transforms)
         self._one_micro_batch = build.one_micro_batch
+        self._recovery = recovery
+        self.position = 0
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step on all the samples of `batch`.
@@ -54,10 +58,16 @@ class Session:
         Returns:
             The mean loss over the samples: a scalar on the device, without gradient. Reading it waits for the device.
 
+        Where memory runs out, the step is taken again in smaller micro batches (`prepare`'s `on_oom`). It is then the step
+        that a session with those micro batches takes from the same parameters, buffers and random state.
+
         Raises:
             TaskError: the batch has to be cut, and cannot be.
             ConfigError: the batch has to be cut, and a technique of the config takes whole batches only.
+            Exception: out of memory, as torch raises it, with a note that says why the step was not taken again.
         """
+        if self._recovery is not None:
+            return self._recovery.step(self, self._micro_batches(batch))
         loss = self.accumulate(batch)
         self.update()
         return loss
@@ -70,19 +80,19 @@ class Session:
         batch would do. If none has a term, loss and gradient are those that the task's loss gives for no terms, as in
         plain training: NaN and zero for torch's cross entropy.
         """
+        micro_batches = self._micro_batches(batch)
         if self.task.takes_whole_steps:
-            return self._whole_step(batch)
-        micro_batches = batch if isinstance(batch, StepBatch) else self._split(batch)
+            return self._whole_step(micro_batches)
         if len(micro_batches) > 1 and self._one_micro_batch:
             raise ConfigError(
                 f"this batch makes {len(micro_batches)} micro batches, but {self._one_micro_batch}; step on at most "
                 f"{self.config.batch_size} samples"
             )
-        shares = [1.0]
+        self.position, shares = 0, [1.0]
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
             shares = _shares(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
         total = torch.zeros((), device=self.device)
-        for micro, share in zip(micro_batches, shares, strict=True):
+        for self.position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
             if share == 0:  # the mean over nothing is NaN, and zero times that as well
                 continue
             loss = self.loss(micro)
@@ -97,9 +107,9 @@ class Session:
         with self._ready(micro_batch) as ready:
             return self.task.loss(self.model, ready)
 
-    def _whole_step(self, batch: Any) -> torch.Tensor:
+    def _whole_step(self, micro_batches: StepBatch) -> torch.Tensor:
         """The task's own `train_step`, updates included."""
-        (batch,) = batch if isinstance(batch, StepBatch) else (batch,)
+        (batch,) = micro_batches
         with self._ready(batch) as ready:
             return self.task.whole_step(self.model, self.optimizer, ready)
 
@@ -132,7 +142,11 @@ class Session:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _split(self, batch: Any) -> StepBatch:
+    def _micro_batches(self, batch: Any) -> StepBatch:
+        if isinstance(batch, StepBatch):
+            return batch
+        if self.task.takes_whole_steps:
+            return StepBatch([(batch, self.config.batch_size)])
         try:
             return split(batch, self.task.cuts(), self.config.batch_size)
         except CannotCutError as error:
@@ -208,6 +222,7 @@ def prepare(
     *,
     device: str | Device = "auto",
     global_batch: int | None = None,
+    on_oom: Literal["halve", "raise"] = HALVE,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
 
@@ -216,6 +231,8 @@ def prepare(
         config: a config dict. Techniques that it does not name are off; the default batch size is the baseline's.
         device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the current one of the process, as in a probe.
         global_batch: samples per optimizer step, in place of the task's own.
+        on_oom: what `step` does when memory runs out. `halve` takes the same step again in smaller micro batches, where what
+            the first attempt changed can be restored (`autotune.recovery`); `raise` does not, as in a probe.
 
     Raises:
         TaskError: the model file is not valid, or one of its functions returns something unsuitable.
@@ -235,6 +252,8 @@ def prepare(
             f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
             f"once; give batch_size={config.samples_per_step}"
         )
+    if on_oom not in (HALVE, RAISE):
+        raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
     build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
     build.device.enter()
     _apply(build, techniques.Phase.PROCESS)
@@ -243,7 +262,7 @@ def prepare(
     build.optimizer = task.optimizer(build.model)
     _apply(build, techniques.Phase.OPTIMIZER)
     _apply(build, techniques.Phase.LOADER)
-    return Session(build)
+    return Session(build, Recovery(build) if on_oom == HALVE else None)
 
 
 def _apply(build: Build, phase: techniques.Phase) -> None:

@@ -34,6 +34,7 @@ from autotune.predict.storages import StorageTracker
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.calibration import Work
 from autotune.records.config import Choice, Config
+from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
@@ -133,12 +134,12 @@ class Tracer:
         off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         try:
-            return prepare(self._session_task, config, device=CpuDevice())
+            return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
         except (AutotuneError, techniques.UnsupportedError):
             raise
         except Exception:  # building the model needs real values; its parameters' shapes do for the rest
             task = replace(self._session_task, build_model=self._built_for_real)
-            return prepare(task, config, device=CpuDevice())
+            return prepare(task, config, device=CpuDevice(), on_oom=RAISE)
 
     def _built_for_real(self) -> torch.nn.Module:
         with unset_fake_temporarily():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,11 +13,13 @@ import torch
 
 from autotune import techniques
 from autotune.devices import Device
+from autotune.devices.randomness import RandomState
 from autotune.probe.differences import Run
 from autotune.probe.dropout_off import dropout_off
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
 from autotune.records.config import Config
+from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import fresh_copy, map_tensors
@@ -71,7 +71,7 @@ class Runs:
 
     def _run(self, config: Config, seed: int, prepare_model: Callable[[torch.nn.Module], None] | None) -> Run:
         seed_everything(SEED)
-        session = prepare(self.task, config, device=self.device)
+        session = prepare(self.task, config, device=self.device, on_oom=RAISE)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:
@@ -143,14 +143,8 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def restored_randomness(device: Device) -> Iterator[None]:
     """Restore the random states of torch, Python and numpy."""
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    on_gpu = [device.torch_device] if device.kind == "cuda" else []
+    state = RandomState(device.torch_device)
     try:
-        with torch.random.fork_rng(devices=on_gpu):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        state.restore()

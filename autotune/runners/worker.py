@@ -112,6 +112,7 @@ def enter(request: dict[str, Any]) -> None:
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
     from autotune.probe.measure import Run
+    from autotune.recovery import RAISE
     from autotune.session import prepare
 
     settings = ProbeSettings(**arguments["settings"])
@@ -120,7 +121,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     run: Run | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-        session = prepare(task, arguments["config"], device=device)
+        session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
         run = Run(session, device, settings, report)
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:

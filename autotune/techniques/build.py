@@ -66,6 +66,7 @@ class Build:
         loader_options: keyword arguments for the data loader.
         batch_streams: applied in order to the stream of micro batches that the data loader yields.
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
+        unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
     """
 
     task: Task
@@ -79,3 +80,4 @@ class Build:
     loader_options: dict[str, Any] = field(default_factory=dict)
     batch_streams: list[Callable[[Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
     one_micro_batch: str = ""
+    unrepeatable: str = ""

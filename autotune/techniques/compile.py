@@ -90,6 +90,7 @@ class Compile(Technique):
             module.forward = _Compiled(module, compiled[kind])
         if choice == "reduce-overhead":
             build.batch_transforms.append(_begin_step)
+            build.unrepeatable = "the CUDA graphs that were being recorded keep the memory that they took"
 
     @contextmanager
     def restored(self) -> Iterator[None]:

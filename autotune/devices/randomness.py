@@ -1,0 +1,37 @@
+"""The state of everything random that training may draw from: torch, Python and numpy."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RandomState:
+    """The present state of the generators of torch (of the CPU and of `device`), Python and numpy (where it is in use).
+
+    Nothing waits for the device: a CUDA generator is a seed and an offset, both kept by the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._python = random.getstate()
+        self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the generators draw again what they have drawn since."""
+        import torch
+
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)

@@ -1,0 +1,217 @@
+"""The life after the search: memory runs out in the middle of a run, and the run goes on as if it had not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autotune import prepare
+from autotune.errors import ConfigError
+from autotune.task import Task
+from autotune.task.batches import StepBatch
+
+torch.set_num_threads(1)
+MOST = 4  # samples that there is memory for
+CANNOT = "autotune cannot take the step again"
+
+
+class Hungry(nn.Module):
+    """Changes what a forward pass may change, and then asks for a pebibyte if there are more than `most` samples."""
+
+    def __init__(self, most=MOST, dropout=0.5):
+        super().__init__()
+        self.most = most
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6, 6))
+        self.register_buffer("mask", torch.ones(6))
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.mean.data.mul_(0.9).add_(x.detach().mean())  # behind torch's back
+        x = self.dropout(x * self.mask)
+        if len(x) > self.most:
+            torch.empty(2**50, dtype=torch.uint8)
+        return x
+
+
+def model_of(**changes):
+    return nn.Sequential(nn.Linear(6, 6), Hungry(**changes), nn.Linear(6, 3))
+
+
+def pairs(batch_size):
+    return torch.randn(batch_size, 6), torch.randint(0, 3, (batch_size,))
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def session_of(config, on_oom="halve", **changes):
+    torch.manual_seed(0)
+    task = Task(**{"build_model": model_of, "make_batch": pairs, "configure_optimizers": adam, **changes})
+    session = prepare(task, config, device="cpu", on_oom=on_oom)
+    torch.manual_seed(1)
+    return session
+
+
+def state_of(session):
+    return [tensor.clone() for tensor in (*session.model.parameters(), *session.model.buffers())]
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_step_taken_again_is_bit_for_bit_the_step_of_the_smaller_micro_batches(caplog):
+    batches = [pairs(MOST), pairs(4 * MOST), pairs(MOST), pairs(4 * MOST)]
+
+    def trained(batch_size):
+        session = session_of({"batch_size": batch_size, "accumulation_steps": 4 * MOST // batch_size})
+        return [session.step(batch) for batch in batches], state_of(session)
+
+    losses, state = trained(4 * MOST)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "16 to 8 and 8 to 4; the fourth step begins with 4"
+    assert "out of memory in a micro batch of 16 samples (an allocation of 1024 TiB failed)" in said[0]
+    assert "taken again in micro batches of 8" in said[0]
+    expected_losses, expected_state = trained(MOST)
+    assert_equal(losses, expected_losses)
+    assert_equal(state, expected_state)
+    assert len(caplog.records) == 2
+
+
+def test_what_was_accumulated_before_memory_ran_out_is_dropped():
+    small, large = pairs(2), pairs(2 * MOST)
+    halves = [((large[0][i : i + MOST], large[1][i : i + MOST]), MOST) for i in (0, MOST)]
+
+    def trained(*micro_batches):
+        session = session_of({"batch_size": 2 * MOST})
+        return [session.step(StepBatch(step)) for step in ([(small, 2)], micro_batches)], state_of(session)
+
+    losses, state = trained((small, 2), (large, 2 * MOST))
+    expected_losses, expected_state = trained((small, 2), *halves)
+    assert_equal(losses, expected_losses)
+    assert_equal(state, expected_state)
+
+
+def test_without_random_masks_it_is_the_step_of_the_whole_batch_up_to_rounding():
+    x, y = pairs(4 * MOST)
+
+    def trained(most):
+        session = session_of({"batch_size": 16}, build_model=lambda: model_of(most=most, dropout=0.0).double())
+        return session.step((x.double(), y)), list(session.model.parameters())
+
+    loss, parameters = trained(MOST)
+    expected_loss, expected = trained(10**6)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    for ours, theirs in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
+
+
+class OutOfMemory(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.empty(2**50, dtype=torch.uint8)
+
+
+def whole_step(model, optimizers, batch):
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizers.step()
+
+
+def in_place(model, batch):
+    return nn.functional.cross_entropy(model(batch[0].mul_(2)), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("reason", "config", "changes"),
+    [
+        ("batch normalisation", {}, {"build_model": lambda: nn.Sequential(nn.BatchNorm1d(6), model_of())}),
+        ("updates the parameters in the backward pass", {"optimizer_in_backward": True}, {}),
+        ("one unit", {}, {"train_step": whole_step}),
+        ("changed its batch in place", {}, {"training_step": in_place}),
+        ("2.weight had a gradient before", {}, {"configure_optimizers": lambda model: adam(model[0])}),
+        ("one sample alone does not fit", {}, {"build_model": lambda: model_of(most=0)}),
+        ("only the task itself", {}, {"make_batch": lambda n: pairs(3 * n)}),
+        (
+            "optimizer may have updated some parameters",
+            {},
+            {
+                "build_model": lambda: model_of(most=99),
+                "configure_optimizers": lambda model: OutOfMemory(model.parameters(), lr=0.1),
+            },
+        ),
+    ],
+)
+def test_where_a_step_cannot_be_taken_again_the_error_says_why(reason, config, changes):
+    session = session_of({"batch_size": 8, **config}, **changes)
+    batches = map(session.task.batch, (2, 8))
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        list(map(session.step, batches))
+    assert CANNOT in caught.value.__notes__[0]
+    assert reason in caught.value.__notes__[0]
+
+
+def test_it_can_be_switched_off():
+    session = session_of({"batch_size": 8}, on_oom="raise")
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        session.step(pairs(8))
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(ConfigError, match=r"on_oom='ignore' is not known; expected 'halve' or 'raise'"):
+        session_of({}, on_oom="ignore")
+
+
+LONG_RUN = """
+import sys
+
+import torch
+from torch import nn
+
+from autotune import prepare
+from autotune.devices.cpu import CpuDevice
+from autotune.task import Task
+from autotune.task.batches import StepBatch
+
+room_mib, path = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+
+
+def block():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+
+
+def make_batch(batch_size, length=64):
+    return torch.randn(batch_size, length, 64), torch.randn(batch_size, length, 64)
+
+
+torch.manual_seed(0)
+device = CpuDevice()
+task = Task(build_model=lambda: nn.Sequential(*(block() for _ in range(12))), make_batch=make_batch)
+session = prepare(task, {"batch_size": 16}, device=device)
+x, y = make_batch(16, 1024)
+if room_mib:
+    device.limit_memory(device.current_bytes() + room_mib * 2**20)
+    long = x, y
+else:
+    long = StepBatch([((x[:8], y[:8]), 8), ((x[8:], y[8:]), 8)])
+losses = [session.step(batch) for batch in (make_batch(16), make_batch(16), long, make_batch(16), make_batch(16))]
+torch.save([losses, [p.detach() for p in session.model.parameters()]], path)
+"""
+
+
+def test_a_run_survives_a_longer_input_under_a_real_memory_limit(tmp_path):
+    """The long batch needs some 200 MiB whole and half of that in two; only the limited process is given it whole."""
+    results = []
+    for room_mib in (0, 160):
+        path = tmp_path / f"{room_mib}.pt"
+        command = [sys.executable, "-c", LONG_RUN, str(room_mib), str(path)]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert ("out of memory in a micro batch of 16 samples" in ended.stderr) is bool(room_mib), ended.stderr
+        results.append(torch.load(path))
+    (expected_losses, expected), (losses, parameters) = results
+    assert_equal(losses, expected_losses)
+    assert_equal(parameters, expected)
