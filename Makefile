@@ -10,7 +10,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-avx2 lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-peers clean
+.PHONY: help demo test test-avx2 lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -31,6 +31,9 @@ test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic on
 	@if $(RUN)/python -c 'import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then \
 		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(PYTEST_ARGS); \
 	else echo "this processor emulates bf16: make test has run these tests so"; fi
+
+test-peers: $(VENV)/.installed-peers  ## what is exported, run by the peers themselves, DeepSpeed included
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --timeout 900 tests/export/test_peers.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy and the rule of imports
 	$(RUN)/ruff check .
@@ -69,6 +72,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+# DeepSpeed is built here, against the torch that is there, and without kernels of its own.
+$(VENV)/.installed-peers: $(VENV)/.installed-dev
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel ninja
+	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError, one_of
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, LIGHTNING, TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TRANSFORMERS, Table, Words
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
@@ -59,6 +59,14 @@ class Amp(Technique):
         ),
         ACCELERATE: Table(
             {"off": {"mixed_precision": "no"}, "bf16": {"mixed_precision": "bf16"}, "fp16": {"mixed_precision": "fp16"}}
+        ),
+        # DeepSpeed's own `bf16` and `fp16` convert the parameters, which autocast does not.
+        DEEPSPEED: Table(
+            {
+                "off": {"torch_autocast": {"enabled": False}},
+                "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+                "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            }
         ),
     }
 

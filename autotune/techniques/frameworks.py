@@ -5,6 +5,7 @@ The names of the frameworks, which are the keys of `Technique.frameworks`:
 - `transformers`: arguments of `transformers.TrainingArguments`
 - `lightning`: arguments of `lightning.Trainer`
 - `accelerate`: arguments of `accelerate.Accelerator`
+- `deepspeed`: sections of a `ds_config.json`
 - `dataloader`: arguments of `torch.utils.data.DataLoader`, which Lightning and Accelerate leave to the user
 """
 
@@ -17,7 +18,8 @@ from typing import Any, Protocol
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice
 
-TRANSFORMERS, LIGHTNING, ACCELERATE, DATALOADER = "transformers", "lightning", "accelerate", "dataloader"
+TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
+DEEPSPEED, DATALOADER = "deepspeed", "dataloader"
 
 
 class Words(Protocol):
@@ -83,10 +85,15 @@ class Argument:
 
 # The batch plan's keys, which are no techniques.
 BATCH: Mapping[str, Mapping[str, Argument]] = {
-    BATCH_SIZE: {TRANSFORMERS: Argument("per_device_train_batch_size"), DATALOADER: Argument("batch_size")},
+    BATCH_SIZE: {
+        TRANSFORMERS: Argument("per_device_train_batch_size"),
+        DEEPSPEED: Argument("train_micro_batch_size_per_gpu"),
+        DATALOADER: Argument("batch_size"),
+    },
     ACCUMULATION: {
         TRANSFORMERS: Argument("gradient_accumulation_steps"),
         LIGHTNING: Argument("accumulate_grad_batches"),
         ACCELERATE: Argument("gradient_accumulation_steps"),
+        DEEPSPEED: Argument("gradient_accumulation_steps"),
     },
 }

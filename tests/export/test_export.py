@@ -99,9 +99,9 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"'yaml' is not a known exporter; expected one of .*env: .*json: .*transformers: "
+        ConfigError, match=r"'toml' is not a known exporter; expected one of .*env: .*json: .*transformers: "
     ):
-        export(RESULT, "yaml")
+        export(RESULT, "toml")
 
 
 def test_another_package_adds_an_exporter_by_an_entry_point(installed: Any) -> None:

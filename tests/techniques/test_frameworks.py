@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from autotune.techniques import REGISTRY
-from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, LIGHTNING, TRANSFORMERS
+from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, LIGHTNING, TRANSFORMERS
 
-FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DATALOADER)
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "amp": ("off", "bf16", "fp16"),
     "matmul_precision": ("highest", "tf32"),

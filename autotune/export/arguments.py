@@ -1,0 +1,48 @@
+"""An answer as the arguments that frameworks take, each technique in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.records.config import Choice
+from autotune.techniques import REGISTRY
+from autotune.techniques.frameworks import BATCH
+
+
+def arguments(
+    config: Mapping[str, Choice], space: Mapping[str, Sequence[Choice]], frameworks: Sequence[str], no_words: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Say a config in the words of one or several frameworks.
+
+    A technique that is off is said too where there are words for it, since the framework's default may differ.
+
+    Args:
+        space: technique -> choices that were searched; may lack some or all.
+        frameworks: keys of `Technique.frameworks`.
+        no_words: why a technique that is on and that none of them can say is not said.
+
+    Returns:
+        framework -> its arguments; key of the config -> why it is in none of them.
+    """
+    said: dict[str, dict[str, Any]] = {framework: {} for framework in frameworks}
+    unsaid: dict[str, str] = {}
+    for name, choice in config.items():
+        words = {framework: _words(framework, name, choice, space) for framework in frameworks}
+        for framework, found in words.items():
+            said[framework] |= found or {}
+        if all(found is None for found in words.values()):
+            if name not in REGISTRY:
+                unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
+            elif choice != REGISTRY[name].off:
+                unsaid[name] = f"{REGISTRY[name].label(choice)}: {no_words}"
+    return said, unsaid
+
+
+def _words(framework: str, name: str, choice: Choice, space: Mapping[str, Sequence[Choice]]) -> dict[str, Any] | None:
+    if name in BATCH:
+        return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
+    if name not in REGISTRY:
+        return None
+    searched = space.get(name, ())
+    return REGISTRY[name].write(framework, choice, searched if len(searched) > 1 else ())
