@@ -13,9 +13,9 @@ from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.predict.answer import MemoryPrediction, answer
-from autotune.predict.cache import FOLDER, TraceCache
+from autotune.predict.answer import answer
 from autotune.predict.traces import Traces
+from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
@@ -27,6 +27,7 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner, Stated
 from autotune.space import build_space
+from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import sweep as sweeping
@@ -196,7 +197,7 @@ def predict(
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target = target_of(info)
-        cache = TraceCache(logs / FOLDER, inspection.facts, target, [config.batch_size for config in configs])
+        cache = TraceCache(logs, inspection.facts, target, [config.batch_size for config in configs])
         tracing = Tracing(runner, lambda: configs, target, cache, asked.timeout_s)
         tracing.advance(asked.timeout_s)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")

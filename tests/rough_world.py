@@ -7,10 +7,11 @@ import random
 from dataclasses import dataclass
 
 from autotune import techniques
-from autotune.predict.lengths import LengthDistribution
-from autotune.predict.traces import Breakdown, TracedPeak
+from autotune.predict.traces import TracedPeak
+from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
+from autotune.task.lengths import LengthDistribution
 from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection
 
 OUTSIDE_BYTES = 200 * MIB

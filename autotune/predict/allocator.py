@@ -155,24 +155,21 @@ class _Pool:
         self.last: _Block | None = None
         self.end = 0
         self._max_split_bytes = max_split_bytes
-        self._order: list[tuple[int, int]] = []
-        self._blocks: dict[int, _Block] = {}
+        self._free: list[tuple[int, int, _Block]] = []  # no two at one address, so blocks are never compared
 
     def put(self, block: _Block) -> None:
         block.free = True
-        insort(self._order, (block.size_bytes, block.address))
-        self._blocks[block.address] = block
+        insort(self._free, (block.size_bytes, block.address, block))
 
     def take(self, block: _Block) -> None:
-        del self._order[bisect_left(self._order, (block.size_bytes, block.address))]
-        del self._blocks[block.address]
+        del self._free[bisect_left(self._free, (block.size_bytes, block.address))]
         block.free = False
 
     def take_best_fit(self, size_bytes: int) -> _Block | None:
-        index = bisect_left(self._order, (size_bytes, 0))
-        if index == len(self._order):
+        index = bisect_left(self._free, (size_bytes, 0))
+        if index == len(self._free):
             return None
-        block = self._blocks[self._order[index][1]]
+        block = self._free[index][2]
         limit = self._max_split_bytes
         if limit is not None:
             too_large = limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES

@@ -11,13 +11,13 @@ from autotune import techniques
 from autotune.devices.targets import CPU, Target
 from autotune.predict.allocator import reserved_factors
 from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
-from autotune.predict.lengths import sample_lengths
 from autotune.predict.passes import MicroSteps, Purpose, Updates
 from autotune.predict.plan import Plan, allocator_sizes, traced_sizes
 from autotune.predict.recomputed import recompute
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
 from autotune.task import Task
+from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
 
 

@@ -16,7 +16,8 @@ from autotune.devices.targets import CPU
 from autotune.predict import Array
 from autotune.predict.cost_fit import CostModel, Observation, Probes, Scales, beyond, likely_scales
 from autotune.predict.cost_terms import CostTerm, Layout, Residual
-from autotune.predict.traces import Breakdown, TracedPeak, Traces
+from autotune.predict.traces import TracedPeak, Traces
+from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space

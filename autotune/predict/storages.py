@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autotune.devices.kernels.rules import Hidden
+from autotune.devices.kernels.stand_ins import SUBSTITUTES
 from autotune.devices.kernels.work import count
-from autotune.predict.fake_run import SUBSTITUTES
 from autotune.predict.passes import Event
 from autotune.records.calibration import Work
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
 from autotune.predict.cost_terms import NOTHING_KNOWN, SIZES, CostTerm, Layout, Residual
-from autotune.predict.lengths import LengthDistribution
 from autotune.predict.roofline import Roofline
 from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement
 from autotune.space import Space
+from autotune.task.lengths import LengthDistribution
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.lengths import LengthDistribution
 from autotune.predict.passes import Purpose
+from autotune.records.capacity import Breakdown
 from autotune.records.config import Choice, Config
 from autotune.records.formats import decode
+from autotune.task.lengths import LengthDistribution
 from autotune.techniques import REGISTRY, Phase
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
@@ -40,33 +41,6 @@ def update_label(group: Group) -> str:
 
 def _in_words(group: Group) -> str:
     return ", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breakdown:
-    """What the allocator holds at the moment of its peak, by purpose.
-
-    Attributes:
-        parameters_bytes: parameters and buffers of the model.
-        gradients_bytes: gradients of the parameters.
-        optimizer_bytes: the optimizer's state.
-        activations_bytes: what the forward pass keeps for the backward pass.
-        temporaries_bytes: everything else: inputs, results in flight, the optimizer's scratch space.
-        modules: (name, bytes) of the modules whose forward passes hold most of the activations, largest first.
-    """
-
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    temporaries_bytes: int
-    modules: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all purposes."""
-        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return held_bytes + self.activations_bytes + self.temporaries_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from autotune.devices import open_device
 from autotune.errors import StudyError, TaskError
-from autotune.predict.cache import drop_oldest
+from autotune.files import drop_oldest
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.progress import Progress

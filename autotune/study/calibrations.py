@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.predict.cache import write_whole
+from autotune.files import write_whole
 from autotune.records.calibration import Calibration
 
 FOLDER = ".calibration"

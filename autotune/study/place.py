@@ -12,7 +12,6 @@ from pathlib import Path
 import filelock
 
 from autotune.errors import StudyError
-from autotune.predict.cache import FOLDER as TRACES_FOLDER
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
@@ -48,11 +47,6 @@ class Place:
     def folder(self) -> Path:
         """What studies in one folder share lies there."""
         return self.file.parent if self.file else Path(DEFAULT_FOLDER)
-
-    @property
-    def traces(self) -> Path:
-        """Folder for traces."""
-        return self.folder / TRACES_FOLDER
 
 
 def place_of(storage: str | None, study: str | None, task: str) -> Place:

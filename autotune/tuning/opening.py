@@ -10,7 +10,6 @@ from typing import Any
 from autotune import techniques
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
-from autotune.predict.cache import TraceCache
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
 from autotune.records.inspection import Inspection
@@ -24,6 +23,7 @@ from autotune.space import build_space, require_possible
 from autotune.study.history import History
 from autotune.study.place import Place, locked, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
+from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
 from autotune.tuning import why
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
@@ -123,7 +123,7 @@ def opened(
             listener.on(Note(text=note))
         sizes = [int(size) for size in space.choices["batch_size"]]
         target = target_of(device)
-        cache = TraceCache(place.traces, inspection.facts, target, sizes) if runner.keeps_traces else None
+        cache = TraceCache(place.folder, inspection.facts, target, sizes) if runner.keeps_traces else None
         max_trace_s = MAX_TRACE_SHARE * options.budget_s
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
         stack.enter_context(tracing)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Self
 
 from autotune import techniques
-from autotune.predict.cache import TraceCache, agrees
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.runners.runner import ProbeFault, Runner, TraceJob
+from autotune.study.traces import TraceCache, agrees
 
 SLICE_S = 5.0  # of one job
 LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting

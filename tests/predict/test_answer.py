@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.answer import GroupPrediction, Question
+from autotune.predict.answer import Question
 from autotune.predict.memory import MemoryEstimate
-from autotune.predict.traces import Breakdown
 from autotune.records.batch_plan import divisors
+from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config
 from autotune.units import GIB, MIB
 

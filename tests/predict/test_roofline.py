@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from autotune.predict.job import trace_plan
-from autotune.predict.lengths import LengthDistribution
 from autotune.predict.plan import plan_traces
 from autotune.predict.roofline import Roofline
 from autotune.predict.time import TimeModel
@@ -17,6 +16,7 @@ from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.config import Config
 from autotune.space import Space, build_space
 from autotune.task import Task
+from autotune.task.lengths import LengthDistribution
 from autotune.techniques import complete
 from tests.closed_form import inspection
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.predict.lengths import LengthDistribution
 from autotune.predict.time import TimeModel
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
+from autotune.task.lengths import LengthDistribution
 from tests.closed_form import SIZES, ClosedFormRunner, inspection, measurement
 from tests.rough_world import RoughRunner, rough_inspection
 

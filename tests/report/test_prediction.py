@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autotune.predict.answer import GroupPrediction, MemoryPrediction, PredictedPeak
+from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.prediction import prediction_sections
 from autotune.report.terminal import as_text

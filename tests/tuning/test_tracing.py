@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.predict.cache import TraceCache
 from autotune.predict.job import trace_plan
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
@@ -18,6 +17,7 @@ from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import InspectJob, Job, JobResult, Runner, TraceJob
+from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, Note

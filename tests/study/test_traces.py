@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from autotune.predict.cache import TraceCache, agrees, drop_oldest
+from autotune.files import drop_oldest
 from autotune.predict.traces import Traces
+from autotune.study.traces import FOLDER, TraceCache, agrees
 from tests.predict.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
 
 
 def cache(folder, *, facts=FACTS, target="cpu", batch_sizes=(4, 8)):
-    return TraceCache(folder / "traces", facts, target, batch_sizes)
+    return TraceCache(folder, facts, target, batch_sizes)
 
 
 def test_what_is_written_is_read_without_the_failures(tmp_path):
@@ -47,7 +48,7 @@ def test_a_processor_with_other_arithmetic_has_traces_of_its_own(tmp_path, monke
 
 def test_a_broken_or_foreign_file_is_replaced(tmp_path):
     cache(tmp_path).write(TRACES)
-    (file,) = (tmp_path / "traces").iterdir()
+    (file,) = (tmp_path / FOLDER).iterdir()
     for content in ("", "[]", '{"format": 99}', "\x00"):
         file.write_text(content)
         assert cache(tmp_path).read() is None
@@ -56,7 +57,7 @@ def test_a_broken_or_foreign_file_is_replaced(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_time(tmp_path):
-    (tmp_path / "traces").write_text("a file")
+    (tmp_path / FOLDER).write_text("a file")
     cache(tmp_path).write(TRACES)
     assert cache(tmp_path).read() is None
 

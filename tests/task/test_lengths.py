@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune.predict import lengths as module
-from autotune.predict.lengths import LengthDistribution, sample_lengths
 from autotune.task import Task
+from autotune.task import lengths as module
+from autotune.task.lengths import LengthDistribution, sample_lengths
 
 
 def lines(collate=pad_sequence, *, widths=range(1, 101), dataset=None):

@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from autotune.devices.cpu import processor_model
 from autotune.devices.targets import CPU
+from autotune.files import drop_oldest, write_whole
 from autotune.predict.traces import Traces
 from autotune.version import __version__
 
@@ -26,7 +26,7 @@ class TraceCache:
     """The kept traces of one task on one kind of device.
 
     Args:
-        folder: is made when needed. A file in it that is broken or of another format is replaced; a folder that cannot be
+        folder: of the studies. A kept file that is broken or of another format is replaced; a folder that cannot be
             written costs nothing but the time to trace again.
         facts: the task's, from its inspection.
         target: the kind of device that the traces predict for.
@@ -40,7 +40,7 @@ class TraceCache:
         task = [facts["source_hash"], facts.get("num_parameters")]
         known = [*task, target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-        self._path = folder / f"{facts['name']}-{key}.json"
+        self._path = folder / FOLDER / f"{facts['name']}-{key}.json"
 
     def read(self) -> Traces | None:
         """What is kept; None where there is nothing, or nothing that can be read."""
@@ -55,24 +55,6 @@ class TraceCache:
             write_whole(self._path, json.dumps(replace(traces, failures={}).to_dict()))
             files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
             drop_oldest(files, KEPT_FILES, KEPT_BYTES)
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Replace a file in one go: whoever reads meanwhile gets all of it or nothing. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
-
-
-def drop_oldest(files: Sequence[Path], most_files: int, most_bytes: int) -> None:
-    """Delete the last of `files`, which come newest first, beyond so many and beyond so much in sum."""
-    held_bytes = 0
-    for place, file in enumerate(files):
-        with contextlib.suppress(OSError):  # somebody else was quicker
-            held_bytes += file.stat().st_size
-            if place >= most_files or held_bytes > most_bytes:
-                file.unlink()
 
 
 def agrees(plain: Traces, kept: Traces) -> bool:

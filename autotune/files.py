@@ -1,0 +1,27 @@
+"""Files that several processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Replace a file in one go: whoever reads meanwhile gets all of it or nothing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def drop_oldest(files: Sequence[Path], most_files: int, most_bytes: int) -> None:
+    """Delete the last of `files`, which come newest first, beyond so many and beyond so much in sum."""
+    held_bytes = 0
+    for place, file in enumerate(files):
+        with contextlib.suppress(OSError):  # somebody else was quicker
+            held_bytes += file.stat().st_size
+            if place >= most_files or held_bytes > most_bytes:
+                file.unlink()

@@ -1,0 +1,120 @@
+"""What fits into a memory, as `predict` answers it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autotune.records.config import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """What the allocator holds at the moment of its peak, by purpose.
+
+    Attributes:
+        parameters_bytes: parameters and buffers of the model.
+        gradients_bytes: gradients of the parameters.
+        optimizer_bytes: the optimizer's state.
+        activations_bytes: what the forward pass keeps for the backward pass.
+        temporaries_bytes: everything else: inputs, results in flight, the optimizer's scratch space.
+        modules: (name, bytes) of the modules whose forward passes hold most of the activations, largest first.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporaries_bytes: int
+    modules: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all purposes."""
+        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return held_bytes + self.activations_bytes + self.temporaries_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedPeak(Breakdown):
+    """The predicted peak of one config, and what it consists of: the breakdown and two more terms add up to it.
+
+    Attributes:
+        config: as a plain dict.
+        peak_bytes: comparable with the memory limit; `peak_low_bytes` and `peak_high_bytes` bound 95 %.
+        chance_to_fit: that the peak is within the limit less headroom.
+        allocator_bytes: what is held beyond the tensors: rounding, fragments, libraries' workspaces.
+        outside_bytes: outside the allocator: the process and its libraries, or the CUDA context.
+    """
+
+    config: dict[str, Choice]
+    peak_bytes: int
+    peak_low_bytes: int
+    peak_high_bytes: int
+    chance_to_fit: float
+    allocator_bytes: int
+    outside_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPrediction:
+    """One combination of the techniques that shape memory.
+
+    Attributes:
+        switched_on: choices that are not off.
+        same_memory: choices of further combinations whose memory is the same.
+        peak: at the largest batch size that fits, or, where none does, at the smallest there is.
+        fits: whether that is within the limit less headroom, and its upper bound within the limit.
+        bounded: whether a larger batch was not looked at, for the global batch or the dataset is no larger.
+    """
+
+    switched_on: dict[str, Choice]
+    same_memory: tuple[dict[str, Choice], ...]
+    peak: PredictedPeak
+    fits: bool
+    bounded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPrediction:
+    """What `predict` answers.
+
+    Attributes:
+        task: its name.
+        device: what it is predicted for, in words; `on_gpu` whether that is a GPU.
+        memory_limit_bytes: of the device, or as the user limits it.
+        headroom: share of the limit that is to stay free.
+        global_batch: samples per optimizer step, or None.
+        fits: whether the config, or anything at all, fits: its peak within the limit less headroom, the upper bound of it
+            within the limit.
+        config: of the config that was asked for; None where there was none.
+        groups: of all combinations of techniques; empty where one config was asked for.
+        untraced: combination of techniques -> why nothing could be predicted of it.
+        left_out: technique that shapes memory -> why it, or some of its choices, does not apply or cannot be traced.
+        warnings: what a reader has to know.
+        trace_s: seconds of tracing; `wall_s` of everything.
+    """
+
+    task: str
+    device: str
+    on_gpu: bool
+    memory_limit_bytes: int
+    headroom: float
+    global_batch: int | None
+    fits: bool
+    config: PredictedPeak | None
+    groups: tuple[GroupPrediction, ...]
+    untraced: dict[str, str]
+    left_out: dict[str, str]
+    warnings: tuple[str, ...]
+    trace_s: float
+    wall_s: float
+
+    @property
+    def usable_bytes(self) -> int:
+        """The limit less headroom."""
+        return int(self.memory_limit_bytes * (1 - self.headroom))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data, marked as a prediction."""
+        return {"predicted": True, **asdict(self), "usable_bytes": self.usable_bytes}
