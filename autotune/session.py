@@ -175,11 +175,11 @@ class StepLoader:
         self._batch_streams = tuple(build.batch_streams)
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
         if dataset is not None:
-            iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+            ordered = isinstance(dataset, torch.utils.data.IterableDataset) or "sampler" in build.loader_options
             self._micro_loader = torch.utils.data.DataLoader(
                 dataset,
                 batch_size=build.config.batch_size,
-                shuffle=None if iterable else True,
+                shuffle=None if ordered else True,
                 collate_fn=_Counted(build.task.collate_fn or torch.utils.data.default_collate),
                 **build.loader_options,
             )

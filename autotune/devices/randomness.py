@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,3 +37,13 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+@contextmanager
+def restored_randomness(device: torch.device) -> Iterator[None]:
+    """Restore the random states at the end."""
+    state = RandomState(device)
+    try:
+        yield
+    finally:
+        state.restore()

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices.kernels.rules import Hidden
 from autotune.devices.kernels.stand_ins import SUBSTITUTES
 from autotune.devices.kernels.work import count
 from autotune.predict.passes import Event
 from autotune.records.calibration import Work
+from autotune.task.batches import strided_parts
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
@@ -99,7 +100,7 @@ class StorageTracker(TorchDispatchMode):
         if type(tensor) is FakeTensor and tensor.layout is torch.strided:
             self._see_dense(tensor)
         else:
-            for part in dense_parts(tensor):
+            for part in strided_parts(tensor):
                 self._see_dense(part)
 
     def _see_dense(self, tensor: torch.Tensor, real_bytes: int | None = None) -> None:
@@ -122,7 +123,7 @@ class StorageTracker(TorchDispatchMode):
 
     def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """The keys of the tensors' storages, as far as they were seen."""
-        parts = (part for tensor in tensors for part in dense_parts(tensor))
+        parts = (part for tensor in tensors for part in strided_parts(tensor))
         return {self._living[address].key for part in parts if (address := _address(part)) in self._living}
 
     def living(self) -> dict[int, int]:
@@ -169,20 +170,6 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     key: int
     shown_bytes: int  # by the fake tensor
     size_bytes: int  # in truth
-
-
-def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a tensor consists of: itself, or a sparse one's indices and values."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in dense_parts(getattr(tensor, name))]
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return []
 
 
 def _address(tensor: Any) -> int:

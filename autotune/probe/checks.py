@@ -10,8 +10,9 @@ import torch
 
 from autotune import techniques
 from autotune.devices import Device, open_device
+from autotune.devices.randomness import restored_randomness
 from autotune.probe.differences import Difference, difference, worst
-from autotune.probe.runs import SEED, Runs, restored_randomness
+from autotune.probe.runs import SEED, Runs
 from autotune.probe.seed import seed_everything
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
@@ -79,7 +80,7 @@ class _Comparison:
 
     def check(self) -> Check:
         """Run everything and judge."""
-        with restored_randomness(self.device):
+        with restored_randomness(self.device.torch_device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
             runs = Runs(self.task, self.device, batch, self.num_steps, self.same_masks)

@@ -13,7 +13,6 @@ import torch
 
 from autotune import techniques
 from autotune.devices import Device
-from autotune.devices.randomness import RandomState
 from autotune.probe.differences import Run
 from autotune.probe.dropout_off import dropout_off
 from autotune.probe.exact_convolutions import exact_convolutions
@@ -138,13 +137,3 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def restored_randomness(device: Device) -> Iterator[None]:
-    """Restore the random states of torch, Python and numpy."""
-    state = RandomState(device.torch_device)
-    try:
-        yield
-    finally:
-        state.restore()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Cuts = int | Mapping[Any, Any] | None  # the dimension, or that of each part; None goes whole to every micro batch
 
@@ -88,12 +89,15 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that hold the memory of a sparse or jagged tensor; of any other, itself."""
-    parts = _PARTS.get(tensor.layout)
-    return [getattr(tensor, part)() for part in parts] if parts else [tensor]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in strided_parts(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
 _PARTS = {
-    torch.jagged: ("offsets", "values"),
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),

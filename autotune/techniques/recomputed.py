@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,7 @@ class _Buffers:
     """
 
     def __init__(self, modules: tuple[torch.nn.Module, ...], constant: set[Place]) -> None:
-        self.places = [
-            (m, name) for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None
-        ]
+        self.places = list(buffers_of(modules))
         self.constant = constant
         self.before: dict[Place, torch.Tensor] = {}
 
@@ -140,17 +138,27 @@ class _Buffers:
                     self.constant.discard(place)
                     self.before[place] = copies.get(place, buffer)
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Around the recomputation: the remembered values stand in, and the present ones come back afterwards."""
-        present = {place: _buffer(place) for place in self.before}
-        for (module, name), value in self.before.items():
-            module._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (module, name), buffer in present.items():
-                module._buffers[name] = buffer
+    def replayed(self) -> AbstractContextManager[None]:
+        """Around the recomputation: the remembered values stand in."""
+        return copies_stand_in(self.before)
+
+
+def buffers_of(modules: tuple[torch.nn.Module, ...]) -> dict[Place, torch.Tensor]:
+    """Every buffer of the modules and of those inside them."""
+    return {(m, name): b for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None}
+
+
+@contextmanager
+def copies_stand_in(buffers: Mapping[Place, torch.Tensor]) -> Iterator[None]:
+    """Copies of the given values stand in for buffers; the present buffers come back afterwards."""
+    present = {place: _buffer(place) for place in buffers}
+    for (module, name), value in buffers.items():
+        module._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for (module, name), buffer in present.items():
+            module._buffers[name] = buffer
 
 
 class _Both(AbstractContextManager[None]):

@@ -184,3 +184,23 @@ def test_scores_in_pieces_take_less_and_compute_the_same(amp: str) -> None:
         del session
     assert found[1][0] < 0.6 * found[0][0]
     assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.999
+
+
+def test_the_backward_pass_on_a_gpu_shows_what_must_not_be_overwritten() -> None:
+    def peak(on: bool) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(16, 16, 3, padding=1), nn.Tanh(), nn.LeakyReLU(), nn.BatchNorm2d(16), nn.LeakyReLU()]
+        task = Task(
+            build_model=lambda: nn.Sequential(*layers, nn.Conv2d(16, 4, 3)),
+            make_batch=lambda n: (torch.randn(n, 16, 64, 64), torch.randn(n, 4, 62, 62)),
+        )
+        session = prepare(task, {"batch_size": 16, "inplace_activations": on}, device="cuda")
+        assert [module.inplace for module in layers if isinstance(module, nn.LeakyReLU)] == [False, on]
+        torch.cuda.reset_peak_memory_stats()
+        session.accumulate(task.batch(16))
+        gradient = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None])
+        return torch.cuda.max_memory_allocated(), gradient
+
+    (plain_bytes, plain), (switched_bytes, switched) = peak(False), peak(True)
+    assert switched_bytes < 0.9 * plain_bytes
+    torch.testing.assert_close(switched, plain, rtol=1e-3, atol=1e-6)

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "checkpoint_segments": (0, 1, 2, 3),
     "checkpoint_policy": ("full", "selective"),
     "compile": ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs"),
+    "inplace_activations": (False, True),
     "loss_chunks": (False, True),
     "optimizer_impl": ("default", "for-loop", "foreach", "fused"),
     "optimizer_in_backward": (False, True),
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "device_prefetch": (False, True),
     "persistent_workers": (False, True),
     "prefetch_factor": (2, 4, 8, 16),
+    "length_bucketing": (False, True),
 }
 
 

@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "checkpoint_policy": ("selective",),
     "cudnn_benchmark": (True,),
     "compile": ("default",),
+    "inplace_activations": (True,),
     "loss_chunks": (True,),
     "optimizer_impl": ("for-loop", "foreach", "fused"),
     "optimizer_in_backward": (True,),

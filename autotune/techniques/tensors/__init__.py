@@ -1,1 +1,1 @@
-"""Tensor classes that techniques use. They import torch, which the technique's own file must not: whoever searches has none."""
+"""Classes for techniques that import torch, which a technique's own file must not: whoever searches has none."""

@@ -1,0 +1,120 @@
+"""Batches of samples of similar length, so that little of them is padding."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.task.samples import NUM_SAMPLED, width
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+
+_WINDOW = 50  # batches among which samples are put together by length, as in transformers' LengthGroupedSampler
+
+
+class LengthBucketing(Technique):
+    """Samples in random order; of every fifty batches those of similar length share a batch.
+
+    The batches of a window come in random order. So any stretch of training, such as the one that a probe times, has short
+    and long batches as the whole has. In the first epoch each sample is read once more, for its length; the reading is
+    spread evenly over the batches, so that what a probe times has its share of it.
+    """
+
+    name: ClassVar[str] = "length_bucketing"
+    summary: ClassVar[str] = "samples of similar length share a batch: less padding, another order of samples"
+    listed_choices: ClassVar[str] = "`false` `true`"
+    applies: ClassVar[str] = "if included: a dataset with samples of unequal length, which batches pad"
+    off: ClassVar[Choice] = False
+    phase: ClassVar[Phase] = Phase.LOADER
+    order: ClassVar[int] = 50
+    changes_learning: ClassVar[bool] = True
+    keeps_random_masks: ClassVar[bool] = True
+    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Table(
+            {True: {"train_sampling_strategy": "group_by_length"}},
+            aliases={
+                ("train_sampling_strategy", "random"): False,
+                ("group_by_length", True): True,  # before transformers 5
+                ("group_by_length", False): False,
+            },
+        )
+    }
+
+    def support(self, setting: Setting) -> Support:
+        """It applies where samples of unequal length are padded to the longest of their batch."""
+        if reason := _why_not(setting):
+            return Support(choices=(False,), reason=reason)
+        return Support(choices=(False, True))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the loader's order."""
+        build.loader_options["sampler"] = _Buckets(build.task.dataset(), build.config.batch_size)
+
+    def is_redundant(self, config: Config) -> bool:
+        """A sample alone is not padded."""
+        return config.batch_size == 1
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """What padding took is saved; the largest batch stays as it is."""
+        return Expectation(compute=Factor(typical=0.75, spread=1.4), data=Factor(spread=1.2))
+
+
+def _why_not(setting: Setting) -> str:
+    from autotune.task.lengths import sample_lengths
+
+    task = setting.task
+    if task.dataset() is None:
+        return "the task has no train_dataset, so the order of samples is not the loader's"
+    if setting.dataset_size is None:
+        return "the dataset is a stream, whose order is its own"
+    if len(task.widest()) < min(setting.dataset_size, NUM_SAMPLED):
+        return "samples take long to read, and each would be read once more for its length"
+    lengths = sample_lengths(task)
+    if lengths is None:
+        return "a batch is not padded to its longest sample"
+    if lengths.quantiles[0] == lengths.quantiles[-1]:
+        return "samples take the same room in a batch"
+    return ""
+
+
+class _Buckets:
+    """Every position of a dataset once, in an order of which each `batch_size` in a row make a batch.
+
+    The samples of the last, smaller batch are drawn at random. Lengths are read once.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._widths = array("q", [-1]) * len(dataset)
+
+    def __len__(self) -> int:
+        return len(self._widths)
+
+    def __iter__(self) -> Iterator[int]:
+        import torch
+
+        size = self._batch_size
+        positions = torch.randperm(len(self)).tolist()
+        full = len(self) - len(self) % size
+        windows = [positions[start : min(start + _WINDOW * size, full)] for start in range(0, full, _WINDOW * size)]
+        for window, following in zip(windows, [*windows[1:], []], strict=True):
+            ahead = iter(following)
+            by_width = sorted(window, key=self._width)
+            for number in torch.randperm(len(window) // size).tolist():
+                for position in islice(ahead, size):
+                    self._width(position)
+                yield from by_width[number * size : (number + 1) * size]
+        yield from positions[full:]
+
+    def _width(self, position: int) -> int:
+        if self._widths[position] < 0:
+            self._widths[position] = width(self._dataset[position])
+        return self._widths[position]

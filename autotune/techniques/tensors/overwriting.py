@@ -1,0 +1,91 @@
+"""Finds the modules whose input nobody needs after them, so that they may compute in place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves
+
+from autotune.task.batches import strided_parts
+
+_READ_DEVICE = torch.ops.prim.device.default  # which fake tensors dispatch, and real ones do not
+
+
+def overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) -> list[torch.nn.Module]:
+    """Those of `modules`, functions of one tensor, that may overwrite it, by what one training pass does.
+
+    A module may where, in each of its calls, no operator reads or writes the storage of its input afterwards, in the
+    forward or in the backward pass; none writes that of its output, which its own backward pass needs; and nobody holds the
+    input when the pass is over, such as a parameter, a batch or a constant. The values of the tensors do not matter.
+
+    Args:
+        train: runs a forward and a backward pass, and keeps nothing of them.
+    """
+    watch = _Watch()
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(watch.before).remove)
+            hooks.callback(module.register_forward_hook(watch.after).remove)
+        with watch:
+            train()
+    gc.collect()
+    held = {module for storage, module in watch.inputs.values() if not storage.expired()}
+    called = {module for _, module in watch.inputs.values()}
+    return [module for module in modules if module in called - watch.refused - held]
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator, and refuses the modules whose input or output it must find as it was.
+
+    A module is given a copy of its input, so that what it keeps for its own backward pass does not count as another use.
+
+    Attributes:
+        inputs, outputs: of the modules' calls, by the address of the storage. The weak reference keeps an address from
+            being given to another storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inputs: dict[int, tuple[StorageWeakRef, torch.nn.Module]] = {}
+        self.outputs: dict[int, tuple[StorageWeakRef, torch.nn.Module]] = {}
+        self.refused: set[torch.nn.Module] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not _READ_DEVICE:
+            for value in arg_tree_leaves(*args, **kwargs):
+                self._refuse(self.inputs, value)
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._refuse(self.outputs, value)
+        return func(*args, **kwargs)
+
+    def _refuse(self, known: dict[int, tuple[StorageWeakRef, torch.nn.Module]], value: Any) -> None:
+        for part in strided_parts(value) if isinstance(value, torch.Tensor) else ():
+            if found := known.get(part.untyped_storage()._cdata):
+                self.refused.add(found[1])
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+        """Before a call of a module."""
+        if not args or args[0].layout is not torch.strided:
+            self.refused.add(module)
+            return None
+        storage = args[0].untyped_storage()
+        if storage._cdata in self.inputs or storage._cdata in self.outputs:
+            self.refused.add(module)
+        copy = args[0].clone()  # refuses the other module whose input this was
+        self.inputs[storage._cdata] = StorageWeakRef(storage), module
+        return copy
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """After a call of a module."""
+        storage = output.untyped_storage()
+        self.outputs[storage._cdata] = StorageWeakRef(storage), module
