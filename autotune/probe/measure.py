@@ -6,7 +6,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
+from autotune.probe.leaks import kept
 from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
 from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
-from autotune.records.outcome import Measurement
+from autotune.records.outcome import Kept, Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
@@ -98,7 +100,7 @@ class Run:
         detail = self.device.memory_detail()
         speed, low, high = blocks.throughput
         telemetry = self.device.telemetry()
-        return Measurement(
+        measured = Measurement(
             samples_per_s=speed,
             samples_per_s_low=low,
             samples_per_s_high=high,
@@ -123,6 +125,13 @@ class Run:
             memory=detail,
             telemetry=telemetry.values,
         )
+        return replace(measured, leaks=self._leaks()) if growth else measured
+
+    def _leaks(self) -> tuple[Kept, ...]:
+        """What each micro batch leaves behind. Whatever goes wrong here (memory runs out), the run was measured."""
+        with suppress(Exception):
+            return kept(self._micro_step)
+        return ()
 
     def _warm_up(self) -> None:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
@@ -257,6 +266,10 @@ class Run:
         for _ in range(count):
             self._accumulate(self._take(self.session.config.accumulation_steps))
             self._update()
+
+    def _micro_step(self) -> None:
+        self._accumulate_next(1)
+        self._update()
 
     def _take(self, count: int) -> StepBatch:
         return StepBatch(next(self._micro_batches) for _ in range(count))

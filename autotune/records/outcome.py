@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from autotune.records.formats import Record
+from autotune.units import format_bytes, plural
 
 
 class Kind(StrEnum):
@@ -18,6 +19,35 @@ class Kind(StrEnum):
     ERROR = "error"
     NONFINITE = "nonfinite"
     UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Tensors of one kind that each micro batch leaves behind: a leak.
+
+    Attributes:
+        num_tensors, num_bytes: of one micro batch.
+        shape, dtype: `(32, 512)`, `float32`.
+        place: file and line of the user's code that made them; a library's where there is none; empty where they were made
+            in the backward pass.
+        in_graph: only the autograd graph of another tensor that is kept holds them; otherwise some Python object does.
+        has_graph: their own autograd graph is kept with them.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    place: str
+    in_graph: bool
+    has_graph: bool
+
+    def __str__(self) -> str:
+        """`1 float32 tensor of shape (32, 512) made in model.py, line 12`."""
+        made = f"made in {self.place}" if self.place else "made in the backward pass"
+        number = plural(self.num_tensors, f"{self.dtype} tensor")
+        graph = ", with its autograd graph," if self.has_graph else ""
+        return f"{number} of shape {self.shape}{graph} {made}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +73,7 @@ class Measurement:
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
+    leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, then the largest
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
@@ -58,6 +89,18 @@ class Measurement:
     def train_s(self) -> float:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
+
+    @property
+    def kept(self) -> str:
+        """What each micro batch leaves behind, in words; empty where nothing was found."""
+        held = [kind for kind in self.leaks if not kind.in_graph]
+        behind = [kind for kind in self.leaks if kind.in_graph]
+        words = [" and ".join(map(str, held))] if held else []
+        if behind:
+            number = plural(sum(kind.num_tensors for kind in behind), "tensor")
+            size = format_bytes(sum(kind.num_bytes for kind in behind))
+            words.append(f"{number} of {size} in an autograd graph (the largest: {behind[0]})")
+        return ", and ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,9 @@ def _figures(found: Measurement) -> dict[str, Cell]:
         "last loss": f"{found.final_loss:.4g}",
     }
     if found.growth_bytes_per_step:
-        rows["leak"] = f"memory grows by {format_bytes(found.growth_bytes_per_step)} per optimizer step"
+        grown = format_bytes(found.growth_bytes_per_step)
+        kept = f"; each micro batch leaves {found.kept}" if found.kept else ""
+        rows["leak"] = f"memory grows by {grown} per optimizer step{kept}"
     if found.disturbances:
         rows["disturbed"] = "; ".join(found.disturbances)
     return rows

@@ -227,9 +227,15 @@ def _warn(
     growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
     growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
     if growth > 0:
+        kept = next(filter(None, (o.measurement.kept for o in outcomes if o.measurement)), "")
         search.warn(
             f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "
-            "something from every step (a list of losses with their graphs, say), and a long run will run out of memory"
+            + (
+                f"of every micro batch {kept}"
+                if kept
+                else "something from every step (a list of losses with their graphs, say)"
+            )
+            + ". A long run will run out of memory"
         )
     if any(o.measurement and o.measurement.disturbances for o in outcomes):
         search.warn("other work disturbed the machine; a quiet one gives narrower intervals")

@@ -204,7 +204,8 @@ def test_slowdowns_are_read_at_every_block():
 @pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])
 def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
     made = []
-    monkeypatch.setattr(batches, "tensors", lambda batch: [SimpleNamespace(nbytes=batch_bytes, layout=torch.strided)])
+    large = torch.empty(batch_bytes, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(batches, "tensors", lambda batch: [large])
     session = SimpleNamespace(
         task=SimpleNamespace(dataset=lambda: None),
         loader=SimpleNamespace(micro_batches=lambda: ((made.append(number), 4) for number in range(100))),

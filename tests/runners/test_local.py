@@ -132,14 +132,20 @@ def test_threads_that_still_run_do_not_keep_the_probe_from_ending(runner):
     assert time.monotonic() - started < SETTINGS.timeout_s
 
 
-def test_a_leak_is_measured_in_bytes_per_step(runner):
+def test_a_leak_is_measured_in_bytes_per_step_and_named_by_its_line(runner):
     outcome = run(runner, 23, num_steps=350, memory_limit_bytes=2**32)
     assert outcome.kind is Kind.OK
     assert outcome.measurement.growth_bytes_per_step == pytest.approx(2 * 2**20, rel=0.5)
+    lines = MODEL.read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if "LEAKED.append" in line)
+    (leak,) = outcome.measurement.leaks
+    assert (leak.num_tensors, leak.shape, leak.dtype) == (1, (512 * 1024,), "float32")
+    assert leak.place.startswith(f"faulty.py, line {number} ")
 
 
 def test_training_without_a_leak_shows_no_growth(runner):
-    assert run(runner, 8, max_timed_s=1.0, interval=0.0001).measurement.growth_bytes_per_step == 0
+    measured = run(runner, 8, max_timed_s=1.0, interval=0.0001).measurement
+    assert (measured.growth_bytes_per_step, measured.leaks) == (0, ())
 
 
 def test_an_error_of_the_users_code_is_recorded_with_its_frames(runner):

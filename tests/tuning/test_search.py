@@ -7,7 +7,7 @@ import pytest
 
 from autotune import techniques
 from autotune.records.inspection import BatchSupport, Support
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kept, Kind, Outcome
 from autotune.records.result import Check, Result, Rival
 from autotune.records.trial import Proposal
 from autotune.report.answer import answer_sections
@@ -617,3 +617,24 @@ def test_where_the_number_of_probes_left_the_question_open_more_of_them_are_aske
     result = answer(made)
     assert result.verdict == "undecided" and "1 config ran beside the baseline" in result.undecided
     assert "more than --trials 2 would do" in result.undecided
+
+
+def test_a_leak_is_named_by_its_line_in_the_searchs_warning(tmp_path):
+    kept = Kept(
+        num_tensors=1, num_bytes=4, shape=(), dtype="float32", place="model.py, line 31", in_graph=False, has_graph=True
+    )
+
+    class Leaky(Staged):
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            if outcome.measurement is None:
+                return outcome
+            found = replace(outcome.measurement, growth_bytes_per_step=2e6, leaks=(kept,))
+            return replace(outcome, measurement=found)
+
+    result = answer(recommender(tmp_path, Leaky()))
+    (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
+    assert (
+        "keeps of every micro batch 1 float32 tensor of shape (), with its autograd graph, made in model.py, line 31"
+        in warning
+    )
