@@ -68,6 +68,11 @@ class Run:
         return self._reporter.stage
 
     @property
+    def progress(self) -> Progress:
+        """What has been done so far."""
+        return self._reporter.progress
+
+    @property
     def train_s(self) -> float:
         """Seconds inside training steps so far."""
         return self._reporter.train_s

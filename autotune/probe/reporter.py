@@ -40,15 +40,18 @@ class Reporter:
         if is_new or time.perf_counter() > self._sent_s + REPORT_INTERVAL_S:
             self._send()
 
+    @property
+    def progress(self) -> Progress:
+        """What has been done so far."""
+        seen = self._fastest_micro_s < math.inf
+        return Progress(
+            stage=self.stage,
+            train_s=self.train_s,
+            num_micro_steps=self.num_micro_steps,
+            peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
+            samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
+        )
+
     def _send(self) -> None:
         self._sent_s = time.perf_counter()
-        seen = self._fastest_micro_s < math.inf
-        self.send(
-            Progress(
-                stage=self.stage,
-                train_s=self.train_s,
-                num_micro_steps=self.num_micro_steps,
-                peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
-                samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
-            )
-        )
+        self.send(self.progress)

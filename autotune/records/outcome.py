@@ -103,6 +103,46 @@ class Measurement:
         return ", and ".join(words)
 
 
+INPUT, FORWARD, LOSS, BACKWARD = "input", "forward", "loss", "backward"  # phases of an `Overflow`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """Where a training step first made a value that is not finite.
+
+    Attributes:
+        phase: `forward` or `backward` pass of a module, the `loss` (in code outside of the model's modules), or `input`: what
+            a module was given by such code, or by the batch.
+        value: `nan`, `inf`, `-inf`.
+        module: the module's qualified name in the model; empty for the model itself, and where it was none.
+        kind: the module's class; empty where it was none.
+        operator: the node of the autograd graph whose derivative it was.
+        finite_in_fp32: whether the module's output is finite in fp32, for the same inputs; None where that is not known.
+    """
+
+    phase: str
+    value: str
+    module: str = ""
+    kind: str = ""
+    operator: str = ""
+    finite_in_fp32: bool | None = None
+
+    def __str__(self) -> str:
+        """Where, and what to do about it."""
+        named = f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
+        if self.phase == INPUT:
+            return f"{self.value} was in what {named} is given: look at the batch, and at the code between modules"
+        if self.phase == LOSS:
+            return f"{self.value} was first in the loss, outside of the model's modules: compute it in fp32 (`output.float()`)"
+        where = f"{self.phase} pass of {named}" if self.kind else "backward pass, outside of the model's modules"
+        by = f" by {self.operator}" if self.operator else ""
+        made = f"{self.value} was first made in the {where}{by}"
+        if self.finite_in_fp32 is False:
+            return f"{made}; in fp32 it is not finite either, so look at the values that it is given"
+        keep = "keep it in fp32: `with torch.autocast(device, enabled=False)` in its forward, on `x.float()`"
+        return f"{made}; {'in fp32 it is finite, so ' if self.finite_in_fp32 else ''}{keep}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """What a probe that was ended early still says of its config.
@@ -131,6 +171,7 @@ class Outcome(Record):
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
+        overflow: for `nonfinite`: where it began, if that was found.
     """
 
     kind: Kind
@@ -147,6 +188,7 @@ class Outcome(Record):
     device_fault: bool = False
     crowded: bool = False
     bound: Bound | None = None
+    overflow: Overflow | None = None
 
     @property
     def ok(self) -> bool:

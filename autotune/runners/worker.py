@@ -112,13 +112,15 @@ def enter(request: dict[str, Any]) -> None:
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
     from autotune.probe.measure import Run
+    from autotune.probe.overflow import first_overflow
     from autotune.recovery import RAISE
-    from autotune.session import prepare
+    from autotune.session import Session, prepare
 
     settings = ProbeSettings(**arguments["settings"])
     started = time.perf_counter()
     device: Device | None = None
     run: Run | None = None
+    session: Session | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
         session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
@@ -127,6 +129,16 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     except BaseException as error:
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
         outcome = failed_probe(error, device, stage, train_s)
+    if outcome.kind is Kind.NONFINITE and device is not None and run is not None:
+        before = run.progress
+        session = run = None  # the second run needs what they hold
+        gc.collect()
+        with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
+            until_s = started + settings.timeout_s / 2
+            overflow = first_overflow(task, arguments["config"], device, settings, report, before, until_s)
+            outcome = replace(
+                outcome, overflow=overflow, cause=f"{outcome.cause}; {overflow}"[:500] if overflow else outcome.cause
+            )
     return {"outcome": outcome.to_dict()}
 
 

@@ -11,7 +11,7 @@ import pytest
 from autotune import techniques
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Overflow
 from autotune.records.settings import ProbeSettings
 from autotune.runners import local
 from autotune.runners.local import LocalRunner
@@ -162,7 +162,10 @@ def test_a_sigkill_that_the_kernel_did_not_send_for_memory_is_a_crash(runner):
 
 
 def test_a_loss_that_is_nan_in_fp16_only_is_nonfinite_there_only(runner):
-    assert run(runner, 8, amp="fp16").kind is Kind.NONFINITE
+    outcome = run(runner, 8, amp="fp16")
+    assert outcome.kind is Kind.NONFINITE
+    assert outcome.overflow == Overflow(phase="loss", value="nan")
+    assert "nan was first in the loss, outside of the model's modules: compute it in fp32" in outcome.cause
     assert run(runner, 8, amp="off").kind is Kind.OK
 
 
