@@ -54,7 +54,7 @@ def test_traces_are_kept_for_the_next_search_of_the_task(tmp_path: Path) -> None
 
 
 def test_a_model_that_cannot_be_traced_is_searched_by_its_probes_alone(tmp_path: Path) -> None:
-    done = search(tmp_path, GOOD + UNTRACEABLE)
+    done = search(tmp_path, GOOD + UNTRACEABLE, budget="20s")
     probes = [line for line in done.stderr.splitlines() if line.startswith("[") and " search " in line]
     assert probes and all("[expected " in line for line in probes)
 
