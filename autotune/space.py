@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autotune import techniques
@@ -49,13 +50,22 @@ class Space:
         """Names of techniques whose choices are numbers on a scale."""
         return frozenset(filter(techniques.is_ordered, self.choices))
 
+    @cached_property
+    def _usual(self) -> dict[str, Choice]:
+        fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
+        return {**self.baseline, **fixed}
+
     def complete(self, choices: Mapping[str, Choice]) -> Config:
         """Complete a partial config with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
-        fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
-        full = {**self.baseline.as_dict(), **fixed, **choices}
+        full = {**self._usual, **choices}
         if self.global_batch is not None:
             full[ACCUMULATION] = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE])).accumulation_steps
         return Config(tuple(full.items()))
+
+    @cached_property
+    def _switched(self) -> list[techniques.Technique]:
+        """The techniques that some config of the space has on."""
+        return [t for name, t in techniques.REGISTRY.items() if any(c != t.off for c in self.choices[name])]
 
     def contains(self, config: Config) -> bool:
         """Whether a config belongs to the space."""
@@ -65,7 +75,7 @@ class Space:
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
             and config.plan.keeps(self.global_batch)
-            and not any(config[name] != t.off and t.is_redundant(config) for name, t in techniques.REGISTRY.items())
+            and not any(config[t.name] != t.off and t.is_redundant(config) for t in self._switched)
         )
 
     def answers(self, config: Config) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
 
@@ -21,14 +22,15 @@ class Config(Mapping[str, Choice]):
 
     choices: tuple[tuple[str, Choice], ...]
 
+    @cached_property
+    def _choice_of(self) -> dict[str, Choice]:  # a search asks a million times
+        return dict(self.choices)
+
     def __getitem__(self, name: str) -> Choice:
-        for key, choice in self.choices:
-            if key == name:
-                return choice
-        raise KeyError(name)
+        return self._choice_of[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key, _ in self.choices)
+        return iter(self._choice_of)
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -59,14 +61,13 @@ class Config(Mapping[str, Choice]):
         Raises:
             KeyError: a name is not a key of this config.
         """
-        unknown = changes.keys() - {key for key, _ in self.choices}
-        if unknown:
-            raise KeyError(sorted(unknown)[0])
+        if unknown := changes.keys() - self._choice_of.keys():
+            raise KeyError(min(unknown))
         return Config(tuple((key, changes.get(key, choice)) for key, choice in self.choices))
 
     def as_dict(self) -> dict[str, Choice]:
         """The config as a plain dict, ready for JSON: the recommended config in its public form."""
-        return dict(self.choices)
+        return dict(self._choice_of)
 
     def differences(self, other: Config | Mapping[str, Choice]) -> dict[str, Choice]:
         """This config's choices that are not `other`'s."""
