@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from autotune.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from autotune.api import predict, search
+    from autotune.api import explain, predict, search
     from autotune.session import Session, prepare
     from autotune.study.reading import load_study
     from autotune.task import Task, load_task
 
-__all__ = ["Session", "Task", "load_study", "load_task", "predict", "prepare", "search"]
+__all__ = ["Session", "Task", "explain", "load_study", "load_task", "predict", "prepare", "search"]
 
 _HOMES = {
     "Session": "autotune.session",
     "Task": "autotune.task",
+    "explain": "autotune.api",
     "load_study": "autotune.study.reading",
     "load_task": "autotune.task",
     "predict": "autotune.api",

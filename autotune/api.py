@@ -18,8 +18,17 @@ from autotune.predict.traces import Traces
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
+from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
-from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions, takes
+from autotune.records.options import (
+    ExplainOptions,
+    PredictOptions,
+    ProbeOptions,
+    SearchOptions,
+    SweepOptions,
+    VerifyOptions,
+    takes,
+)
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
@@ -30,6 +39,7 @@ from autotune.space import build_space
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.events import Listener
 from autotune.tuning.opening import inspection_failed
@@ -212,6 +222,51 @@ def predict(
         trace_s=tracing.wall_s,
         wall_s=time.monotonic() - started,
     )
+
+
+@takes(ExplainOptions)
+def explain(
+    task: Task | str | Path, config: Mapping[str, Choice] | None = None, *, logs: Path = LOGS, **options: Any
+) -> Explanation:
+    """Explain where memory and time go, layer by layer and kind by kind, and what each technique alone would change.
+
+    Whole training steps are traced without computing anything. Where the device is in this machine, the config is also
+    run for a short while; a model that cannot be traced is explained by that alone.
+
+    Args:
+        task: as in `search`.
+        config: what it does not name is off; None for the task's baseline.
+        logs: folder for what the user's code prints.
+        **options
+
+    Raises:
+        AutotuneError: as `probe` does.
+    """
+    device, gpu = str(options.get("device", "auto")), options.get("gpu")
+    info = _target(gpu, device)
+    asked = ExplainOptions.of(options, total_bytes=lambda device: info.total_bytes)
+    techniques.complete(config or {})  # refuses a typo before anything takes seconds
+    source = _source(task, asked.global_batch)
+    limit = asked.memory_limit_bytes or info.free_bytes
+    with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
+        complete = None if config is None else _complete(config, runner.stated)
+        inspection = runner.inspect(
+            memory_limit_bytes=limit if gpu is None else None,
+            timeout_s=sweeping.INSPECT_TIMEOUT_S,
+            absent=None if gpu is None else info,
+        )
+        if isinstance(inspection, Outcome):
+            raise inspection_failed(inspection, limit)
+        complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+        _require_support(complete, inspection)
+        return explaining.explain(
+            runner,
+            inspection,
+            complete,
+            target=target_of(info),
+            settings=ProbeSettings(memory_limit_bytes=limit) if gpu is None else None,
+            timeout_s=asked.timeout_s,
+        )
 
 
 def _target(gpu: str | None, device: str) -> DeviceInfo:

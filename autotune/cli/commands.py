@@ -14,7 +14,14 @@ from typing import Any
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import given
 from autotune.errors import ConfigError, StudyError
-from autotune.records.options import PredictOptions, ProbeOptions, SearchOptions, SweepOptions, VerifyOptions
+from autotune.records.options import (
+    ExplainOptions,
+    PredictOptions,
+    ProbeOptions,
+    SearchOptions,
+    SweepOptions,
+    VerifyOptions,
+)
 from autotune.records.outcome import Kind, Outcome
 
 EXAMPLE = '{"batch_size": 16}'
@@ -186,6 +193,37 @@ def predict(options: argparse.Namespace) -> int:
     return ANSWERED if prediction.fits else NOTHING_FEASIBLE
 
 
+def explain(options: argparse.Namespace) -> int:
+    """`autotune explain`: where memory and time go, and what to do about it."""
+    from autotune import api
+    from autotune.report.document import document
+    from autotune.report.explanation import explanation_sections
+    from autotune.report.explanation_picture import draw, require_form
+    from autotune.units import format_seconds
+
+    picture = None if options.picture is None else Path(options.picture)
+    if picture is not None:
+        require_form(picture)
+    explanation = api.explain(
+        options.model,
+        None if options.config is None else _config(options.config),
+        **given(options, ExplainOptions),
+    )
+    print(
+        f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
+        file=sys.stderr,
+    )
+    if picture is not None and explanation.memory is None:
+        print("autotune: no picture: the memory could not be traced", file=sys.stderr)
+    elif picture is not None and explanation.memory is not None:
+        draw(explanation, explanation.memory, picture)
+    if options.json:
+        print(document(explanation.to_dict()))
+    else:
+        _print(explanation_sections(explanation))
+    return ANSWERED
+
+
 def devices(options: argparse.Namespace) -> int:
     """`autotune devices`: the devices to train on."""
     from autotune.report.devices import render_devices, watch_devices
@@ -235,6 +273,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": export,
     "sweep": sweep,
     "predict": predict,
+    "explain": explain,
     "devices": devices,
     "doctor": doctor,
     "init": init,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
 from autotune.records.options import (
+    ExplainOptions,
     Option,
     PredictOptions,
     ProbeOptions,
@@ -107,6 +108,10 @@ def build_parser() -> Parser:
     predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
     predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)
+    explain = command("explain", "where memory and time go, layer by layer, and what to do about it", ExplainOptions)
+    explain.add_argument("--config", metavar="JSON|FILE", help=f"{CONFIG}; default: the task's baseline")
+    explain.add_argument("--picture", metavar="FILE", help="draw it, too, as FILE.png, .svg or .pdf")
+    _add_json(explain)
     sweep = command("sweep", "measure a whole space into a table, for comparing searches", SweepOptions)
     sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
     devices = command("devices", "memory, utilisation, temperature, power, processes")

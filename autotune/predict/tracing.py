@@ -85,7 +85,7 @@ class Tracer:
         """
         sizes = sorted({low, round(math.sqrt(low * high)), high} if check else {low, high})
         batches = {size: self.batch(size) for size in sizes}
-        with self._run(config) as run:
+        with self.run(config) as run:
             found = run.micro_steps(batches)
         if len(sizes) < 3 and not check and not are_aligned(found.alone[0], found.alone[-1]):
             return self.micro_steps(config, low, high, check=True)
@@ -94,26 +94,27 @@ class Tracer:
     def updates(self, config: Config, batch_size: int) -> Updates:
         """Run a whole training step of `config` and another update. Otherwise as `micro_steps`."""
         batch = self.batch(batch_size)
-        with self._run(config) as run:
+        with self.run(config) as run:
             return run.updates(batch_size, batch)
 
     def recomputation(self, technique: techniques.Technique, choice: Choice) -> techniques.Recomputation | None:
         """What a choice recomputes of the model, if that is all that it does. Raises TraceError."""
         if self._model is None:
-            with self._run(techniques.complete({})):
+            with self.run(techniques.complete({})):
                 pass
         assert self._model is not None
         with _explained():
             return technique.recomputation(self._task, self._model, choice)
 
     @contextmanager
-    def _run(self, config: Config) -> Iterator[_Run]:
+    def run(self, config: Config) -> Iterator[Run]:
+        """A session of `config` on fake tensors, to be run inside. Raises TraceError for whatever is raised inside."""
         tracker = StorageTracker(hidden_allocations(self._target))
         with _explained(), fake_run(self._mode, self._target), tracker:
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit, so its memory is learned from probes")
-            run = _Run(session, tracker, self._mode, self._target)
+            run = Run(session, tracker, self._mode, self._target)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -147,7 +148,7 @@ class Tracer:
         return to_fake(model, self._mode)
 
 
-class _Run:
+class Run:
     """A session on fake tensors, and what is seen of it."""
 
     def __init__(self, session: Session, tracker: StorageTracker, mode: FakeTensorMode, target: Target) -> None:
@@ -167,32 +168,40 @@ class _Run:
         alone, beside = [], []
         ends = min(batches), max(batches)
         for size, batch in batches.items():
-            inputs = self._inputs(batch)
+            inputs = self.inputs(batch)
             with self._counted() as work:
-                alone.append(replace(self._micro_step(size, inputs), work=work))
+                alone.append(replace(self.micro_step(size, inputs), work=work))
             if size in ends:
-                beside.append(self._micro_step(size, inputs))
+                beside.append(self.micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
             del inputs
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
-            again = self._micro_step(ends[0], self._inputs(batches[ends[0]]))
+            again = self.micro_step(ends[0], self.inputs(batches[ends[0]]))
             alone[0] = replace(again, work=alone[0].work)
         return MicroSteps(alone=tuple(alone), beside=tuple(beside))
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
         """The updates of two training steps, with the same gradients."""
-        self._micro_step(batch_size, self._inputs(batch))
+        self.micro_step(batch_size, self.inputs(batch))
         parameters = list(self.session.model.parameters())
         gradients = [parameter.grad for parameter in parameters]
-        first = self._pass(batch_size, self.session.update)
-        made = {event.key for event in first.events if event.allocates} & self.tracker.living().keys()
-        self.known |= dict.fromkeys(made, Purpose.OPTIMIZER)
-        first = replace(first, purposes={**first.purposes, **self.known})
+        first = self.first_update(batch_size)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         del gradients
         with self._counted() as work:
-            return Updates(first=first, second=replace(self._pass(batch_size, self.session.update), work=work))
+            return Updates(first=first, second=replace(self.update(batch_size), work=work))
+
+    def first_update(self, batch_size: int) -> Pass:
+        """An update of the parameters that allocates the optimizer's state."""
+        first = self.update(batch_size)
+        made = {event.key for event in first.events if event.allocates} & self.tracker.living().keys()
+        self.known |= dict.fromkeys(made, Purpose.OPTIMIZER)
+        return replace(first, purposes={**first.purposes, **self.known})
+
+    def update(self, batch_size: int) -> Pass:
+        """An update of the parameters."""
+        return self._pass(batch_size, self.session.update)
 
     @contextmanager
     def _counted(self) -> Iterator[Work]:
@@ -201,7 +210,7 @@ class _Run:
         yield work
         self.tracker.work = None
 
-    def _inputs(self, batch: Any) -> Any:
+    def inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
         with _disable_current_modes():
             fake = map_tensors(self.mode.from_tensor, batch)
@@ -209,7 +218,8 @@ class _Run:
             (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
         return fake
 
-    def _micro_step(self, batch_size: int, inputs: Any) -> Pass:
+    def micro_step(self, batch_size: int, inputs: Any) -> Pass:
+        """A micro batch, forward and backward."""
         return self._pass(batch_size, lambda: self.session.accumulate(StepBatch([(inputs, batch_size)])))
 
     def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:

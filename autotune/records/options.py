@@ -202,6 +202,14 @@ class PredictOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplainOptions(RunOptions):
+    """The options of an explanation."""
+
+    gpu: str | None = GPU.default(None)
+    timeout_s: float = TRACE_TIMEOUT.default(60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepOptions(RunOptions):
     """The options of a sweep: a technique that `grid` does not name is swept over all its choices."""
 

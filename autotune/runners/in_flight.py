@@ -14,12 +14,13 @@ from typing import Any
 
 from autotune.predict.traces import Traces
 from autotune.records.calibration import Calibration
+from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Check
 from autotune.runners.connection import describe_exit
-from autotune.runners.runner import Job, JobResult, NotCompared, TraceJob
+from autotune.runners.runner import AnatomyJob, Job, JobResult, NotCompared, TraceJob
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
@@ -84,6 +85,10 @@ class InFlight:
             return Inspection.from_dict(found["inspection"])
         if "not_compared" in found:
             return NotCompared(reason=found["not_compared"])
+        if "anatomies" in found:
+            return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in found["anatomies"])
+        if "modules" in found:
+            return ModuleTimes.from_dict(found["modules"])
         if "check" in found:
             return Check(**found["check"])
         return Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "log": log})
@@ -106,7 +111,7 @@ class InFlight:
 
     def _how_it_ended(self, ended: dict[str, Any]) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""
-        during = "during tracing" if isinstance(self.job, TraceJob) else f"during {self.progress.stage}"
+        during = "during tracing" if isinstance(self.job, TraceJob | AnatomyJob) else f"during {self.progress.stage}"
         if ended["stuck"]:
             where = "it may hold the device's memory until the machine is restarted"
             return Kind.CRASHED, f"it was killed and does not end, {during}: it is stuck in a driver, and {where}"

@@ -20,11 +20,13 @@ from autotune.records.progress import Progress
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import InFlight
 from autotune.runners.runner import (
+    AnatomyJob,
     CalibrateJob,
     CheckJob,
     Finished,
     InspectJob,
     Job,
+    ModulesJob,
     ProbeFault,
     ProbeJob,
     Runner,
@@ -131,7 +133,7 @@ class LocalRunner(Runner):
             "log": str(log),
             "timeout_s": job.timeout_s,
         }
-        if not isinstance(job, TraceJob):
+        if not isinstance(job, TraceJob | AnatomyJob):
             self._device.settle()
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
@@ -230,7 +232,7 @@ class LocalRunner(Runner):
                     "calibration": job.calibration.to_dict(),
                     "absent": None if job.absent is None else asdict(job.absent),
                 }
-            case ProbeJob():
+            case ProbeJob() | ModulesJob():
                 return {"config": job.config.as_dict(), "device": name, "settings": job.settings.to_dict()}
             case CheckJob():
                 return {
@@ -238,6 +240,12 @@ class LocalRunner(Runner):
                     "device": name,
                     "memory_limit_bytes": job.settings.memory_limit_bytes,
                     "batch_size": job.batch_size,
+                }
+            case AnatomyJob():
+                return {
+                    "configs": [config.as_dict() for config in job.configs],
+                    "target": job.target,
+                    "slice_s": job.slice_s,
                 }
             case TraceJob():
                 return {

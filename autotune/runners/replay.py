@@ -16,11 +16,13 @@ from autotune.runners import table as table_file
 from autotune.runners.instant import InstantRunner
 from autotune.runners.recorded import Row, Table, TableError
 from autotune.runners.runner import (
+    AnatomyJob,
     CalibrateJob,
     CheckJob,
     InspectJob,
     Job,
     JobResult,
+    ModulesJob,
     NotCompared,
     ProbeJob,
     Stated,
@@ -87,6 +89,8 @@ class ReplayRunner(InstantRunner):
                 return NotCompared(reason="the search ran over a recorded table, which holds no gradients")
             case TraceJob():
                 return self._traces(job)
+            case AnatomyJob() | ModulesJob():
+                raise TableError(f"the table {self._table.path} holds no anatomy of a config; explain the model itself")
 
     def _traces(self, job: TraceJob) -> Traces:
         """The table's traces; what they lack counts as failed."""

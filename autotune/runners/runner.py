@@ -18,6 +18,7 @@ from autotune.predict.traces import Traces
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
+from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
@@ -115,14 +116,40 @@ class TraceJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnatomyJob:
+    """Trace what lives at the peak of each of some configs; after `slice_s` none is begun but the first."""
+
+    name: ClassVar[str] = "anatomy"
+    configs: tuple[Config, ...]
+    target: str
+    slice_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulesJob:
+    """Measure where a config's time goes, module by module."""
+
+    name: ClassVar[str] = "modules"
+    config: Config
+    settings: ProbeSettings
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotCompared:
     """A check that this runner cannot do, and why."""
 
     reason: str
 
 
-Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob
-JobResult = Calibration | Inspection | Outcome | Check | NotCompared | Traces
+Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob | AnatomyJob | ModulesJob
+Anatomies = tuple[Anatomy | str, ...]  # of each config, or why it cannot be traced; of those begun
+JobResult = Calibration | Inspection | Outcome | Check | NotCompared | Traces | Anatomies | ModuleTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +159,8 @@ class Finished:
     Attributes:
         ticket: as `submit` gave it.
         result: of a `CalibrateJob` a `Calibration`, of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a
-            `CheckJob` a `Check` or `NotCompared`, of a `TraceJob` the `Traces` that it added. What failed is an `Outcome`.
+            `CheckJob` a `Check` or `NotCompared`, of a `TraceJob` the `Traces` that it added, of an `AnatomyJob` `Anatomies`, of a
+            `ModulesJob` `ModuleTimes`. What failed is an `Outcome`.
     """
 
     ticket: int
@@ -243,6 +271,25 @@ class Runner(ABC):
         """Compare a config's gradients with plain fp32's on `batch_size` samples; an `Outcome` when that failed."""
         result = self._run(CheckJob(config=config, settings=settings, batch_size=batch_size))
         assert isinstance(result, Check | Outcome | NotCompared), result
+        return result
+
+    def anatomies(
+        self, configs: Iterable[Config], target: str, timeout_s: float, *, slice_s: float = math.inf
+    ) -> Anatomies | Outcome:
+        """Find what lives at the peak of each config, without running them; an `Outcome` when that failed.
+
+        Args:
+            target, slice_s: as in `trace`.
+        """
+        job = AnatomyJob(configs=tuple(configs), target=target, slice_s=slice_s, timeout_s=timeout_s)
+        result = self._run(job)
+        assert isinstance(result, tuple | Outcome), result
+        return result
+
+    def modules(self, config: Config, settings: ProbeSettings) -> ModuleTimes | Outcome:
+        """Measure where a config's time goes, module by module; an `Outcome` when that failed."""
+        result = self._run(ModulesJob(config=config, settings=settings))
+        assert isinstance(result, ModuleTimes | Outcome), result
         return result
 
     def trace(

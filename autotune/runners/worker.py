@@ -215,12 +215,40 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     return {"done": True}
 
 
+def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
+    hide_gpus()
+    from autotune import techniques
+    from autotune.predict.anatomy import anatomies
+
+    seed_everything(0)
+    started, found = time.monotonic(), []
+    configs = (techniques.complete(config) for config in arguments["configs"])
+    for anatomy in anatomies(task, configs, arguments["target"]):
+        found.append(anatomy if isinstance(anatomy, str) else anatomy.to_dict())
+        if time.monotonic() >= started + arguments["slice_s"]:
+            break
+    return {"anatomies": found}
+
+
+def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Where the time of a config goes: the arguments of `_probe`."""
+    from autotune import techniques
+    from autotune.probe.module_times import measure_modules
+
+    settings = ProbeSettings(**arguments["settings"])
+    device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
+    return {"modules": measure_modules(task, techniques.complete(arguments["config"]), device).to_dict()}
+
+
 JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
     "calibrate": _calibrate,
     "probe": _probe,
     "inspect": _inspect,
     "check": _check,
     "trace": _trace,
+    "anatomy": _anatomies,
+    "modules": _modules,
 }
 
 

@@ -67,6 +67,7 @@ class Technique(ABC):
         keeps_random_masks: a forward pass draws the same random numbers as plain training, so that a comparison of
             gradients can keep dropout on.
         check_steps: optimizer steps that a comparison with plain training takes; more than 1 for what acts on the optimizer.
+        traced_in_whole_steps: a trace of whole steps at one batch size shows its memory, whatever `untraceable` says.
         likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
     """
@@ -83,6 +84,7 @@ class Technique(ABC):
     ordered: ClassVar[bool] = False
     keeps_random_masks: ClassVar[bool] = False
     check_steps: ClassVar[int] = 1
+    traced_in_whole_steps: ClassVar[bool] = False
     likely: ClassVar[tuple[Choice, ...]] = ()
     frameworks: ClassVar[Mapping[str, Words]] = {}
 

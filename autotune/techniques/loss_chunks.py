@@ -33,6 +33,7 @@ class LossChunks(Technique):
     phase: ClassVar[Phase] = Phase.MODEL
     order: ClassVar[int] = 50
     keeps_random_masks: ClassVar[bool] = True
+    traced_in_whole_steps: ClassVar[bool] = True
     likely: ClassVar[tuple[Choice, ...]] = (True,)
 
     def support(self, setting: Setting) -> Support:

@@ -39,6 +39,7 @@ class OptimizerInBackward(Technique):
     order: ClassVar[int] = 20
     keeps_random_masks: ClassVar[bool] = True
     check_steps: ClassVar[int] = 3
+    traced_in_whole_steps: ClassVar[bool] = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""

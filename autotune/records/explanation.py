@@ -1,0 +1,181 @@
+"""Where a config's memory and time go, and what would change it: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.records.config import Choice
+from autotune.records.formats import Record
+from autotune.records.outcome import Outcome
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "batch")
+FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
+# What runs outside of every layer has a name in brackets: the model's own code between layers, what comes before its
+# first layer and after its last one, the update, and all modules together where no module is known.
+MODEL, BATCH, LOSS, UPDATE = "(model)", "(batch)", "(loss)", "(optimizer)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleMemory:
+    """What one module holds at the moment of the peak, and its work in one micro batch.
+
+    Attributes:
+        name: qualified; its submodules count for themselves. A name in brackets stands for code outside of every layer.
+        held_bytes: kind -> bytes of the storages made under it, in the forward or in the backward pass; parameters, their
+            gradients and their optimizer state are those of the module that owns them.
+        flops: phase -> FLOPs of matrix products and convolutions; a block that is run again counts as backward.
+        moved_bytes: phase -> bytes that its operators read and write, as if there were no caches.
+    """
+
+    name: str
+    held_bytes: dict[str, int]
+    flops: dict[str, float]
+    moved_bytes: dict[str, float]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.held_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Living storages at one moment of a step: bytes in the order of `KINDS`."""
+
+    phase: str
+    held_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy(Record):
+    """The memory of two optimizer steps of one config, traced without running them.
+
+    Attributes:
+        peak_bytes: the largest sum of living storages: what `torch.cuda.max_memory_allocated` is on a GPU.
+        reserved_bytes: what CUDA's caching allocator has taken from the card by then, simulated; on a CPU the peak.
+        phase: the phase in which the peak falls, and `module` whose code ran.
+        last_layer: the module that ran last before the loss; empty where that is not known.
+        modules: everything that lives at the peak, largest first. They sum to it.
+        timeline: one step, the one that holds the peak, at some moments, the peak among them.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    phase: str
+    module: str
+    last_layer: str
+    modules: tuple[ModuleMemory, ...]
+    timeline: tuple[Moment, ...] = ()
+
+    def kinds(self) -> dict[str, int]:
+        """Kind -> bytes at the peak, in the order of `KINDS`."""
+        return {kind: sum(module.held_bytes.get(kind, 0) for module in self.modules) for kind in KINDS}
+
+    def work(self, accumulation_steps: int) -> tuple[float, float]:
+        """FLOPs and bytes moved of an optimizer step."""
+        times = {FORWARD: accumulation_steps, BACKWARD: accumulation_steps, STEP: 1}
+        flops, moved = (
+            sum(times[phase] * value for module in work for phase, value in module.items())
+            for work in ([m.flops for m in self.modules], [m.moved_bytes for m in self.modules])
+        )
+        return flops, moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleTimes(Record):
+    """Where the time of a micro batch goes, and the allocator's real peak: measured with hooks, which cost time themselves.
+
+    Attributes:
+        seconds: module -> phase -> seconds of one micro batch, the mean of a few; submodules count for themselves.
+        allocated_bytes: the largest sum of living tensors over two optimizer steps.
+    """
+
+    seconds: dict[str, dict[str, float]]
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing to switch on, and what a trace of it says.
+
+    Attributes:
+        choices: what differs from the config.
+        label: the same in words.
+        saves_bytes: of the allocator's peak.
+        flops_ratio, moved_ratio: FLOPs and bytes moved by a step over those of the config; above 1 it costs time.
+        included: it is searched without being asked for.
+        note: what to know before using it.
+    """
+
+    choices: dict[str, Choice]
+    label: str
+    saves_bytes: int
+    flops_ratio: float
+    moved_ratio: float
+    included: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """A large part of the memory, and the advice that saves most of it.
+
+    Attributes:
+        part: what it is, in words.
+        held_bytes: at the peak; `share` of it.
+        remedy: label of an advice, empty where none saves much of this part; `saves_bytes` what it saves of the whole peak.
+    """
+
+    part: str
+    held_bytes: int
+    share: float
+    remedy: str = ""
+    saves_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(Record):
+    """What `explain` answers.
+
+    Attributes:
+        task, device: their names; `on_gpu` whether that is a GPU.
+        config: that was explained.
+        memory: traced; None where it cannot be, for the reason `untraced`.
+        outside_bytes: what a process holds before the model is built.
+        probe: a short real run; None without a device. `times` beside it, or why not in `untimed`.
+        advice: largest saving first; `no_gain` what was traced and saves nothing, `not_predicted` choice -> why.
+        remarks: largest part first.
+    """
+
+    task: str
+    device: str
+    on_gpu: bool
+    config: dict[str, Choice]
+    memory: Anatomy | None
+    untraced: str
+    outside_bytes: int
+    probe: Outcome | None
+    times: ModuleTimes | None
+    untimed: str
+    advice: tuple[Advice, ...] = ()
+    no_gain: tuple[str, ...] = ()
+    not_predicted: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[Remark, ...] = ()
+    trace_s: float = 0.0
+    wall_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data, with the sums that a reader asks for first."""
+        sums = {"kinds": self.memory.kinds()} if self.memory is not None else {}
+        return {**super().to_dict(), **sums, "beside_bytes": self.beside_bytes}
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the process holds beside the tensors at its peak: libraries, the allocator's remains, a CUDA context."""
+        measured = self.probe.measurement if self.probe is not None else None
+        if measured is not None:
+            known = self.times.allocated_bytes if self.times is not None else self.memory and self.memory.peak_bytes
+            return max(0, measured.peak_bytes - (known or 0))
+        allocator = self.memory.reserved_bytes - self.memory.peak_bytes if self.memory is not None else 0
+        return self.outside_bytes + allocator

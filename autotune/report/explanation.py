@@ -1,0 +1,199 @@
+"""An explanation as sections: the memory by kind, the modules with their memory and time, what is large, what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from autotune.records.batch_plan import ACCUMULATION
+from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, UPDATE, Anatomy, Explanation
+from autotune.records.modules import Fold, folded
+from autotune.report.figures import rate
+from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
+from autotune.techniques.labels import describe
+from autotune.units import format_bytes, format_seconds, plural
+
+_MEANINGS = {
+    "parameters": "parameters and buffers",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's state",
+    "activations": "activations kept for the backward pass",
+    "temporaries": "results in flight, scratch space",
+    "batch": "the batch and what is made of it before the first layer",
+}
+_OUTSIDE = {
+    MODEL: "the model's own code, between its layers",
+    BATCH: "the batch",
+    LOSS: "the loss, and what else follows the last layer",
+    UPDATE: "the optimizer",
+}
+NUM_ROWS = 10
+NUM_INNER = 3  # of the modules inside a block
+SMALLEST_INNER = 0.05  # of their block
+
+
+def explanation_sections(explanation: Explanation) -> Iterator[Section]:
+    """All sections of an explanation."""
+    memory = explanation.memory
+    yield Section(explanation.task, (), f"on {explanation.device}: {describe(explanation.config)}")
+    if memory is not None:
+        yield _kinds(explanation, memory)
+    else:
+        yield Section("Memory", (Paragraph(Span(f"not traced: {explanation.untraced}", Tone.WARNING)),))
+    yield _time(explanation)
+    yield from _modules(explanation)
+    if explanation.remarks:
+        yield Section("What is large", tuple(Paragraph(text, "-") for text in _remarks(explanation)))
+    if memory is not None:
+        yield from _advice(explanation, memory)
+
+
+def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
+    beside = "outside the tensors: the CUDA context, rounding and fragments of the allocator"
+    if not explanation.on_gpu:
+        beside = "beside the tensors: the process, its libraries and what its heap keeps"
+    rows: list[tuple[Cell, ...]] = [
+        (format_bytes(held), f"{held / memory.peak_bytes:.0%}", _MEANINGS[kind])
+        for kind, held in memory.kinds().items()
+    ]
+    rows += [
+        (Span(format_bytes(memory.peak_bytes), Tone.STRONG), "100%", Span("the allocator's peak, traced", Tone.STRONG)),
+        (format_bytes(explanation.beside_bytes), "", beside),
+    ]
+    blocks: list[Paragraph] = []
+    if explanation.times is not None:
+        real = explanation.times.allocated_bytes
+        said = f"Measured, the allocator's peak is {format_bytes(real)}: the trace is {memory.peak_bytes / real - 1:+.1%} off."
+        blocks.append(Paragraph(Span(said, Tone.NOTE)))
+    where = f"in the {memory.phase} pass" if memory.phase in (FORWARD, BACKWARD) else "in the optimizer's step"
+    return Section(
+        "Memory", (table((">bytes", ">share", ""), rows), *blocks), f"the peak is {where}, at {_name(memory.module)}"
+    )
+
+
+def _time(explanation: Explanation) -> Section:
+    probe = explanation.probe
+    if probe is None:
+        return Section("Time", (Paragraph(Span(f"not measured: {explanation.untimed}", Tone.NOTE)),))
+    if probe.measurement is None:
+        return Section("Time", (Paragraph(Span(f"{probe.kind}: {probe.cause}", Tone.BAD)),))
+    phases, measured = probe.measurement.phases_s, probe.measurement
+    total = sum(phases.values())
+    rows = ((format_seconds(seconds), f"{seconds / total:.0%}", phase) for phase, seconds in phases.items())
+    speed = f"{rate(measured.samples_per_s)} samples/s, {format_seconds(measured.step_s)} a step, {format_bytes(measured.peak_bytes)}"
+    blocks = [table((">time", ">share", ""), rows)]
+    untimed = [Paragraph(Span(f"Not by module: {explanation.untimed}.", Tone.NOTE))] if explanation.untimed else []
+    return Section("Time", (*blocks, *untimed), f"a short real run: {speed}")
+
+
+def _modules(explanation: Explanation) -> Iterator[Section]:
+    """One row for each block, equal ones as one, and the largest modules inside."""
+    memory = explanation.memory
+    seconds = _seconds(explanation)
+    held = {m.name: float(m.total_bytes) for m in memory.modules} if memory is not None else {}
+    flops = {m.name: sum(m.flops.values()) for m in memory.modules} if memory is not None else {}
+    figures: list[tuple[str, Mapping[str, float], Callable[[float], str]]] = []
+    if memory is not None:
+        figures.append(("memory", held, lambda value: format_bytes(round(value))))
+    figures += [
+        (phase, {name: phases.get(phase, 0.0) for name, phases in seconds.items()}, _time_or_dash)
+        for phase in (FORWARD, BACKWARD)
+        if seconds
+    ]
+    if memory is not None:
+        figures.append(("GFLOP", flops, lambda value: f"{value / 1e9:.2g}" if value >= 1e7 else "-"))
+    if not figures:
+        return
+    totals = [sum(values.values()) for _, values, _ in figures]
+    main = held or {name: sum(phases.values()) for name, phases in seconds.items()}
+
+    def share(names: Collection[str]) -> float:
+        return max(_sum(values, names) / total for (_, values, _), total in zip(figures, totals, strict=True) if total)
+
+    folds = sorted(
+        (f for f in folded(main | dict.fromkeys(seconds.keys() - main.keys(), 0.0))), key=lambda f: -share(f.names)
+    )
+    shown = [fold for fold in folds[:NUM_ROWS] if share(fold.names) >= 0.001]
+    rest = folds[len(shown) :]
+    main_total = sum(main.values()) or 1.0
+    shown.sort(key=lambda fold: -_sum(main, fold.names))
+
+    def row(label: Cell, names: Collection[str], count: int = 1) -> tuple[Cell, ...]:
+        cells = (show(_sum(values, names) / count) for _, values, show in figures)
+        return (f"{_sum(main, names) / main_total:.0%}", *cells, label)
+
+    rows = []
+    for fold in shown:
+        each = f", each of {len(fold.blocks)}" if len(fold.blocks) > 1 else ""
+        rows.append(row((_name(fold.label), Span(each, Tone.NOTE)), fold.names, len(fold.blocks)))
+        rows += [row(Span(f"  {label}", Tone.NOTE), names, len(fold.blocks)) for label, names in _inner(fold, main)]
+    if rest:
+        names = frozenset(name for fold in rest for name in fold.names)
+        rows.append(row(Span(f"{plural(len(rest), 'more module')}", Tone.NOTE), names))
+    titles = (">share", *(f">{title}" for title, _, _ in figures), "module")
+    what = "memory at the peak" if held else "time"
+    timed = (
+        f", time of an optimizer step's {plural(int(explanation.config[ACCUMULATION]), 'micro batch')}"
+        if seconds and held
+        else ""
+    )
+    yield Section("Modules", (table(titles, rows),), f"share of the {what}{timed}")
+
+
+def _seconds(explanation: Explanation) -> Mapping[str, Mapping[str, float]]:
+    found = explanation.times.seconds if explanation.times is not None else {}
+    return {name: phases for name, phases in found.items() if phases.keys() & {FORWARD, BACKWARD}}
+
+
+def _inner(fold: Fold, main: Mapping[str, float]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The largest modules inside a block, summed over equal blocks: (name within the block, qualified names)."""
+    blocks = fold.blocks
+    if len(blocks[0]) == 1:
+        return
+    inside = [tuple(block[place] for block in blocks) for place in range(len(blocks[0]))]
+    total = _sum(main, fold.names)
+    largest = sorted(inside, key=lambda names: -_sum(main, names))[:NUM_INNER]
+    start = len(fold.label.partition("-")[0])
+    for names in largest:
+        if _sum(main, names) >= SMALLEST_INNER * total:
+            yield names[0][start:] or "its own code", names
+
+
+def _sum(values: Mapping[str, float], names: Collection[str]) -> float:
+    return sum(values.get(name, 0.0) for name in names)
+
+
+def _time_or_dash(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 1e-4 else "-"
+
+
+def _name(module: str) -> str:
+    return _OUTSIDE.get(module, module)
+
+
+def _remarks(explanation: Explanation) -> Iterator[Cell]:
+    for remark in explanation.remarks:
+        said = f"{remark.part} is {remark.share:.0%} of the peak ({format_bytes(remark.held_bytes)})"
+        yield (
+            said[0].upper() + said[1:],
+            Span(f": {remark.remedy} saves {format_bytes(remark.saves_bytes)}", Tone.BEST) if remark.remedy else "",
+        )
+
+
+def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
+    rows = (
+        (
+            Span(format_bytes(advice.saves_bytes), Tone.GOOD),
+            f"{advice.saves_bytes / memory.reserved_bytes:.0%}",
+            f"{advice.flops_ratio:.2f}x",
+            f"{advice.moved_ratio:.2f}x",
+            (advice.label, Span("" if advice.included else "; searched only if included", Tone.NOTE)),
+        )
+        for advice in explanation.advice
+    )
+    blocks = [table((">saves", ">share", ">FLOPs", ">moved", "one change alone"), rows)] if explanation.advice else []
+    remarks = []
+    if explanation.no_gain:
+        remarks.append(Paragraph(Span(f"Less than 1% of the peak: {', '.join(explanation.no_gain)}.", Tone.NOTE)))
+    remarks += by_reason({label: f"not predicted: {why}" for label, why in explanation.not_predicted.items()})
+    note = "predicted by tracing each; FLOPs and bytes moved of a step, over those now"
+    yield Section("What would save memory", (*blocks, *remarks), note)

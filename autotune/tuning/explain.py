@@ -1,0 +1,226 @@
+"""Explains a config: what lives at its peak and where its time goes, and what each technique alone would change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autotune import techniques
+from autotune.devices.targets import Target
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.config import Choice, Config
+from autotune.records.explanation import LOSS, Advice, Anatomy, Explanation, ModuleTimes, Remark
+from autotune.records.inspection import Inspection
+from autotune.records.modules import folded
+from autotune.records.outcome import Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.runners.runner import Runner
+from autotune.techniques.labels import describe
+
+WORTH = 0.01  # of the peak: advice that saves less is none
+NOTABLE = 0.15  # of the peak: a part that a remark is made of
+REMEDIED = 0.3  # of a part: what saves less of it is no remedy
+NUM_REMARKS = 4
+IN_FLIGHT = ("activations", "temporaries")
+OF_PARAMETERS = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class _Alternative:
+    """A config that differs by one choice."""
+
+    config: Config
+    choices: dict[str, Choice]
+    label: str
+    included: bool
+    note: str
+
+
+def explain(
+    runner: Runner,
+    inspection: Inspection,
+    config: Config,
+    *,
+    target: Target,
+    settings: ProbeSettings | None,
+    timeout_s: float,
+) -> Explanation:
+    """Trace a config and what differs from it by one choice; measure it where there is a device.
+
+    Args:
+        target: the kind of device to explain for.
+        settings: of the measured run; None where the device is not there.
+        timeout_s: no config is traced after that, but for the first one, which may take as long again.
+    """
+    started_s = runner.now_s()
+    alternatives, unpredicted = _alternatives(inspection, config)
+    memory, untraced, found = _trace(runner, inspection, [config, *(a.config for a in alternatives)], target, timeout_s)
+    trace_s = runner.now_s() - started_s
+    pairs = list(zip(alternatives, found, strict=False))
+    late = f"not traced within {timeout_s:.0f} s; give it more time with --timeout"
+    unpredicted |= {a.label: late for a in alternatives[len(found) :]} if memory is not None else {}
+    unpredicted |= {a.label: one for a, one in pairs if isinstance(one, str)}
+    traced = [(a, one) for a, one in pairs if isinstance(one, Anatomy)]
+    advice = tuple(_advice(config, memory, traced)) if memory is not None else ()
+    probe, times, untimed = _measure(runner, config, settings)
+    return Explanation(
+        task=inspection.facts["name"],
+        device=inspection.device.model,
+        on_gpu=inspection.device.kind == "cuda",
+        config=config.as_dict(),
+        memory=memory,
+        untraced=untraced,
+        outside_bytes=inspection.outside_bytes,
+        probe=probe,
+        times=times,
+        untimed=untimed,
+        advice=advice,
+        no_gain=tuple(a.label for a, _ in traced if a.label not in {one.label for one in advice}),
+        not_predicted=unpredicted,
+        remarks=tuple(_remarks(memory, {a.label: one for a, one in traced}, advice)) if memory is not None else (),
+        trace_s=trace_s,
+        wall_s=runner.now_s() - started_s,
+    )
+
+
+def _trace(
+    runner: Runner, inspection: Inspection, configs: list[Config], target: Target, timeout_s: float
+) -> tuple[Anatomy | None, str, tuple[Anatomy | str, ...]]:
+    """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
+    if why := techniques.untraceable(configs[0], inspection.device.kind, whole_steps=True):
+        return None, why, ()
+    found = runner.anatomies(configs, target, 2 * timeout_s, slice_s=timeout_s)
+    if isinstance(found, Outcome):
+        return None, found.cause, ()
+    first, *others = found
+    return (None, first, ()) if isinstance(first, str) else (first, "", tuple(others))
+
+
+def _measure(
+    runner: Runner, config: Config, settings: ProbeSettings | None
+) -> tuple[Outcome | None, ModuleTimes | None, str]:
+    """A probe of the config and the times of its modules, which are made to sum to the probe's phases."""
+    if settings is None:
+        return None, None, "the device is not in this machine"
+    probe = runner.probe(config, settings)
+    if probe.measurement is None:
+        return probe, None, probe.cause
+    found = runner.modules(config, settings)
+    if isinstance(found, Outcome):
+        return probe, None, found.cause
+    if not found.seconds:
+        return probe, found, "the step runs as one unit, into which hooks of modules do not reach"
+    phases = probe.measurement.phases_s
+    sums: dict[str, float] = {}
+    for seconds in found.seconds.values():
+        for phase, value in seconds.items():
+            sums[phase] = sums.get(phase, 0.0) + value
+    scaled = {
+        module: {
+            phase: value * phases.get(phase, sums[phase]) / sums[phase] for phase, value in seconds.items() if value
+        }
+        for module, seconds in found.seconds.items()
+    }
+    return probe, replace(found, seconds=scaled), ""
+
+
+def _alternatives(inspection: Inspection, config: Config) -> tuple[list[_Alternative], dict[str, str]]:
+    """Half the micro batch, and one choice of each technique that shapes memory (each choice, where they are on no scale)."""
+    found, unpredicted = [*_half_batch(inspection, config)], {}
+    for name, technique in techniques.REGISTRY.items():
+        support = inspection.support_of(name)
+        choices = [choice for choice in (*support.choices, *support.optional) if choice != technique.off]
+        if not technique.shapes_memory or config[name] != technique.off or not choices:
+            continue
+        if technique.ordered:
+            choices = [technique.least_memory(choices) or choices[-1]]
+        for choice in choices:
+            changed = config.replace(**{name: choice})
+            if technique.is_redundant(changed) or technique.traced_as(choice) == technique.off:
+                continue
+            label = techniques.label_of(name, choice)
+            if why := techniques.untraceable(changed, inspection.device.kind, whole_steps=True):
+                unpredicted[label] = why
+                continue
+            included = choice in support.choices
+            note = support.note or ("" if included else support.reason)
+            found.append(_Alternative(changed, {name: choice}, label, included, note))
+    return found, unpredicted
+
+
+def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative]:
+    """The largest micro batch of at most half the size that keeps the samples of a step."""
+    samples = config.samples_per_step
+    sizes = [size for size in range(1, config.batch_size // 2 + 1) if samples % size == 0]
+    if not sizes:
+        return
+    batch = {BATCH_SIZE: sizes[-1], ACCUMULATION: samples // sizes[-1]}
+    changed = config.replace(**batch)
+    known = inspection.batch.accumulation_steps
+    included = inspection.global_batch is None or batch[ACCUMULATION] in known
+    note = inspection.batch.note
+    yield _Alternative(changed, dict(batch), describe(changed, config), included, note)
+
+
+def _advice(config: Config, memory: Anatomy, traced: Iterable[tuple[_Alternative, Anatomy]]) -> Iterator[Advice]:
+    """What saves memory, most first."""
+    found = []
+    flops, moved_bytes = memory.work(config.accumulation_steps)
+    for alternative, anatomy in traced:
+        saves = memory.reserved_bytes - anatomy.reserved_bytes
+        works = anatomy.work(alternative.config.accumulation_steps)
+        if saves < WORTH * memory.reserved_bytes:
+            continue
+        found.append(
+            Advice(
+                choices=alternative.choices,
+                label=alternative.label,
+                saves_bytes=saves,
+                flops_ratio=works[0] / flops if flops else 1.0,
+                moved_ratio=works[1] / moved_bytes if moved_bytes else 1.0,
+                included=alternative.included,
+                note=alternative.note,
+            )
+        )
+    yield from sorted(found, key=lambda advice: -advice.saves_bytes)
+
+
+def _remarks(memory: Anatomy, anatomies: Mapping[str, Anatomy], advice: Sequence[Advice]) -> Iterator[Remark]:
+    """The largest parts of the memory, each with the advice that saves most of it."""
+    found = []
+    for part, names, kinds in _parts(memory):
+        held_bytes = _held(memory, names, kinds)
+        if held_bytes < NOTABLE * memory.peak_bytes:
+            continue
+        saved = {one.label: held_bytes - _held(anatomies[one.label], names, kinds) for one in advice}
+        # of what saves most of the part, what saves most in all
+        remedies = [one for one in advice if saved[one.label] >= REMEDIED * held_bytes]
+        best = max(remedies, key=lambda one: (saved[one.label], one.saves_bytes), default=None)
+        found.append(
+            Remark(
+                part=part,
+                held_bytes=held_bytes,
+                share=held_bytes / memory.peak_bytes,
+                remedy=best.label if best else "",
+                saves_bytes=best.saves_bytes if best else 0,
+            )
+        )
+    yield from sorted(found, key=lambda remark: -remark.held_bytes)[:NUM_REMARKS]
+
+
+def _parts(memory: Anatomy) -> Iterator[tuple[str, Collection[str], Collection[str]]]:
+    """What may be large: a name in words, the modules and the kinds of storages that it is."""
+    last = memory.last_layer
+    if last:
+        yield f"what the last layer `{last}` and the loss compute", {last, LOSS}, IN_FLIGHT
+    else:
+        yield "what the loss computes", {LOSS}, IN_FLIGHT
+    for fold in folded({module.name: module.total_bytes for module in memory.modules}):
+        names = fold.names - {last, LOSS}
+        yield f"the activations of `{fold.label}`", names, IN_FLIGHT
+        yield f"the parameters of `{fold.label}` with their gradients and optimizer state", fold.names, OF_PARAMETERS
+
+
+def _held(anatomy: Anatomy, names: Collection[str], kinds: Collection[str]) -> int:
+    modules = (module for module in anatomy.modules if module.name in names)
+    return sum(module.held_bytes.get(kind, 0) for module in modules for kind in kinds)
