@@ -42,10 +42,14 @@ class Scopes:
 
     Args:
         note: called at the beginning of each stretch.
+
+    Attributes:
+        last_layer: the module that began last in a forward pass; empty where none did.
     """
 
     def __init__(self, session: Session, note: Callable[[], Any]) -> None:
         self.stretches: list[Stretch] = []
+        self.last_layer = ""
         self._session = session
         self._note = note
         self._names = {id(module): name or MODEL for name, module in session.model.named_modules()}
@@ -79,18 +83,14 @@ class Scopes:
         ):
             yield
 
-    @property
-    def last_layer(self) -> str:
-        """The module that ran last in a forward pass, but for the model's own code; empty where none did."""
-        layers = (s.module for s in reversed(self.stretches) if s.phase == FORWARD and not s.module.startswith("("))
-        return next(layers, "")
-
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
         current = self.stretches[-1].module if self.stretches else LOSS
         self._outer.append(LOSS if current == BATCH else current)
         if name is not None:
             self.begin(self._phase, name)
+            if self._phase == FORWARD and name != MODEL:
+                self.last_layer = name
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         outer = self._outer.pop()

@@ -35,9 +35,10 @@ def measure_modules(task: Task, config: Config, device: Device) -> ModuleTimes:
     held: list[int] = []
     with _allocations(device, held):
         session = prepare(task, config, device=device)
-        for _ in range(2):  # the first one allocates the optimizer's state
-            batch = (task.batch(config.batch_size), config.batch_size)
-            session.step(StepBatch([batch] * min(2, config.accumulation_steps)))
+        # all micro batches of a step are there while it runs; from the second one on they hold no more than that
+        batch = [(task.batch(config.batch_size), config.batch_size) for _ in range(config.accumulation_steps)]
+        for _ in range(2):  # the first step allocates the optimizer's state
+            session.step(StepBatch(batch[:2]))
         device.synchronize()
     return ModuleTimes(seconds=_times(session, device), allocated_bytes=held[0])
 

@@ -105,6 +105,7 @@ class Advice:
         saves_bytes: of the allocator's peak.
         flops_ratio, moved_ratio: FLOPs and bytes moved by a step over those of the config; above 1 it costs time.
         included: it is searched without being asked for.
+        changes_learning: it trains something else than the config does.
         note: what to know before using it.
     """
 
@@ -114,15 +115,16 @@ class Advice:
     flops_ratio: float
     moved_ratio: float
     included: bool
+    changes_learning: bool
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """A large part of the memory, and the advice that saves most of it.
+    """A large part of the memory, and the advice that saves most of it and learns the same.
 
     Attributes:
-        part: what it is, in words.
+        part: what it is, in words, as a plural.
         held_bytes: at the peak; `share` of it.
         remedy: label of an advice, empty where none saves much of this part; `saves_bytes` what it saves of the whole peak.
     """

@@ -21,9 +21,9 @@ _MEANINGS = {
     "batch": "the batch and what is made of it before the first layer",
 }
 _OUTSIDE = {
-    MODEL: "the model's own code, between its layers",
+    MODEL: "the model between its layers",
     BATCH: "the batch",
-    LOSS: "the loss, and what else follows the last layer",
+    LOSS: "the loss (after the last layer)",
     UPDATE: "the optimizer",
 }
 NUM_ROWS = 10
@@ -66,7 +66,7 @@ def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
         blocks.append(Paragraph(Span(said, Tone.NOTE)))
     where = f"in the {memory.phase} pass" if memory.phase in (FORWARD, BACKWARD) else "in the optimizer's step"
     return Section(
-        "Memory", (table((">bytes", ">share", ""), rows), *blocks), f"the peak is {where}, at {_name(memory.module)}"
+        "Memory", (table((">bytes", ">share", ""), rows), *blocks), f"the peak is {where}, at {named(memory.module)}"
     )
 
 
@@ -90,7 +90,8 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
     memory = explanation.memory
     seconds = _seconds(explanation)
     held = {m.name: float(m.total_bytes) for m in memory.modules} if memory is not None else {}
-    flops = {m.name: sum(m.flops.values()) for m in memory.modules} if memory is not None else {}
+    micro_batches = int(explanation.config[ACCUMULATION])
+    flops = {m.name: micro_batches * sum(m.flops.values()) for m in memory.modules} if memory is not None else {}
     figures: list[tuple[str, Mapping[str, float], Callable[[float], str]]] = []
     if memory is not None:
         figures.append(("memory", held, lambda value: format_bytes(round(value))))
@@ -100,7 +101,7 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
         if seconds
     ]
     if memory is not None:
-        figures.append(("GFLOP", flops, lambda value: f"{value / 1e9:.2g}" if value >= 1e7 else "-"))
+        figures.append(("GFLOP", flops, lambda value: f"{value / 1e9:.3g}" if value >= 1e7 else "-"))
     if not figures:
         return
     totals = [sum(values.values()) for _, values, _ in figures]
@@ -124,19 +125,15 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
     rows = []
     for fold in shown:
         each = f", each of {len(fold.blocks)}" if len(fold.blocks) > 1 else ""
-        rows.append(row((_name(fold.label), Span(each, Tone.NOTE)), fold.names, len(fold.blocks)))
+        rows.append(row((named(fold.label), Span(each, Tone.NOTE)), fold.names, len(fold.blocks)))
         rows += [row(Span(f"  {label}", Tone.NOTE), names, len(fold.blocks)) for label, names in _inner(fold, main)]
     if rest:
         names = frozenset(name for fold in rest for name in fold.names)
         rows.append(row(Span(f"{plural(len(rest), 'more module')}", Tone.NOTE), names))
     titles = (">share", *(f">{title}" for title, _, _ in figures), "module")
     what = "memory at the peak" if held else "time"
-    timed = (
-        f", time of an optimizer step's {plural(int(explanation.config[ACCUMULATION]), 'micro batch')}"
-        if seconds and held
-        else ""
-    )
-    yield Section("Modules", (table(titles, rows),), f"share of the {what}{timed}")
+    note = f"share of the {what}; time and FLOPs of a whole step; where equal blocks are one row, of each"
+    yield Section("Modules", (table(titles, rows),), note)
 
 
 def _seconds(explanation: Explanation) -> Mapping[str, Mapping[str, float]]:
@@ -166,24 +163,23 @@ def _time_or_dash(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= 1e-4 else "-"
 
 
-def _name(module: str) -> str:
+def named(module: str) -> str:
+    """A module, or in words what runs outside of every layer."""
     return _OUTSIDE.get(module, module)
 
 
 def _remarks(explanation: Explanation) -> Iterator[Cell]:
     for remark in explanation.remarks:
-        said = f"{remark.part} is {remark.share:.0%} of the peak ({format_bytes(remark.held_bytes)})"
-        yield (
-            said[0].upper() + said[1:],
-            Span(f": {remark.remedy} saves {format_bytes(remark.saves_bytes)}", Tone.BEST) if remark.remedy else "",
-        )
+        said = f"{remark.part} take {remark.share:.0%} of the peak ({format_bytes(remark.held_bytes)})"
+        saved = f": {remark.remedy} would make the peak {format_bytes(remark.saves_bytes)} lower"
+        yield said[0].upper() + said[1:], Span(saved if remark.remedy else "", Tone.BEST)
 
 
 def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
     rows = (
         (
             Span(format_bytes(advice.saves_bytes), Tone.GOOD),
-            f"{advice.saves_bytes / memory.reserved_bytes:.0%}",
+            f"{advice.saves_bytes / memory.peak_bytes:.0%}",
             f"{advice.flops_ratio:.2f}x",
             f"{advice.moved_ratio:.2f}x",
             (advice.label, Span("" if advice.included else "; searched only if included", Tone.NOTE)),

@@ -9,12 +9,14 @@ from typing import Any
 from autotune.errors import AutotuneError, ConfigError
 from autotune.records.explanation import KINDS, Anatomy, Explanation
 from autotune.records.modules import folded
+from autotune.report.explanation import named
 from autotune.report.plots import COLOURS, GREY
 from autotune.techniques.labels import describe
 from autotune.units import MIB, format_bytes, plural
 
 FORMS = (".png", ".svg", ".pdf")
 NUM_BARS = 12
+SMALLEST_BAR = 0.005  # of the peak
 _COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[1], GREY)  # in the order of `KINDS`
 
 
@@ -66,7 +68,7 @@ def _timeline(memory: Anatomy, ax: Any) -> None:
         position += width
     peak = max(range(len(moments)), key=lambda place: sum(moments[place].held_bytes))
     ax.annotate(
-        f"peak, in {memory.module}",
+        f"peak, at {named(memory.module)}",
         (peak, sum(moments[peak].held_bytes) / MIB),
         xytext=(0, 6),
         textcoords="offset points",
@@ -74,19 +76,21 @@ def _timeline(memory: Anatomy, ax: Any) -> None:
     )
     ax.set(xlim=(0, len(moments) - 1), xlabel="one training step, allocation by allocation", ylabel="MiB", xticks=[])
     ax.margins(y=0.12)
-    ax.legend(loc="upper left", fontsize="small", ncols=2)
+    ax.figure.legend(loc="outside lower center", ncols=len(KINDS))
 
 
 def _bars(memory: Anatomy, ax: Any) -> None:
     """A bar for each module or run of equal blocks, by kind; the largest ones."""
     by_name = {module.name: module for module in memory.modules}
     folds = folded({name: module.total_bytes for name, module in by_name.items()})
-    folds.sort(key=lambda fold: -sum(by_name[name].total_bytes for name in fold.names))
-    labels = [f"{f.label} ({len(f.blocks)} in all)" if len(f.blocks) > 1 else f.label for f in folds[:NUM_BARS]]
-    groups = [fold.names for fold in folds[:NUM_BARS]]
-    if folds[NUM_BARS:]:
-        labels.append(plural(len(folds) - NUM_BARS, "more module"))
-        groups.append(frozenset(name for fold in folds[NUM_BARS:] for name in fold.names))
+    held = {fold.names: sum(by_name[name].total_bytes for name in fold.names) for fold in folds}
+    folds.sort(key=lambda fold: -held[fold.names])
+    shown = [fold for fold in folds[:NUM_BARS] if held[fold.names] >= SMALLEST_BAR * memory.peak_bytes]
+    labels = [named(f.label) if len(f.blocks) == 1 else f"{f.label} ({len(f.blocks)} blocks)" for f in shown]
+    groups = [fold.names for fold in shown]
+    if rest := folds[len(shown) :]:
+        labels.append(plural(len(rest), "more module"))
+        groups.append(frozenset(name for fold in rest for name in fold.names))
     starts = [0.0] * len(groups)
     for kind, colour in zip(KINDS, _COLOURS, strict=True):
         widths = [sum(by_name[name].held_bytes.get(kind, 0) for name in names) / MIB for names in groups]
@@ -96,4 +100,4 @@ def _bars(memory: Anatomy, ax: Any) -> None:
         ax.text(end, place, f" {end * MIB / memory.peak_bytes:.0%}", va="center", fontsize="small")
     ax.set(yticks=range(len(groups)), yticklabels=labels, xlabel="MiB at the peak")
     ax.invert_yaxis()
-    ax.margins(x=0.08)
+    ax.set_xlim(right=1.1 * max(starts))

@@ -33,6 +33,7 @@ class _Alternative:
     choices: dict[str, Choice]
     label: str
     included: bool
+    changes_learning: bool
     note: str
 
 
@@ -144,7 +145,7 @@ def _alternatives(inspection: Inspection, config: Config) -> tuple[list[_Alterna
                 continue
             included = choice in support.choices
             note = support.note or ("" if included else support.reason)
-            found.append(_Alternative(changed, {name: choice}, label, included, note))
+            found.append(_Alternative(changed, {name: choice}, label, included, technique.changes_learning, note))
     return found, unpredicted
 
 
@@ -157,9 +158,10 @@ def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative
     batch = {BATCH_SIZE: sizes[-1], ACCUMULATION: samples // sizes[-1]}
     changed = config.replace(**batch)
     known = inspection.batch.accumulation_steps
+    changes_learning = bool(inspection.facts["has_batchnorm"]) and batch[ACCUMULATION] not in known
     included = inspection.global_batch is None or batch[ACCUMULATION] in known
     note = inspection.batch.note
-    yield _Alternative(changed, dict(batch), describe(changed, config), included, note)
+    yield _Alternative(changed, dict(batch), describe(changed, config), included, changes_learning, note)
 
 
 def _advice(config: Config, memory: Anatomy, traced: Iterable[tuple[_Alternative, Anatomy]]) -> Iterator[Advice]:
@@ -167,9 +169,9 @@ def _advice(config: Config, memory: Anatomy, traced: Iterable[tuple[_Alternative
     found = []
     flops, moved_bytes = memory.work(config.accumulation_steps)
     for alternative, anatomy in traced:
-        saves = memory.reserved_bytes - anatomy.reserved_bytes
+        saves = memory.peak_bytes - anatomy.peak_bytes
         works = anatomy.work(alternative.config.accumulation_steps)
-        if saves < WORTH * memory.reserved_bytes:
+        if saves < WORTH * memory.peak_bytes:
             continue
         found.append(
             Advice(
@@ -179,6 +181,7 @@ def _advice(config: Config, memory: Anatomy, traced: Iterable[tuple[_Alternative
                 flops_ratio=works[0] / flops if flops else 1.0,
                 moved_ratio=works[1] / moved_bytes if moved_bytes else 1.0,
                 included=alternative.included,
+                changes_learning=alternative.changes_learning,
                 note=alternative.note,
             )
         )
@@ -194,7 +197,7 @@ def _remarks(memory: Anatomy, anatomies: Mapping[str, Anatomy], advice: Sequence
             continue
         saved = {one.label: held_bytes - _held(anatomies[one.label], names, kinds) for one in advice}
         # of what saves most of the part, what saves most in all
-        remedies = [one for one in advice if saved[one.label] >= REMEDIED * held_bytes]
+        remedies = [o for o in advice if saved[o.label] >= REMEDIED * held_bytes and not o.changes_learning]
         best = max(remedies, key=lambda one: (saved[one.label], one.saves_bytes), default=None)
         found.append(
             Remark(
@@ -212,9 +215,9 @@ def _parts(memory: Anatomy) -> Iterator[tuple[str, Collection[str], Collection[s
     """What may be large: a name in words, the modules and the kinds of storages that it is."""
     last = memory.last_layer
     if last:
-        yield f"what the last layer `{last}` and the loss compute", {last, LOSS}, IN_FLIGHT
+        yield f"the results of the last layer `{last}` and of the loss", {last, LOSS}, IN_FLIGHT
     else:
-        yield "what the loss computes", {LOSS}, IN_FLIGHT
+        yield "the results of the loss", {LOSS}, IN_FLIGHT
     for fold in folded({module.name: module.total_bytes for module in memory.modules}):
         names = fold.names - {last, LOSS}
         yield f"the activations of `{fold.label}`", names, IN_FLIGHT

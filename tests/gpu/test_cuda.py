@@ -16,6 +16,7 @@ import pytest
 
 from autotune import techniques
 from autotune.devices import nvml, open_device
+from autotune.devices.targets import target_of
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
@@ -53,6 +54,16 @@ def gpt_after(lines):
     """The study's file with `lines` at its top."""
     future = "from __future__ import annotations\n"
     return future + lines + GPT.read_text().replace(future, "")
+
+
+def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(prober):
+    config = techniques.complete({"batch_size": 12}, global_batch=48)
+    (anatomy,) = prober.anatomies([config], target_of(open_device("cuda:0").info()), 100)
+    times = prober.modules(config, SETTINGS)
+    assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.05)
+    micro_batch_s = sum(phases.get("forward", 0) + phases.get("backward", 0) for phases in times.seconds.values())
+    step_s = run(prober).measurement.step_s
+    assert 0.5 * step_s < 4 * micro_batch_s < 3 * step_s
 
 
 def test_probes_are_forked_although_the_module_could_ask_for_cuda(prober):

@@ -1,0 +1,120 @@
+"""`autotune explain`: where memory and time go, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.records.explanation import LOSS, Explanation
+from autotune.report.explanation import explanation_sections
+from autotune.report.terminal import as_text
+
+BIG_HEAD = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8000, 32)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3)))
+        self.head = nn.Linear(32, 8000)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+
+def build_model():
+    return Model()
+
+def make_batch(batch_size):
+    tokens = torch.randint(8000, (batch_size, 32))
+    return tokens, tokens
+
+def training_step(model, batch):
+    tokens, targets = batch
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+GLOBAL_BATCH = 128
+BASELINE = {"batch_size": 64}
+"""
+NEEDS_VALUES = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 64), torch.randint(10, (batch_size,))
+
+def training_step(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x[y.nonzero()[:, 0]]), y[y.nonzero()[:, 0]])
+"""
+
+
+def explain(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "model.py").write_text(source)
+    command = [sys.executable, "-m", "autotune", "explain", "model.py", "--device", "cpu", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=115)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("big_head")
+
+
+@pytest.fixture(scope="module")
+def explained(folder: Path) -> Explanation:
+    done = explain(folder, BIG_HEAD, "--json", "--picture", "memory.png")
+    assert done.returncode == 0, done.stderr
+    found = Explanation.from_dict(json.loads(done.stdout))
+    assert Explanation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    return found
+
+
+def test_the_parts_sum_to_the_allocators_peak(explained: Explanation) -> None:
+    memory, times, probe = explained.memory, explained.times, explained.probe
+    assert memory is not None and times is not None and probe is not None and probe.measurement is not None
+    assert sum(memory.kinds().values()) == sum(module.total_bytes for module in memory.modules) == memory.peak_bytes
+    assert memory.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.05)
+    assert max(sum(moment.held_bytes) for moment in memory.timeline) == memory.peak_bytes
+    assert explained.beside_bytes + times.allocated_bytes == probe.measurement.peak_bytes
+
+
+def test_the_modules_times_sum_to_the_probes_phases(explained: Explanation) -> None:
+    assert explained.times is not None and explained.probe is not None and explained.probe.measurement is not None
+    for phase in ("forward", "backward"):
+        seconds = sum(phases.get(phase, 0.0) for phases in explained.times.seconds.values())
+        assert seconds == pytest.approx(explained.probe.measurement.phases_s[phase])
+    assert {"embedding", "head", "blocks.1.2", LOSS} <= explained.times.seconds.keys()
+
+
+def test_a_big_head_is_named_with_what_saves_it(explained: Explanation) -> None:
+    remark = explained.remarks[0]
+    assert "`head`" in remark.part and remark.share > 0.5
+    advice = next(one for one in explained.advice if one.label == remark.remedy)
+    assert advice.saves_bytes == remark.saves_bytes > 0
+    text = as_text(explanation_sections(explained), 100)
+    assert "last layer `head`" in text and "blocks.0-2, each of 3" in text
+
+
+def test_the_picture_is_drawn(explained: Explanation, folder: Path) -> None:
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_cannot_be_traced_is_explained_by_what_was_measured(tmp_path: Path) -> None:
+    done = explain(tmp_path, NEEDS_VALUES)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "not traced: what aten.nonzero.default returns depends on the values of a tensor" in said
+    assert "a short real run" in said and "share of the time" in said
+
+
+def test_a_picture_of_an_unknown_form_is_refused_at_once(tmp_path: Path) -> None:
+    done = explain(tmp_path, BIG_HEAD, "--picture", "memory.bmp")
+    assert done.returncode == 2 and "expected a file that ends in .png, .svg, .pdf" in done.stderr

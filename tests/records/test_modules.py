@@ -1,0 +1,18 @@
+"""How modules are folded for a reader."""
+
+from __future__ import annotations
+
+from autotune.records.modules import folded
+
+
+def test_equal_blocks_beside_each_other_are_one() -> None:
+    figures = {"stem": 5.0}
+    for number in range(12):
+        figures |= {f"h.{number}": 1.0, f"h.{number}.mlp.0": 40.0 if number < 11 else 80.0}
+    folds = {fold.label: fold for fold in folded(figures)}
+    assert list(folds) == ["h.0-10", "h.11", "stem"]
+    assert folds["h.0-10"].blocks[9] == ("h.9", "h.9.mlp.0")
+
+
+def test_blocks_of_other_insides_stay_apart() -> None:
+    assert [fold.label for fold in folded({"0.norm": 1.0, "1.conv": 1.0, "(loss)": 1.0})] == ["0", "1", "(loss)"]
