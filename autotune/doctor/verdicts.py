@@ -12,6 +12,8 @@ LIMIT_SHARE = 0.1  # how far below its limit memory may end: fragments, the last
 BOOKS_SHARE = 0.05
 EQUAL_SPEED, EQUAL_PEAK = 0.1, 0.05  # between two equal probes
 CLOCK_SHARE = 0.1
+WRONG_PEAKS = "peaks are told wrongly: leave a larger --headroom"
+UNKNOWN_RATES = "precisions are offered by tables instead of by their speed"
 
 
 class State(StrEnum):
@@ -26,6 +28,11 @@ Verdict = tuple[State, str, str]  # what was found, and what it means for a sear
 Judge = Callable[[Facts], Verdict]
 
 
+def _right(holds: bool, said: str, meaning: str) -> Verdict:
+    """What was found, and what it means where the assumption does not hold."""
+    return (State.OK, said, "") if holds else (State.BROKEN, said, meaning)
+
+
 def judge_driver(facts: Facts) -> Verdict:
     """NVML answers."""
     if "why_none" in facts:
@@ -36,27 +43,19 @@ def judge_driver(facts: Facts) -> Verdict:
 
 def judge_limit(facts: Facts) -> Verdict:
     """Memory ends at the limit, not before and not behind it."""
-    limit_bytes, held_bytes = (
-        facts["limit_bytes"],
-        facts.get("held_bytes", facts["start_bytes"] + facts["allocated_bytes"]),
-    )
+    limit_bytes, allocated_bytes = facts["limit_bytes"], facts["allocated_bytes"]
+    held_bytes = facts.get("held_bytes", facts["start_bytes"] + allocated_bytes)
     said = f"memory ended at {format_bytes(held_bytes)} of {format_bytes(limit_bytes)}"
     if not facts["error"]:
-        found = (
-            f"{format_bytes(facts['allocated_bytes'])} could be allocated within a limit of {format_bytes(limit_bytes)}"
-        )
-        return (
-            State.BROKEN,
-            found,
-            "configs that do not fit would run, or fill the device: give a --memory-limit well below it",
-        )
+        found = f"{format_bytes(allocated_bytes)} could be allocated within a limit of {format_bytes(limit_bytes)}"
+        meaning = "configs that do not fit would run, or fill the device: give a --memory-limit well below it"
+        return State.BROKEN, found, meaning
     if facts["crowded"]:
         return State.UNAVAILABLE, f"{said}: other processes hold the rest", "end them, and run this again"
     if held_bytes > limit_bytes + facts["block_bytes"]:
         return State.BROKEN, said, "configs may need more memory than a search says: leave a larger --headroom"
-    if held_bytes + facts["attempted_bytes"] < limit_bytes * (1 - LIMIT_SHARE):
-        return State.BROKEN, said, "configs that fit would be taken for too large"
-    return State.OK, said, ""
+    reached = held_bytes + facts["attempted_bytes"] >= limit_bytes * (1 - LIMIT_SHARE)
+    return _right(reached, said, "configs that fit would be taken for too large")
 
 
 def judge_recognition(facts: Facts) -> Verdict:
@@ -65,11 +64,8 @@ def judge_recognition(facts: Facts) -> Verdict:
         return State.UNAVAILABLE, "memory did not end", "see the memory limit"
     if facts["recognised"]:
         return State.OK, f"told from other errors by: {facts['error'][:80]}", ""
-    return (
-        State.BROKEN,
-        f"not recognised: {facts['error']}",
-        "too large configs would count as errors, and others be tried in vain",
-    )
+    meaning = "too large configs would count as errors, and others be tried in vain"
+    return State.BROKEN, f"not recognised: {facts['error']}", meaning
 
 
 def judge_other_error(facts: Facts) -> Verdict:
@@ -84,7 +80,7 @@ def judge_peak(facts: Facts) -> Verdict:
     expected, grown = facts["allocated_bytes"], facts["grown_bytes"]
     said = f"{format_bytes(expected)} allocated, {format_bytes(grown)} seen, {format_bytes(facts['kept_bytes'])} kept in the peak"
     right = all(abs(seen - expected) <= BOOKS_SHARE * expected + 8 * MIB for seen in (grown, facts["kept_bytes"]))
-    return (State.OK, said, "") if right else (State.BROKEN, said, "peaks are told wrongly: leave a larger --headroom")
+    return _right(right, said, WRONG_PEAKS)
 
 
 def judge_books(facts: Facts) -> Verdict:
@@ -94,15 +90,10 @@ def judge_books(facts: Facts) -> Verdict:
     booked, peak = facts["booked_bytes"], facts["peak_bytes"]
     if booked is None or booked < facts["allocated_bytes"]:
         said = "the driver does not book this process's memory (a container, WSL)"
-        return (
-            State.UNAVAILABLE,
-            said,
-            "what lies outside torch's allocator is taken from the growth of the whole card's use",
-        )
+        meaning = "what lies outside torch's allocator is taken from the growth of the whole card's use"
+        return State.UNAVAILABLE, said, meaning
     said = f"{format_bytes(booked)} booked, a peak of {format_bytes(peak)}"
-    if abs(booked - peak) <= BOOKS_SHARE * peak + 32 * MIB:
-        return State.OK, said, ""
-    return State.BROKEN, said, "peaks are told wrongly: leave a larger --headroom"
+    return _right(abs(booked - peak) <= BOOKS_SHARE * peak + 32 * MIB, said, WRONG_PEAKS)
 
 
 def judge_release(facts: Facts) -> Verdict:
@@ -121,30 +112,23 @@ def judge_release(facts: Facts) -> Verdict:
 def judge_clock(facts: Facts) -> Verdict:
     """The wall clock, read when the device is done, agrees with the device's own."""
     said = f"{format_seconds(facts['wall_s'])} by the clock, {format_seconds(facts['device_s'])} by the GPU's events"
-    if abs(facts["wall_s"] / facts["device_s"] - 1) <= CLOCK_SHARE:
-        return State.OK, said, ""
-    return (
-        State.BROKEN,
-        said,
-        "speeds are told wrongly: the machine starts work late, or waits for other things than the GPU",
-    )
+    agree = abs(facts["wall_s"] / facts["device_s"] - 1) <= CLOCK_SHARE
+    meaning = "speeds are told wrongly: the machine starts work late, or waits for other things than the GPU"
+    return _right(agree, said, meaning)
 
 
 def judge_page_locked(facts: Facts) -> Verdict:
     """Copies from page-locked memory are faster."""
     slow, fast = facts["pageable_bytes_per_s"], facts["pinned_bytes_per_s"]
     said = f"{fast / GIB:.1f} GiB/s from page-locked memory, {slow / GIB:.1f} from other"
-    return (State.OK, said, "") if fast > slow else (State.BROKEN, said, "page-locked batches gain nothing here")
+    return _right(fast > slow, said, "page-locked batches gain nothing here")
 
 
 def judge_workers(facts: Facts) -> Verdict:
     """Data can be loaded in processes of their own."""
-    right = facts["sum"] == facts["expected"]
-    return (
-        (State.OK, "two workers loaded all samples", "")
-        if right
-        else (State.BROKEN, "samples were lost", "do not use data workers")
-    )
+    if facts["sum"] == facts["expected"]:
+        return State.OK, "two workers loaded all samples", ""
+    return State.BROKEN, "samples were lost", "do not use data workers"
 
 
 def judge_fork(facts: Facts) -> Verdict:
@@ -165,13 +149,8 @@ def judge_equal(facts: Facts) -> Verdict:
         return State.UNAVAILABLE, f"{said}, while others work on the machine", "run it on a quieter machine"
     if larger > EQUAL_PEAK:
         return State.BROKEN, said, "memory is told less surely than a search says: leave a larger --headroom"
-    if faster > EQUAL_SPEED:
-        return (
-            State.BROKEN,
-            said,
-            "small gains cannot be told from noise: give a larger --budget, or quieten the machine",
-        )
-    return State.OK, said, ""
+    meaning = "small gains cannot be told from noise: give a larger --budget, or quieten the machine"
+    return _right(faster <= EQUAL_SPEED, said, meaning)
 
 
 def judge_quiet(facts: Facts) -> Verdict:
@@ -185,27 +164,16 @@ def judge_quiet(facts: Facts) -> Verdict:
 def judge_calibration(facts: Facts) -> Verdict:
     """The device can be measured."""
     if not facts["calibrated"]:
-        return (
-            State.BROKEN,
-            facts["calibration"].get("cause", ""),
-            "precisions are offered by tables instead of by their speed",
-        )
+        return State.BROKEN, facts["calibration"].get("cause", ""), UNKNOWN_RATES
     if not (rates := facts["calibration"]["rates"]):
-        return (
-            State.UNAVAILABLE,
-            "no rate was measured in time",
-            "precisions are offered by tables instead of by their speed",
-        )
+        return State.UNAVAILABLE, "no rate was measured in time", UNKNOWN_RATES
     best = {
         rate["arithmetic"]: max(rate["flops_per_s"])
         for rate in rates
         if rate["work"] == "matmul" and rate["flops_per_s"]
     }
-    return (
-        State.OK,
-        ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in best.items()) or f"{len(rates)} rates",
-        "",
-    )
+    said = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in best.items()) or f"{len(rates)} rates"
+    return State.OK, said, ""
 
 
 def judge_prediction(facts: Facts) -> Verdict:
@@ -217,12 +185,8 @@ def judge_prediction(facts: Facts) -> Verdict:
     said = (
         f"{format_bytes(median)} ({format_bytes(low)} to {format_bytes(high)}) predicted, {format_bytes(peak)} measured"
     )
-    if low <= peak <= high:
-        return State.OK, said, ""
-    return (
-        State.BROKEN,
-        said,
-        "first probes may run out of memory, or be too small, until probes correct it",
+    return _right(
+        low <= peak <= high, said, "first probes may run out of memory, or be too small, until probes correct it"
     )
 
 
@@ -237,9 +201,6 @@ def judge_compiler(facts: Facts) -> Verdict:
 def judge_study(facts: Facts) -> Verdict:
     """A study can be kept in the working directory."""
     if facts["error"]:
-        return (
-            State.BROKEN,
-            facts["error"],
-            "nothing would be kept: run in a folder that may be written, or give --storage",
-        )
+        meaning = "nothing would be kept: run in a folder that may be written, or give --storage"
+        return State.BROKEN, facts["error"], meaning
     return State.OK, "a study can be kept in the working directory", ""

@@ -25,7 +25,6 @@ class SearchStarted:
     budget_s: float
     space: dict[str, tuple[int | str | bool, ...]]  # technique -> choices that are searched
     num_configs: int
-    unsupported: dict[str, str]  # technique -> why it does not apply
     known: tuple[Trial, ...]  # finished probes found in the study, with the best feasible of them and the baseline
     best: tuple[Config, Outcome] | None
     baseline: Outcome | None

@@ -188,7 +188,6 @@ def _started(
         budget_s=options.budget_s,
         space=dict(history.space.choices),
         num_configs=history.space.num_combinations,
-        unsupported=inspection.unsupported,
         known=history.trials,
         best=history.best,
         baseline=history.baseline,

@@ -42,7 +42,6 @@ STARTED = SearchStarted(
     budget_s=120.0,
     space={name: tuple(choices) for name, choices in SPACE.items()},
     num_configs=84,
-    unsupported={},
     known=(KNOWN,),
     best=(BASELINE, measured(BASELINE)),
     baseline=measured(BASELINE),
