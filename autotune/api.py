@@ -137,7 +137,11 @@ def _run_one(
             timeout_s=options.timeout_s,
         )
         complete = _complete(config, runner.stated)
-        inspection = runner.inspect(memory_limit_bytes=settings.memory_limit_bytes, timeout_s=settings.timeout_s)
+        inspection = runner.inspect(
+            memory_limit_bytes=settings.memory_limit_bytes,
+            timeout_s=settings.timeout_s,
+            trained=techniques.trained(complete),
+        )
         if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
             _require_support(complete, inspection)
             for warning in inspection.facts["warnings"]:
@@ -201,13 +205,19 @@ def predict(
     with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
         only = None if config is None else _complete(config, runner.stated)
         absent = None if gpu is None else info
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=sweeping.INSPECT_TIMEOUT_S, absent=absent)
+        inspection = runner.inspect(
+            memory_limit_bytes=None,
+            timeout_s=sweeping.INSPECT_TIMEOUT_S,
+            absent=absent,
+            trained=None if only is None else techniques.trained(only),
+        )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target = target_of(info)
-        cache = TraceCache(logs, inspection.facts, target, [config.batch_size for config in configs])
+        sizes = [config.batch_size for config in configs]
+        cache = TraceCache(logs, inspection.facts, target, sizes, techniques.trained(space.baseline))
         tracing = Tracing(runner, lambda: configs, target, cache, asked.timeout_s)
         tracing.advance(asked.timeout_s)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")

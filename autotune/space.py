@@ -202,6 +202,7 @@ def build_space(
     """
     fixed = require_possible(fix, include, exclude)
     baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+    trained = techniques.trained(baseline)
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
     notes: list[str] = []
@@ -219,6 +220,8 @@ def build_space(
             optional_here.append(name)
         elif name in include and len(searched) == 1 and support.reason:
             notes.append(f"{name} has nothing to search here: {support.reason}")
+        if name in trained:  # one in each space: what else may be trained is ranked beside it
+            searched = (baseline[name],)
         choices[name] = searched
         if len(everything) > 1 and len(searched) > 1:
             supported[name] = everything
@@ -244,6 +247,21 @@ def build_space(
         },
     )
     return space, notes
+
+
+def trained_beside(
+    inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
+) -> list[dict[str, Choice]]:
+    """What else may be trained than the inspection's baseline trains: one choice changed at a time, each a space of its own."""
+    found = []
+    own = techniques.trained(inspection.baseline)
+    for name in own:
+        if name in fix or name in exclude:
+            continue
+        support = inspection.support_of(name)
+        offered = (*support.choices, *(support.optional if name in include else ()))
+        found += [{name: choice} for choice in dict.fromkeys(offered) if choice != own[name]]
+    return found
 
 
 def _in_order(name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

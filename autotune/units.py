@@ -81,10 +81,19 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_per_s(number: float, unit: str) -> str:
     """`1.05e11, "FLOP"` -> `105 GFLOP/s`: decimal units, three significant figures."""
+    return f"{_decimal(number)}{unit}/s"
+
+
+def format_count(number: int) -> str:
+    """`124439808` -> `124 M`: decimal units, three significant figures."""
+    return _decimal(number).rstrip()
+
+
+def _decimal(number: float) -> str:
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}/s"
-    return f"{number:.3g} {unit}/s"
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.3g} "
 
 
 def format_exact_bytes(num_bytes: int) -> str:

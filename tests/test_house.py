@@ -24,6 +24,7 @@ PROTOCOL = {
     "expectation",
     "frameworks",
     "labels",
+    "partition",
 }  # files of the room that are no technique's
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
 

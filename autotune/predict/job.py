@@ -28,7 +28,7 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
         the lengths of the samples, if the plan asks for them.
     """
-    job = _Job(task, plan, target)
+    job = _Job(techniques.narrowed(task, dict(plan.trained)), plan, target)
     plain = [group for group in plan.models if not group]  # which all others need
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((model_label(group), partial(job.model, group)) for group in plain),

@@ -27,12 +27,14 @@ class Plan(Record):
         updates: groups of techniques that act on the optimizer, likewise.
         batch_sizes: of the space, in increasing order.
         lengths: whether to look at the lengths of samples, too.
+        trained: what is trained, where it is not the task as it stands: the same for all groups.
     """
 
     models: tuple[Group, ...]
     updates: tuple[Group, ...]
     batch_sizes: tuple[int, ...]
     lengths: bool = True
+    trained: Group = ()
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
@@ -50,14 +52,15 @@ class Plan(Record):
 
 
 def plan_traces(configs: Iterable[Config]) -> Plan:
-    """What to trace for `configs`: with nothing switched on first, since all others are compared with it, then what switches
-    on the least.
+    """What to trace for `configs`, which all train the same: with nothing switched on first, since all others are compared
+    with it, then what switches on the least.
     """
     configs = list(configs)
     models = sorted(dict.fromkeys([(), *(group_of(config, Phase.MODEL) for config in configs)]), key=len)
     updates = sorted(dict.fromkeys([(), *(group_of(config, Phase.OPTIMIZER) for config in configs)]), key=len)
     sizes = sorted({config.batch_size for config in configs})
-    return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sizes))
+    trained = group_of(configs[0], Phase.TASK) if configs else ()
+    return Plan(models=tuple(models), updates=tuple(updates), batch_sizes=tuple(sizes), trained=trained)
 
 
 def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tuple[int, int]:

@@ -142,9 +142,9 @@ class Tracer:
             task = replace(self._session_task, build_model=self._built_for_real)
             return prepare(task, config, device=CpuDevice(), on_oom=RAISE)
 
-    def _built_for_real(self) -> torch.nn.Module:
+    def _built_for_real(self, *variant: str) -> torch.nn.Module:
         with unset_fake_temporarily():
-            model = self._task.build_model()
+            model = self._task.build_model(*variant)
         return to_fake(model, self._mode)
 
 

@@ -54,7 +54,8 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         ConfigError: the config is not valid.
     """
     config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
-    return _Comparison(task, config, device, batch_size).check()
+    task = techniques.narrowed(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
+    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size).check()
 
 
 class _Comparison:

@@ -12,7 +12,7 @@ from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Support
-from autotune.techniques.base import REACHES_INTO_STEP, Technique
+from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
 
@@ -29,15 +29,18 @@ def inspect_task(
     memory_limit_bytes: int | None,
     calibration: dict[str, Any] | None = None,
     absent: dict[str, Any] | None = None,
+    trained: dict[str, Choice] | None = None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
 
     Args:
         calibration: of the device, as a dict.
         absent: a `DeviceInfo` as a dict: inspect for a GPU that is not in this machine. No step is tried then.
+        trained: what to train of the task, by techniques; where it says nothing, what the baseline trains.
 
     Raises:
         TaskError: the task or its baseline is not valid.
+        ConfigError: the task has no such thing to train.
     """
     from autotune import techniques
     from autotune.devices import open_device
@@ -52,11 +55,13 @@ def inspect_task(
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
     outside_bytes = opened.current_bytes()
+    chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
+    task = techniques.narrowed(task, chosen)
     first = _first_step(task, opened) if absent is None else FirstStep()
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
-    baseline = _baseline(task, facts.dataset_size)
+    baseline = _baseline(task, facts.dataset_size).replace(**chosen)
     model = task.model().to(opened.torch_device)
     setting = techniques.Setting(
         task=task,
@@ -167,7 +172,8 @@ def _support(technique: Technique, setting: Setting) -> Support:
         try:
             with torch.set_grad_enabled(keeps_activations):
                 support = technique.support(setting)
-            return _optional(technique, support) if technique.changes_learning else support
+            is_partition = technique.phase is Phase.TASK  # which says itself what is to be included
+            return _optional(technique, support) if technique.changes_learning and not is_partition else support
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
             reason = f"trying it raised {type(error).__name__}: {first_line}"[:300]

@@ -53,7 +53,7 @@ class Runs:
             return tensor.double() if tensor.is_floating_point() else tensor
 
         build_model = self.task.build_model
-        task = dataclasses.replace(self.task, build_model=lambda: build_model().double())
+        task = dataclasses.replace(self.task, build_model=lambda *variant: build_model(*variant).double())
         return dataclasses.replace(self, task=task, batch=map_tensors(double, self.batch))
 
     def run(

@@ -52,6 +52,33 @@ class Effect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The best config where something else is trained, held against the baseline of the same training alone.
+
+    Attributes:
+        choice: what is trained: the keys of a config in which the rankings differ.
+        study: keeps its search, in the file of the user's own.
+        num_parameters, num_trainable: elements, all and those that require a gradient; None where that was not found out.
+        config: None where there is no answer, and so are all figures. `failure` says why; it is empty otherwise.
+        speedup, speedup_ci, verdict, confirmed: as in `Result`.
+    """
+
+    choice: dict[str, Choice]
+    study: str
+    num_parameters: int | None = None
+    num_trainable: int | None = None
+    config: dict[str, Choice] | None = None
+    samples_per_s: float | None = None
+    samples_per_s_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+    verdict: str = ""
+    confirmed: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """The answer's gradients on the user's own model against plain fp32 (checks G, B and N)."""
 
@@ -111,6 +138,9 @@ class Result(Record):
             `probes` (outside training), `training`, `checks`, `other`.
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
+        rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
+            learned differs between them and was not compared, so none of them is better than another. `probes`, `outcomes`,
+            `train_s`, `wall_s` and `split_s` are of this answer's search alone.
         format: version of this record; `from_dict` reads every one up to today's.
     """
 
@@ -146,6 +176,7 @@ class Result(Record):
     device: str = ""
     asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    rankings: tuple[Ranking, ...] = ()
     format: int = FORMAT
 
     @classmethod

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotune.records.result import Check, Dropped, Effect, Measured, Result
-from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, spread, times
+from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe
-from autotune.units import format_bytes, format_per_s, format_seconds, plural
+from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
@@ -31,6 +31,8 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     yield _play_off(result)
     if result.front and not in_study:
         yield front_section(result.front, result, result.baseline)
+    if result.rankings:
+        yield _rankings(result)
     yield from _reasons(result)
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
@@ -156,6 +158,30 @@ def _play_off(result: Result) -> Section:
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
     note = "fresh processes in turn; 95% intervals" if result.confirmed else "95% intervals"
     return Section("Play-off" if result.confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
+
+
+def _rankings(result: Result) -> Section:
+    """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
+    rows: list[tuple[Cell, ...]] = []
+    for ranking in result.rankings:
+        sizes = [format_count(n) if n is not None else "-" for n in (ranking.num_parameters, ranking.num_trainable)]
+        figures, told = ["-", "-", "-"], Span(f"  {ranking.failure}", Tone.WARNING)
+        if ranking.config is not None:
+            figures = [
+                rate(ranking.samples_per_s or 0.0),
+                format_bytes(ranking.peak_bytes or 0),
+                times(ranking.speedup),
+            ]
+            told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
+        trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
+        rest = {name: choice for name, choice in (ranking.config or {}).items() if name not in ranking.choice}
+        rows.append((*sizes, *figures, (f"{trained}{f': {describe(rest)}' if rest else ''}", told)))
+    shown = table((">params", ">trained", ">samples/s", ">peak", ">gain", "what is trained: its best config"), rows)
+    said = (
+        "These train different things, and their accuracy was not compared: none is the winner. Each gain is over the "
+        "baseline of the same training. The answer above is the first."
+    )
+    return Section("Rankings", (shown, Paragraph(Span(said, Tone.NOTE))), "one for each thing that may be trained")
 
 
 def _figures(measured: Measured) -> tuple[str, str, str]:

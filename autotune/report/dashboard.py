@@ -97,6 +97,8 @@ class Dashboard(Listener):
             case SearchStarted():
                 self._budget_s = event.budget_s
                 self._best, self._baseline = event.best, event.baseline
+                for seen in (self._feasible, self._last, self._outcomes):  # of a search before it
+                    seen.clear()
                 for trial in event.known:
                     self._count(trial.config, trial.outcome, feasible=trial.feasible)
                 self._say(*map(Text, introduction(event)))

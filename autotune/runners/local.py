@@ -231,6 +231,7 @@ class LocalRunner(Runner):
                     "memory_limit_bytes": job.memory_limit_bytes,
                     "calibration": job.calibration.to_dict(),
                     "absent": None if job.absent is None else asdict(job.absent),
+                    "trained": dict(job.trained),
                 }
             case ProbeJob() | ModulesJob():
                 return {"config": job.config.as_dict(), "device": name, "settings": job.settings.to_dict()}

@@ -9,14 +9,14 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from autotune.errors import AutotuneError
 from autotune.predict.plan import Plan, plan_traces
 from autotune.predict.traces import Traces
 from autotune.records.calibration import NOT_MEASURED, Calibration
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
@@ -66,13 +66,16 @@ class CalibrateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectJob:
-    """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there."""
+    """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there, `trained`
+    what is to be trained of the task where it is not what the task's baseline trains.
+    """
 
     name: ClassVar[str] = "inspect"
     memory_limit_bytes: int | None
     timeout_s: float
     calibration: Calibration = NOT_MEASURED
     absent: DeviceInfo | None = None
+    trained: Mapping[str, Choice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,15 +250,21 @@ class Runner(ABC):
         timeout_s: float,
         calibration: Calibration = NOT_MEASURED,
         absent: DeviceInfo | None = None,
+        trained: Mapping[str, Choice] | None = None,
     ) -> Inspection | Outcome:
         """Validate the task and ask which techniques apply to it; an `Outcome` when that failed.
 
         Args:
             calibration: of the runner's device, which decides what is worth trying.
             absent: a GPU that is not there, to ask for in place of the runner's device.
+            trained: what is to be trained of the task, by techniques; where it says nothing, what the baseline trains.
         """
         job = InspectJob(
-            memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s, calibration=calibration, absent=absent
+            memory_limit_bytes=memory_limit_bytes,
+            timeout_s=timeout_s,
+            calibration=calibration,
+            absent=absent,
+            trained=trained or {},
         )
         result = self._run(job)
         assert isinstance(result, Inspection | Outcome), result

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import filelock
 
 from autotune.errors import StudyError
+from autotune.records.config import Choice
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
+RANKED_BESIDE = "ranked_beside"  # attribute of a study in which something else is trained: the name of the user's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class Place:
     def play_off(self) -> str:
         """Name of the study that keeps the play-off, so that the best trial of `study` is the best of the search."""
         return f"{self.study} play-off"
+
+    def training(self, choices: Mapping[str, Choice]) -> Place:
+        """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's."""
+        return replace(self, study=" ".join([self.study, *(f"{name}={choice}" for name, choice in choices.items())]))
 
     @property
     def logs(self) -> Path:

@@ -25,7 +25,7 @@ from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
 from autotune.study.figures import measured
 from autotune.study.history import feasible_each_time
-from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
+from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, RANKED_BESIDE
 from autotune.study.store import FORMAT, trials_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
     Args:
         path_or_url: a database file such as `studies/gpt.db`, `gpt` for short, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
-        study: the study's name; optional if the storage holds one study.
+        study: the study's name; optional if the storage holds one study, those of rankings beside it not counted.
 
     Raises:
         StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
@@ -126,7 +126,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             )
         try:
             kept = storage.get_all_studies()
-            name = _choose([one.study_name for one in kept if PLAY_OFF_OF not in one.user_attrs], study, given)
+            searches = {s.study_name: s.user_attrs.get(RANKED_BESIDE) for s in kept if PLAY_OFF_OF not in s.user_attrs}
+            name = _choose([s for s, beside in searches.items() if study or beside not in searches], study, given)
             parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
             studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
             attributes = next(one for one in studies if one.study_name == name).user_attrs

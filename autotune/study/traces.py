@@ -16,6 +16,7 @@ from autotune.devices.cpu import processor_model
 from autotune.devices.targets import CPU
 from autotune.files import drop_oldest, write_whole
 from autotune.predict.traces import Traces
+from autotune.records.config import Choice
 from autotune.version import __version__
 
 FOLDER = ".traces"  # beside the study's database
@@ -31,14 +32,22 @@ class TraceCache:
         facts: the task's, from its inspection.
         target: the kind of device that the traces predict for.
         batch_sizes: of the configs that are traced.
+        trained: what is trained of the task.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], target: str, batch_sizes: Collection[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        target: str,
+        batch_sizes: Collection[int],
+        trained: Mapping[str, Choice],
+    ) -> None:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
         processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
         task = [facts["source_hash"], facts.get("num_parameters")]
-        known = [*task, target, sorted({*batch_sizes}), *versions, *processor]
+        known = [*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
         self._path = folder / FOLDER / f"{facts['name']}-{key}.json"
 

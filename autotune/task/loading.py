@@ -25,7 +25,7 @@ from autotune.task.validation import CONSTANTS, SIGNATURES
 
 _MODULE_PREFIX = "autotune_model_"
 _GENERIC_STEMS = frozenset({"model", "train", "main"})
-_NAMES = (*SIGNATURES, *(name.upper() for name in CONSTANTS))
+_NAMES = (*SIGNATURES, *CONSTANTS)
 _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of ours
 
 
@@ -141,7 +141,7 @@ def _forget_siblings(folder: Path) -> None:
 
 def _from_functions(module: ModuleType, build_model: Any) -> Task:
     parts: dict[str, Any] = {name: getattr(module, name, None) for name in SIGNATURES} | {"build_model": build_model}
-    parts |= {name: getattr(module, name.upper(), None) for name in CONSTANTS}
+    parts |= {name.lower(): getattr(module, name, None) for name in CONSTANTS}
     if parts["make_batch"] is None and parts["train_dataset"] is None and not adapters.may_have_data(build_model):
         own = [name for name in vars(module) if name not in _NAMES]
         raise adapters.no_data(build_model, _did_you_mean("make_batch", own) or _did_you_mean("train_dataset", own))

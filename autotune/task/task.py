@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
@@ -26,7 +27,7 @@ class Task:
     """What the user trains. `load_task` makes it from `model.py`, or it is built directly.
 
     Attributes:
-        build_model: returns the model, on the CPU, freshly initialised.
+        build_model: returns the model, on the CPU, freshly initialised; with `variants` it takes one of their names.
         make_batch: returns a micro batch with the given number of samples, on the CPU, of the largest shape that training
             will meet.
         training_step: returns the scalar mean loss of a batch; None for the default losses.
@@ -42,6 +43,9 @@ class Task:
         global_batch: samples per optimizer step; None leaves it open.
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
+        variants: names of architectures that `build_model` takes; the first is trained unless a config says otherwise.
+        freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
+            them); None to find leading parts of the model.
         name: short name, used for the study.
         origin: where `load_task` found it; not for users to set.
 
@@ -49,7 +53,7 @@ class Task:
         TaskError: a function cannot be called with the arguments above, a constant is not valid, or there is no data.
     """
 
-    build_model: Callable[[], torch.nn.Module]
+    build_model: Callable[..., torch.nn.Module]
     make_batch: Callable[[int], Any] | None = None
     training_step: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
     train_step: Callable[[torch.nn.Module, Any, Any], Any] | None = None
@@ -61,16 +65,34 @@ class Task:
     global_batch: int | None = None
     baseline: Mapping[str, Choice] | None = None
     max_grad_norm: float | None = None
+    variants: Sequence[str] | None = None
+    freeze: Sequence[str] | None = None
     name: str = "task"
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         validation.check_fields(self)
         if self.make_batch is None and self.train_dataset is None:
-            data = adapters.LightningData(self.build_model)
+            data = adapters.LightningData(
+                partial(self.build_model, *self.variants[:1]) if self.variants else self.build_model
+            )
             object.__setattr__(self, "train_dataset", data.train_dataset)
             if self.collate_fn is None:
                 object.__setattr__(self, "collate_fn", data.collate_fn)
+
+    def with_other_models(self, **changes: Any) -> Task:
+        """The same task on the same data whose models are others, by another `build_model` or other `variants`.
+
+        It counts as coming from the same source: a config says what of it is trained.
+        """
+        origin = self.origin and replace(self.origin, loaded={**self.origin.loaded, **changes})
+        task = replace(self, origin=origin, **changes)
+        _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
+        return task
+
+    def built(self) -> Any:
+        """What `build_model` returns for the first of `variants`, whatever it is."""
+        return self.build_model(*(self.variants or ())[:1])
 
     def model(self) -> torch.nn.Module:
         """Build the model, on the CPU, in training mode.
@@ -80,7 +102,7 @@ class Task:
         """
         import torch
 
-        model = self.build_model()
+        model = self.built()
         if not isinstance(model, torch.nn.Module):
             hint = "is `return model` missing?" if model is None else "return the module itself"
             raise TaskError(f"build_model returned {describe(model)}; expected a torch.nn.Module: {hint}")

@@ -44,9 +44,9 @@ class Net(nn.Module):
         return self.head(x.mean(dim=1))
 
 
-def build_model() -> nn.Module:
-    """A new model, on the CPU. Required."""
-    return Net()
+def build_model(variant: str = "base") -> nn.Module:
+    """A new model, on the CPU. Required; it takes an argument only where VARIANTS names several."""
+    return Net(width=128 if variant == "base" else 64)
 
 
 def make_batch(batch_size: int):
@@ -109,6 +109,12 @@ def make_batch(batch_size: int):
 
 # Gradients are clipped to this norm before each optimizer step.
 # MAX_GRAD_NORM = 1.0
+
+# Architectures to search side by side, each for itself: build_model gets one of these names.
+# VARIANTS = ["base", "light"]
+
+# Modules or parameters that may be left untrained: `--include freeze` searches each choice for itself.
+# FREEZE = ["embed", "embed+blocks.0"]
 '''
 
 

@@ -26,6 +26,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+ONE_OF_SEVERAL = ("variant_name",)  # what build_model takes where the task names several
 _WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
@@ -38,7 +39,7 @@ def check_fields(task: Task) -> None:
     for name in SIGNATURES:
         function = getattr(task, name)
         if function is not None or name == "build_model":
-            check_signature(name, function)
+            check_signature(name, function, ONE_OF_SEVERAL if name == "build_model" and task.variants else None)
     if task.train_step is not None:
         for name in _WITHOUT_TRAIN_STEP:
             if getattr(task, name) is not None:
@@ -47,15 +48,15 @@ def check_fields(task: Task) -> None:
                     f"do that inside train_step and leave {name} out, or leave train_step out"
                 )
     for name, (is_valid, expected) in CONSTANTS.items():
-        value = getattr(task, name)
+        value = getattr(task, name.lower())
         if value is not None and not is_valid(value):
-            seen = f"{name} ({name.upper()} in a model file) is {value!r:.200}"
+            seen = f"{name.lower()} ({name} in a model file) is {value!r:.200}"
             raise TaskError(f"{seen}; expected {expected}, or leave it out")
 
 
-def check_signature(name: str, function: Any) -> None:
-    """Check that `function` can be called as the task's function `name` is called."""
-    parameters = SIGNATURES[name]
+def check_signature(name: str, function: Any, parameters: tuple[str, ...] | None = None) -> None:
+    """Check that `function` can be called as the task's function `name` is called, by default with its `SIGNATURES`."""
+    parameters = SIGNATURES[name] if parameters is None else parameters
     expected = f"{name}({', '.join(parameters)})"
     if not callable(function):
         raise TaskError(f"{name} is {function!r:.80}; expected a function {expected}: write `def {expected}: ...`")
@@ -84,17 +85,27 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-# name, in capitals in a model file -> what makes a value of it valid, and what is expected
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and len(set(value)) == len(value) and all(type(name) is str and name for name in value)
+
+
+# name in a model file, in small letters a task's -> what makes a value of it valid, and what is expected
 CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "global_batch": (
+    "GLOBAL_BATCH": (
         lambda value: type(value) is int and value > 0,
         "a whole number of samples per optimizer step, at least 1: set it to what you train with",
     ),
-    "baseline": (
+    "BASELINE": (
         _is_config_dict,
         'a config dict such as {"batch_size": 32, "amp": "bf16"}: name what you run today',
     ),
-    "max_grad_norm": (_is_positive, "a positive number such as 1.0: gradients are clipped to this norm"),
+    "MAX_GRAD_NORM": (_is_positive, "a positive number such as 1.0: gradients are clipped to this norm"),
+    "VARIANTS": (_are_names, 'a list of names such as ["small", "base"]: build_model takes one of them'),
+    "FREEZE": (
+        _are_names,
+        'a list of names such as ["encoder", "encoder.layers.0"]: modules or parameters of the model',
+    ),
 }
 
 

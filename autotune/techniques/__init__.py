@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import (
@@ -35,7 +35,11 @@ from autotune.techniques.base import (
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.discovery import Registry
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.partition import Partition
 from autotune.units import plural
+
+if TYPE_CHECKING:
+    from autotune.task import Task
 
 __all__ = [
     "REACHES_INTO_STEP",
@@ -54,8 +58,11 @@ __all__ = [
     "is_ordered",
     "known",
     "label_of",
+    "narrowed",
     "restored_settings",
     "setup_s",
+    "trained",
+    "trained_by",
     "untraceable",
     "validate",
     "with_baseline_batch",
@@ -115,6 +122,30 @@ def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> 
     batch = {BATCH_SIZE: batch_size, ACCUMULATION: plan.accumulation_steps}
     switched = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}
     return Config((*batch.items(), *switched.items()))
+
+
+def trained(choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
+    return {t.name: choices.get(t.name, t.off) for t in REGISTRY.values() if isinstance(t, Partition)}
+
+
+def trained_by(task: Task, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """The same under the names that the task has for it."""
+    named = {t.name: t for t in REGISTRY.values() if isinstance(t, Partition)}
+    return {name: named[name].named(task, choice) for name, choice in trained(choices).items()}
+
+
+def narrowed(task: Task, choices: Mapping[str, Choice]) -> Task:
+    """The task that trains what a config says, in which nothing else is left to choose of that.
+
+    Raises:
+        ConfigError: the task has no such choice.
+    """
+    for technique in REGISTRY.values():
+        choice = choices.get(technique.name, technique.off)
+        if isinstance(technique, Partition) and choice != technique.off:
+            task = technique.narrow(task, choice)
+    return task
 
 
 def arithmetic_of(config: Config) -> str:

@@ -30,10 +30,11 @@ REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run 
 class Phase(IntEnum):
     """When a technique is applied while a session is built; phases run in this order."""
 
-    PROCESS = 0  # process-wide settings, before the model exists
-    MODEL = 1  # the model is on its device; the optimizer does not exist yet
-    OPTIMIZER = 2  # the optimizer exists and has no state
-    LOADER = 3  # options of the data loader
+    TASK = 0  # what is trained at all, before anything exists: `autotune.techniques.partition`
+    PROCESS = 1  # process-wide settings, before the model exists
+    MODEL = 2  # the model is on its device; the optimizer does not exist yet
+    OPTIMIZER = 3  # the optimizer exists and has no state
+    LOADER = 4  # options of the data loader
 
 
 @dataclass(frozen=True, kw_only=True)

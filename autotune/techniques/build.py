@@ -60,6 +60,7 @@ class Build:
     """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
 
     Attributes:
+        task: what is trained; a technique of `Phase.TASK` puts a narrower one in its place.
         forward_contexts: entered around every forward pass, outermost first.
         batch_transforms: applied in order to every micro batch once it is on the device.
         scaler: scales the loss and unscales the gradients, or None.

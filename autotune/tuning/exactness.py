@@ -92,7 +92,8 @@ class Exactness:
         if key in known:
             return Finding(exact=not known[key], reason=known[key])
         if key not in self._not_compared:
-            found = self._compare(techniques.complete({name: choice}))
+            same_training = techniques.trained(self._search.history.space.baseline)
+            found = self._compare(techniques.complete({**same_training, name: choice}))
             if found.exact is not None:
                 self._search.store.set_attribute(ATTRIBUTE, known | {key: found.reason})
                 return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
+from autotune.records.calibration import Calibration
+from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
@@ -19,9 +22,9 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
-from autotune.space import build_space, require_possible
+from autotune.space import build_space, require_possible, trained_beside
 from autotune.study.history import History
-from autotune.study.place import Place, locked, place_of
+from autotune.study.place import RANKED_BESIDE, Place, locked, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
@@ -37,6 +40,7 @@ from autotune.units import format_bytes, plural
 from autotune.version import __version__
 
 MAX_TRACE_SHARE = 0.05  # of the budget
+OWN_SHARE = 0.5  # of the budget for what the user trains, where something else is ranked beside it
 
 
 @contextlib.contextmanager
@@ -60,19 +64,13 @@ def opened(
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
         place = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
+        place = place.training({name: options.fix[name] for name in techniques.trained({}) if name in options.fix})
         stack.enter_context(locked(place))
         stack.enter_context(storage_errors(place))
         if runner is None:
             patience_s = max(MIN_TIMEOUT_S, options.budget_s)
             runner = LocalRunner(_required(source), device=options.device, logs=place.logs, import_timeout_s=patience_s)
-        budget = Budget(
-            budget_s=options.budget_s,
-            probe_timeout_s=options.probe_timeout_s,
-            now_s=runner.now_s,
-            started_s=runner.now_s(),
-            num_trials=options.num_trials,
-            begins=lambda purpose: listener.on(Working(purpose=purpose)),
-        )
+        budget = _budget(options, runner, listener)
         stored = stored_attributes(place)
         with budget.split("import"):
             device = runner.device()
@@ -90,8 +88,73 @@ def opened(
             calibration, why_none = calibrated(runner, device, place.folder)
             if why_none:
                 listener.on(Note(text=f"the device could not be measured: {why_none}", warning=True))
+        shared = _Shared(
+            runner=runner,
+            limit_bytes=limit_bytes,
+            calibration=calibration,
+            asked=_asked(options, source, stored),
+            listener=listener,
+            interrupted=interruption,
+        )
+        search = stack.enter_context(_over(shared, place, options, budget))
+        interruption.is_ready = True
+        yield search
+
+
+@contextlib.contextmanager
+def opened_beside(search: Search, choice: Mapping[str, Choice], budget_s: float) -> Iterator[Search]:
+    """Another search of the same task by the same runner, in which `choice` is trained. Its study is in the same file.
+
+    Raises:
+        TaskError, ConfigError, StudyError: as `opened`.
+    """
+    options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
+    shared = _Shared(
+        runner=search.runner,
+        limit_bytes=search.history.objective.memory_limit_bytes,
+        calibration=search.calibration,
+        asked=search.asked,
+        listener=search.listener,
+        interrupted=search.interrupted,
+    )
+    own = search.store.place
+    place = own.training(choice)
+    with (
+        storage_errors(place),
+        _over(shared, place, options, _budget(options, search.runner, search.listener), own) as other,
+    ):
+        yield other
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """What several searches over one runner have in common."""
+
+    runner: Runner
+    limit_bytes: int
+    calibration: Calibration
+    asked: Mapping[str, str | int]
+    listener: Listener
+    interrupted: Callable[[], bool]
+
+
+@contextlib.contextmanager
+def _over(
+    shared: _Shared, place: Place, options: SearchOptions, budget: Budget, own: Place | None = None
+) -> Iterator[Search]:
+    """A search over an open runner.
+
+    Args:
+        own: where the search is kept beside which this one makes a ranking; None for the user's own.
+    """
+    runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
+    with contextlib.ExitStack() as stack:
+        with budget.split("inspection"):
             inspection = runner.inspect(
-                memory_limit_bytes=limit_bytes, timeout_s=budget.first_timeout_s, calibration=calibration
+                memory_limit_bytes=limit_bytes,
+                timeout_s=budget.first_timeout_s,
+                calibration=shared.calibration,
+                trained={name: options.fix[name] for name in techniques.trained({}) if name in options.fix},
             )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
@@ -102,39 +165,43 @@ def opened(
             )
         if inspection.shortage:
             listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
-        space, notes = build_space(inspection, fix=options.fix, include=options.include, exclude=options.exclude)
-        asked = _asked(options, source, stored)
+        wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
+        space, notes = build_space(inspection, **wanted)
+        others = trained_beside(inspection, **wanted) if own is None else []
+        if others:
+            budget.budget_s *= OWN_SHARE
         attributes = {
             "task": inspection.facts["name"],
             "model": runner.stated.model,
-            "asked": dict(asked),
+            "asked": dict(shared.asked),
             "objective": options.objective,
             "memory_limit_bytes": limit_bytes,
             "headroom": options.headroom,
             "space": {name: list(choices) for name, choices in space.choices.items()},
             "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
             "baseline_config": space.baseline.as_dict(),
+            **({RANKED_BESIDE: own.study} if own is not None else {}),
         }
         store = Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
         objective = Objective(name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom)
         history = History(space, objective, store.trials(), budget.timeout_s)
-        listener.on(_started(place, inspection, history, options, limit_bytes))
-        for note in notes:
+        listener.on(_started(place, inspection, history, options, limit_bytes, budget.budget_s))
+        for note in notes if own is None else ():  # beside it they would be told again
             listener.on(Note(text=note))
         sizes = [int(size) for size in space.choices["batch_size"]]
-        target = target_of(device)
-        cache = TraceCache(place.folder, inspection.facts, target, sizes) if runner.keeps_traces else None
-        max_trace_s = MAX_TRACE_SHARE * options.budget_s
+        target = target_of(inspection.device)
+        trained = techniques.trained(space.baseline)
+        cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
+        max_trace_s = MAX_TRACE_SHARE * budget.budget_s
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
         stack.enter_context(tracing)
-        interruption.is_ready = True
         yield Search(
             runner=runner,
             store=store,
             history=history,
             inspection=inspection,
             options=options,
-            settings=_settings(options, limit_bytes, budget),
+            settings=_settings(options.seed, limit_bytes, budget),
             budget=budget,
             tracing=tracing,
             cost_model=CostModel(
@@ -142,12 +209,13 @@ def opened(
                 inspection.outside_bytes,
                 options.seed,
                 tell=lambda text: listener.on(Note(text=text, warning=True)),
-                calibration=calibration,
+                calibration=shared.calibration,
             ),
-            calibration=calibration,
+            calibration=shared.calibration,
             listener=listener,
-            interrupted=interruption,
-            asked=asked,
+            interrupted=shared.interrupted,
+            asked=shared.asked,
+            others=others,
             warnings=list(inspection.facts.get("warnings", ())),
         )
 
@@ -158,13 +226,24 @@ def _required(source: TaskSource | None) -> TaskSource:
     return source
 
 
-def _settings(options: SearchOptions, limit_bytes: int, budget: Budget) -> ProbeSettings:
+def _budget(options: SearchOptions, runner: Runner, listener: Listener) -> Budget:
+    return Budget(
+        budget_s=options.budget_s,
+        probe_timeout_s=options.probe_timeout_s,
+        now_s=runner.now_s,
+        started_s=runner.now_s(),
+        num_trials=options.num_trials,
+        begins=lambda purpose: listener.on(Working(purpose=purpose)),
+    )
+
+
+def _settings(seed: int, limit_bytes: int, budget: Budget) -> ProbeSettings:
     return ProbeSettings(
         memory_limit_bytes=limit_bytes,
-        seed=options.seed,
+        seed=seed,
         timeout_s=budget.first_timeout_s,
-        max_timed_s=min(10.0, max(1.0, options.budget_s / 60)),
-        max_warmup_s=min(20.0, max(2.0, options.budget_s / 60)),
+        max_timed_s=min(10.0, max(1.0, budget.budget_s / 60)),
+        max_warmup_s=min(20.0, max(2.0, budget.budget_s / 60)),
     )
 
 
@@ -174,6 +253,7 @@ def _started(
     history: History,
     options: SearchOptions,
     limit_bytes: int,
+    budget_s: float,
 ) -> SearchStarted:
     device = inspection.device
     threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
@@ -185,7 +265,7 @@ def _started(
         objective=options.objective,
         memory_limit_bytes=limit_bytes,
         headroom=options.headroom,
-        budget_s=options.budget_s,
+        budget_s=budget_s,
         space=dict(history.space.choices),
         num_configs=history.space.num_combinations,
         known=history.trials,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import median
 
+from autotune import techniques
 from autotune.errors import AutotuneError
 from autotune.predict.roofline import Roofline
 from autotune.records.config import Config
@@ -221,7 +222,8 @@ def _warn(
         search.warn(
             BATCH_RULES.format(samples=plural(new, "sample"), old=old, linear=new / old, root=(new / old) ** 0.5)
         )
-    for name in answer.differences(history.space.baseline):
+    trained_otherwise = history.space.fixed.keys() & techniques.trained({})
+    for name in (*answer.differences(history.space.baseline), *sorted(trained_otherwise)):
         if note := inspection.support_of(name).note:
             search.warn(f"{name}: {note}")
     growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]

@@ -14,6 +14,7 @@ from autotune.tuning.events import Listener
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.opening import opened
+from autotune.tuning.rankings import with_rankings
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
 from autotune.tuning.state import Search
 
@@ -39,7 +40,7 @@ def search(
         Interrupted: by Ctrl-C; carries the best so far.
     """
     with opened(source, options, runner, listener or Listener()) as search:
-        return answer(search)
+        return with_rankings(search, answer)
 
 
 def answer(search: Search) -> Result:

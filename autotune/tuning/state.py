@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Search:
         warnings: the warnings of the answer.
         interrupted: whether the user wants the search to end.
         play_off: None before it was opened.
+        others: what else of the task is to be trained, each to be ranked by a search of its own.
     """
 
     runner: Runner
@@ -54,6 +55,7 @@ class Search:
     asked: Mapping[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     play_off: PlayOff | None = None
+    others: Sequence[Mapping[str, Choice]] = ()
 
     def __post_init__(self) -> None:
         self.probing = Probing(

@@ -50,6 +50,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         TableError: the file is not a table, or records something else.
     """
     require_possible({}, (*options.grid, *options.include), options.exclude)
+    _trained(options.grid)
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     logs = options.out.with_suffix(".logs")
@@ -66,7 +67,9 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
-        inspection = runner.inspect(memory_limit_bytes=limit_bytes, timeout_s=INSPECT_TIMEOUT_S)
+        inspection = runner.inspect(
+            memory_limit_bytes=limit_bytes, timeout_s=INSPECT_TIMEOUT_S, trained=_trained(options.grid)
+        )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
@@ -89,6 +92,18 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
     return table.read(options.out)
+
+
+def _trained(grid: Mapping[str, Sequence[Any]]) -> dict[str, Choice]:
+    """What the grid says is trained. Raises ConfigError where it says several: a table is of configs that compare."""
+    asked = {name: grid[name] for name in techniques.trained({}) if name in grid}
+    for name, wanted in asked.items():
+        if len(wanted) > 1:
+            raise ConfigError(
+                f"--grid {name}={','.join(map(str, wanted))} are trainings that do not compare; sweep each into a table of "
+                f"its own, with --grid {name}={wanted[0]}"
+            )
+    return {name: techniques.validate(name, wanted[0]) for name, wanted in asked.items()}
 
 
 def _wants(known: Figure | None, options: SweepOptions) -> bool:

@@ -10,6 +10,7 @@ from typing import Self
 from autotune import techniques
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
+from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.runners.runner import ProbeFault, Runner, TraceJob
 from autotune.study.traces import TraceCache, agrees
@@ -114,7 +115,8 @@ class Tracing:
         configs = list(self._configs())
         if not self._to_confirm:
             return configs
-        return [techniques.complete({"batch_size": size}) for size in sorted({c.batch_size for c in configs})]
+        plain = (techniques.complete({**techniques.trained(c), BATCH_SIZE: c.batch_size}) for c in configs)
+        return sorted(set(plain), key=lambda config: config.batch_size)
 
     def _take(self, found: Traces) -> None:
         self.traces = found

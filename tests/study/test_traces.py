@@ -13,8 +13,8 @@ from tests.predict.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
 
 
-def cache(folder, *, facts=FACTS, target="cpu", batch_sizes=(4, 8)):
-    return TraceCache(folder, facts, target, batch_sizes)
+def cache(folder, *, facts=FACTS, target="cpu", batch_sizes=(4, 8), trained=None):
+    return TraceCache(folder, facts, target, batch_sizes, trained or {"freeze": "none"})
 
 
 def test_what_is_written_is_read_without_the_failures(tmp_path):
@@ -32,8 +32,13 @@ def test_sizes_or_an_optimizer_that_changed_without_the_source_are_noticed():
 
 def test_another_task_target_or_space_has_traces_of_its_own(tmp_path):
     cache(tmp_path).write(TRACES)
-    others = {"facts": {**FACTS, "source_hash": "abd"}}, {"target": "cuda"}, {"batch_sizes": (4,)}
-    assert [cache(tmp_path, **changes).read() for changes in others] == [None] * 3
+    others = (
+        {"facts": {**FACTS, "source_hash": "abd"}},
+        {"target": "cuda"},
+        {"batch_sizes": (4,)},
+        {"trained": {"freeze": "head"}},
+    )
+    assert [cache(tmp_path, **changes).read() for changes in others] == [None] * 4
     assert cache(tmp_path, batch_sizes=(8, 4, 4)).read() is not None
 
 

@@ -32,6 +32,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "persistent_workers": (False, True),
     "prefetch_factor": (2, 4, 8, 16),
     "length_bucketing": (False, True),
+    "variant": ("none", "small"),
+    "freeze": ("none", "encoder", "blocks:2"),
 }
 
 

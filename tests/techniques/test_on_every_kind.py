@@ -96,7 +96,9 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_technique_that_acts_on_gradients_is_tried() -> None:
-    assert {t.name for t in REGISTRY.values() if t.phase is not Phase.LOADER} == CHOICES.keys() | NO_GRADIENT_ON_A_CPU
+    """What trains something else on purpose has tests of its own."""
+    acting = {t.name for t in REGISTRY.values() if t.phase not in (Phase.TASK, Phase.LOADER)}
+    assert acting == CHOICES.keys() | NO_GRADIENT_ON_A_CPU
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,7 +63,7 @@ class Notes(Listener):
 def test_when_time_is_up_nothing_has_failed_and_the_next_search_goes_on(tmp_path: Path) -> None:
     spent = []
     for _ in range(4):
-        cache = TraceCache(tmp_path, FACTS, "cpu", [4])
+        cache = TraceCache(tmp_path, FACTS, "cpu", [4], {})
         tracing = Tracing(Slow(), lambda: CONFIGS, "cpu", cache, max_s=7.0)
         while not tracing.is_done:
             tracing.advance()

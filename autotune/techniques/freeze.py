@@ -1,0 +1,153 @@
+"""Which part of the model is not trained."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.errors import ConfigError
+from autotune.records.config import Choice
+from autotune.records.inspection import Support
+from autotune.techniques.base import UnsupportedError
+from autotune.techniques.build import Setting
+from autotune.techniques.checkpoint_segments import blocks_of
+from autotune.techniques.partition import Partition
+from autotune.units import plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.task import Task
+
+_BLOCKS = re.compile(r"blocks:([1-9]\d*)")
+_PARTS = 4  # in which the chain of blocks is offered, where the task names nothing: each ranking takes time of its own
+
+
+class Freeze(Partition):
+    """`requires_grad_(False)` on a part of the model when it is built, and nothing else.
+
+    A frozen parameter gets no gradient, and so no optimizer state: an optimizer over all parameters skips what has no
+    gradient. Modes stay as they are: frozen dropout drops, frozen batch normalisation uses the statistics of the batch and
+    goes on updating its running ones. A parameter that something outside the part shares is trained on.
+
+    A choice is the name of a module or parameter, or several with `+` between them. `blocks:3` stands for the first three
+    blocks of the model's chain and what it registers before them (an embedding, a stem).
+    """
+
+    name: ClassVar[str] = "freeze"
+    summary: ClassVar[str] = (
+        "a part of the model is not trained, and has no gradients and no optimizer state: one ranking for each choice"
+    )
+    listed_choices: ClassVar[str] = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
+    applies: ClassVar[str] = "if included: named modules, or a chain of blocks"
+    order: ClassVar[int] = 20
+
+    def support(self, setting: Setting) -> Support:
+        """What the task names, else up to four leading parts of its chain of blocks."""
+        own = setting.baseline[self.name]
+        offered: list[Choice] = [self.off]
+        refused = []
+        try:
+            for choice in setting.task.freeze or _leading_parts(setting):
+                frozen = {id(parameter) for parameter in _frozen(setting.task, setting.model, choice)}
+                if all(id(parameter) in frozen for parameter in setting.model.parameters()):
+                    refused.append(f"{choice} leaves nothing to train")
+                else:
+                    offered.append(choice)
+        except (ConfigError, UnsupportedError) as error:
+            refused.append(str(error))
+        return Support(
+            choices=(own,),
+            optional=tuple(choice for choice in offered if choice != own),
+            reason="; ".join(refused),
+            note="it changes what is learned: compare validation results before you use it",
+        )
+
+    def narrow(self, task: Task, choice: Choice) -> Task:
+        """The task whose models are built with that part frozen."""
+        build_model = task.build_model
+
+        def build_frozen(*variant: str) -> torch.nn.Module:
+            import torch
+
+            model = build_model(*variant)
+            if isinstance(model, torch.nn.Module):  # the task refuses anything else
+                for parameter in _frozen(task, model, str(choice)):
+                    parameter.requires_grad_(False)
+            return model
+
+        return task.with_other_models(build_model=build_frozen)
+
+    def label(self, choice: Choice) -> str:
+        """`encoder frozen`, `3 blocks frozen`."""
+        blocks = _BLOCKS.fullmatch(str(choice))
+        what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
+        return f"{what} frozen"
+
+
+def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Parameter]:
+    """The parameters that a choice freezes.
+
+    Raises:
+        ConfigError: the model has nothing of that name.
+        UnsupportedError: it has no chain of blocks.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))  # a shared one under each of its names
+    chosen: set[str] = set()
+    for part in choice.split("+"):
+        blocks = _BLOCKS.fullmatch(part)
+        prefixes = _first_blocks(task, model, int(blocks[1])) if blocks else [part]
+        found = {name for name, _ in parameters if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)}
+        if not found:
+            near = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(f"freeze={choice}: the model has no parameter in {part!r}; expected a part of: {near}")
+        chosen |= found
+    shared = {id(parameter) for name, parameter in parameters if name not in chosen}
+    return [parameter for name, parameter in parameters if name in chosen and id(parameter) not in shared]
+
+
+def _first_blocks(task: Task, model: torch.nn.Module, num_blocks: int) -> list[str]:
+    """Names of the first blocks, and of the parameters that are registered before them."""
+    blocks = blocks_of(task, model).blocks
+    if num_blocks > len(blocks):
+        raise ConfigError(f"freeze=blocks:{num_blocks}: the model has no more than {plural(len(blocks), 'block')}")
+    before = itertools.takewhile(lambda named: named[1] is not blocks[0], model.named_modules())
+    own = [f"{name}.{parameter}" if name else parameter for name, module in before for parameter in module._parameters]
+    leading = {id(block) for block in blocks[:num_blocks]}
+    return [*own, *(name for name, m in model.named_modules(remove_duplicate=False) if id(m) in leading)]
+
+
+def _leading_parts(setting: Setting) -> Sequence[str]:
+    """Up to four leading parts of the chain of blocks.
+
+    Raises:
+        UnsupportedError: there is no chain, or something that is registered before it runs after its first block.
+    """
+    blocks = blocks_of(setting.task, setting.model).blocks
+    before = list(itertools.takewhile(lambda module: module is not blocks[0], setting.model.modules()))
+    owners = [module for module in before if module._parameters]
+    if blocks[0] not in (ran := _run_order(setting, [*owners, blocks[0]])):
+        raise UnsupportedError("the model does not call its blocks as modules; FREEZE can name parts of it")
+    late = [module for module in ran[ran.index(blocks[0]) :] if module in owners]
+    if late:
+        names = {id(module): name for name, module in setting.model.named_modules()}
+        raise UnsupportedError(
+            f"{names[id(late[0])]} is registered before the blocks and runs after them; FREEZE can name what leads"
+        )
+    return [
+        f"blocks:{number}" for number in sorted({-(-len(blocks) * part // _PARTS) for part in range(1, _PARTS + 1)})
+    ]
+
+
+def _run_order(setting: Setting, modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """`modules` in the order in which a forward pass first enters them; the whole model, which all others run inside, not."""
+    entered: list[Any] = []
+    hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in modules if m is not setting.model]
+    try:
+        setting.try_step(setting.fresh_batch())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys(entered))

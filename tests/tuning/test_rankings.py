@@ -1,0 +1,112 @@
+"""Rankings beside the user's own: each in its own study and its own share of the time, whatever becomes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.records.inspection import Inspection, Support
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Result
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
+from autotune.runners.runner import InspectJob, Job, JobResult
+from autotune.study.reading import load_study
+from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.search import search
+from autotune.tuning.sweep import _trained
+from tests.closed_form import MIB, ClosedFormRunner, inspection
+
+PARAMETERS = {"large": 10**9, "base": 2 * 10**6, "small": 3000}
+
+
+class Variants(ClosedFormRunner):
+    """Three architectures. The large one does not fit, the broken one does not run, the small one is twice as fast."""
+
+    names: tuple[str, ...] = ("base", "small")
+
+    def result_of(self, job: Job) -> JobResult:
+        return (
+            self.inspected(str(job.trained.get("variant", self.names[0])))
+            if isinstance(job, InspectJob)
+            else super().result_of(job)
+        )
+
+    def inspected(self, name: str) -> Inspection | Outcome:
+        if name == "broken":
+            return Outcome(kind=Kind.ERROR, cause="build_model raised KeyError: 'broken'")
+        found = inspection()
+        count = PARAMETERS[name]
+        return replace(
+            found,
+            facts={**found.facts, "num_parameters": count, "num_trainable": count, "has_batchnorm": False},
+            baseline={**found.baseline, "variant": name},
+            support={**found.support, "variant": Support(choices=self.names)},
+        )
+
+    def samples_per_s(self, config: Any) -> float:
+        return super().samples_per_s(config) * (2 if config["variant"] == "small" else 1)
+
+    def peak_bytes(self, config: Any) -> int:
+        return super().peak_bytes(config) + (1000 * MIB if config["variant"] == "large" else 0)
+
+
+def ranked(folder: Path, *names: str, runner: Variants | None = None, **options: Any) -> Result:
+    runner = runner or Variants()
+    runner.names = names
+    storage = str(folder / "closed.db")
+    return search(None, SearchOptions(**{"num_trials": 4, "storage": storage, **options}), runner=runner)
+
+
+def test_each_ranking_is_a_search_of_its_own_training(tmp_path: Path) -> None:
+    result = ranked(tmp_path, "base", "small")
+    own, small = result.rankings
+    assert own.config == result.config and own.choice == {"variant": "base"} and own.study == "closed"
+    assert small.choice == {"variant": "small"} and small.config is not None and small.config["variant"] == "small"
+    assert (small.num_parameters, small.study) == (3000, "closed variant=small")
+    study = load_study(tmp_path / "closed.db")  # the user's own: the others are beside it
+    assert study.name == "closed" and study.result == result
+    assert {probe.config["variant"] for probe in study.probes} == {"base"}
+    beside = load_study(tmp_path / "closed.db", study="closed variant=small")
+    assert beside.result is not None and beside.result.speedup == small.speedup and not beside.result.rankings
+
+
+def test_what_is_fixed_or_excluded_is_not_ranked(tmp_path: Path) -> None:
+    fixed = ranked(tmp_path, "base", "small", fix={"variant": "small"})
+    assert (fixed.config["variant"], fixed.study, fixed.rankings) == ("small", "closed variant=small", ())
+    assert ranked(tmp_path, "base", "small", exclude=("variant",)).rankings == ()
+
+
+def test_a_training_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    result = ranked(tmp_path, "base", "broken", "large", "small")
+    _, broken, large, small = result.rankings
+    assert "KeyError: 'broken'" in broken.failure and broken.config is None
+    assert large.failure and large.num_parameters == 10**9 and small.samples_per_s
+    text = " ".join(as_text(answer_sections(result), 120).split())
+    assert "variant broken build_model raised KeyError" in text and "3 k 3 k" in text
+    assert "their accuracy was not compared: none is the winner" in text
+
+
+def test_where_the_users_own_does_not_fit_what_does_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NothingFeasible, match=r"out of memory.*; variant=small reaches \d+ samples/s"):
+        ranked(tmp_path, "large", "small")
+
+
+def test_a_ranking_without_time_says_how_to_get_it(tmp_path: Path) -> None:
+    class Slow(Variants):
+        def now_s(self) -> float:
+            return 2.0 * len(self.configs)
+
+    *_, last = ranked(tmp_path, "base", "small", runner=Slow(), budget_s=10.0).rankings
+    assert last.failure == "the budget was spent; give a larger --budget, or search it alone with --fix variant=small"
+
+
+def test_a_table_is_of_one_training() -> None:
+    assert _trained({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
+    with pytest.raises(ConfigError, match="sweep each into a table of its own, with --grid variant=base"):
+        _trained({"variant": ("base", "small")})
