@@ -61,7 +61,7 @@ class Freeze(Partition):
         return Support(
             choices=(own,),
             optional=tuple(choice for choice in offered if choice != own),
-            reason="; ".join(refused),
+            reason="; ".join(refused or ["what is learned changes, so each choice is ranked by itself"]),
             note="it changes what is learned: compare validation results before you use it",
         )
 
