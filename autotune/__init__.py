@@ -9,6 +9,7 @@ for batch in session.loader:
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from autotune.version import __version__ as __version__
@@ -42,3 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+if "IPython" in sys.modules:
+    importlib.import_module("autotune.notebook").register()

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import given
-from autotune.errors import ConfigError, StudyError
+from autotune.errors import ConfigError
 from autotune.records.options import (
     ExplainOptions,
     PredictOptions,
@@ -82,13 +82,25 @@ def probe(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """`autotune verify`: a long run of one config."""
+    """`autotune verify`: a long run of one config, or of a study's answer, which has to be as fast as it was."""
     from autotune import api
+    from autotune.report.figures import rate
+    from autotune.study.reading import load_study
 
-    config = _config(options.config)
-    return _show_outcome(
-        api.verify(options.model, config, on_warning=_warn, **given(options, VerifyOptions)), config, options
+    answer = None if options.against is None else load_study(options.against).answer()
+    config = _config(options.config) if answer is None else answer.config
+    outcome = api.verify(options.model, config, on_warning=_warn, **given(options, VerifyOptions))
+    code = _show_outcome(outcome, config, options)
+    if answer is None or outcome.measurement is None:
+        return code
+    least = answer.samples_per_s * (1 - options.max_regression)
+    if outcome.measurement.samples_per_s_high >= least:
+        return code
+    _warn(
+        f"the answer of {options.against} no longer holds: at most {rate(outcome.measurement.samples_per_s_high)} samples/s, "
+        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {options.max_regression:.0%}); search again"
     )
+    return NOTHING_FEASIBLE
 
 
 def _warn(text: str) -> None:
@@ -122,15 +134,40 @@ def show(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def report(options: argparse.Namespace) -> int:
+    """`autotune report`: a study as a page."""
+    from autotune.report import formats
+    from autotune.study.reading import load_study
+
+    study = load_study(options.study_file, study=options.study)
+    page = Path(options.html or f"{study.name}.html")
+    _require_writable(page, "--html")
+    _write(page, formats.render(study, "html"))
+    print(page)
+    return ANSWERED
+
+
+def compare(options: argparse.Namespace) -> int:
+    """`autotune compare`: the answers of several studies side by side."""
+    from autotune.report.comparison import comparison_sections
+    from autotune.report.document import document
+    from autotune.study.reading import load_study
+
+    studies = [load_study(file, study=options.study) for file in options.study_files]
+    if options.json:
+        print(document({"answers": [study.answer().to_dict() for study in studies]}))
+    else:
+        _print(comparison_sections(studies))
+    return ANSWERED
+
+
 def export(options: argparse.Namespace) -> int:
     """`autotune export`: the answer in other words, on stdout or in a file; what cannot be said there, on stderr."""
     from autotune.export import export
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
-    if study.result is None:
-        raise StudyError(f"the study {study.name} has no answer yet; the same `autotune search` command continues it")
-    exported = export(study.result, options.to, space=study.attributes.get("space"))
+    exported = export(study.answer(), options.to, space=study.attributes.get("space"))
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:
@@ -270,6 +307,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "probe": probe,
     "verify": verify,
     "show": show,
+    "report": report,
+    "compare": compare,
     "export": export,
     "sweep": sweep,
     "predict": predict,
@@ -315,11 +354,11 @@ def _config(text: str) -> dict[str, Any]:
     return config
 
 
-def _require_writable(path: Path) -> None:
+def _require_writable(path: Path, flag: str = "--out") -> None:
     """Before a search rather than after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ConfigError(
-            f"--out {path} cannot be written; expected a file in a folder that exists and may be written to"
+            f"{flag} {path} cannot be written; expected a file in a folder that exists and may be written to"
         )
 
 

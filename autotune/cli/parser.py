@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
+from autotune.records.option_kinds import SHARE
 from autotune.records.options import (
     ExplainOptions,
     Option,
@@ -27,6 +28,7 @@ from autotune.version import __version__
 
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 CONFIG = "a config dict, or the JSON of a search"
+STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
 class UsageError(AutotuneError):
@@ -87,7 +89,18 @@ def build_parser() -> Parser:
     probe.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
     _add_json(probe)
     verify = command("verify", "a long run of one config, with real data", VerifyOptions)
-    verify.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
+    verified = verify.add_mutually_exclusive_group(required=True)
+    verified.add_argument("--config", metavar="JSON|FILE", help=CONFIG)
+    verified.add_argument(
+        "--against", metavar="STUDY", help="run its answer, and exit with 1 where it has become slower"
+    )
+    verify.add_argument(
+        "--max-regression",
+        type=_share,
+        default=0.05,
+        metavar="PERCENT",
+        help="how much slower the answer may be than it was (default: 5%%)",
+    )
     _add_json(verify)
     show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
@@ -96,6 +109,13 @@ def build_parser() -> Parser:
         forms.add_argument(
             f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
         )
+    report = command("report", "a study as one HTML page that needs no network")
+    _add_study(report)
+    report.add_argument("--html", metavar="FILE", help="the page to write (default: the study's name with .html)")
+    compare = command("compare", "the answers of several studies side by side: machines, versions, models")
+    compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
+    compare.add_argument("--study", metavar="NAME", help="which study, if each file holds several")
+    _add_json(compare)
     export = command("export", "the answer in the form that a framework reads")
     _add_study(export)
     export.add_argument(
@@ -164,10 +184,17 @@ def _add_json(parser: Any) -> None:
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "study_file", metavar="STUDY", help="a database file, its name without studies/ and .db, or a storage URL"
-    )
+    parser.add_argument("study_file", metavar="STUDY", help=STUDY)
     parser.add_argument("--study", metavar="NAME", help="which study, if the file holds several")
+
+
+def _share(text: str) -> float:
+    """An argparse type: `5%` or 0.05."""
+    try:
+        share: float = SHARE.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return share
 
 
 def _names_of_forms() -> list[str]:

@@ -17,6 +17,7 @@ from autotune.study.reading import Study
 from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds, plural
 
+MACHINE = ("device", "num_threads", "driver", "torch", "autotune", "total_bytes", "memory_limit_bytes", "global_batch")
 DISTURBED = "*"  # beside the number of such a probe
 
 
@@ -37,6 +38,18 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         baseline = next((found for found in measured if found.config == study.baseline_config), None)
         yield front_section(front, study.result, baseline)
     yield from conclusion(study, model=model)
+
+
+def machine_facts(study: Study) -> dict[str, str]:
+    """The machine, the versions and the limits of a study, in words, as far as it recorded them."""
+    found = study.attributes.get("fingerprint", {})
+    return {
+        name.removeprefix("num_").removesuffix("_bytes").replace("_", " "): (
+            format_bytes(found[name]) if name.endswith("_bytes") else str(found[name])
+        )
+        for name in MACHINE
+        if found.get(name)
+    }
 
 
 def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:

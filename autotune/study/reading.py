@@ -72,6 +72,18 @@ class Study:
         """Share of the limit that a feasible config leaves free."""
         return float(self.attributes.get("headroom", 0.0))
 
+    def answer(self) -> Result:
+        """The last answer.
+
+        Raises:
+            StudyError: there is none.
+        """
+        if self.result is None:
+            raise StudyError(
+                f"the study {self.name} has no answer yet; the same `autotune search` command continues it"
+            )
+        return self.result
+
     def frame(self) -> pd.DataFrame:
         """One row per probe, one column per technique or figure; `autotune.study.frame.probe_frame` lists them."""
         from autotune.study.frame import probe_frame

@@ -1,0 +1,46 @@
+"""The answers of several studies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autotune.records.result import Result
+from autotune.report.figures import interval, measured_rate, rate, times
+from autotune.report.run_it import as_code
+from autotune.report.sections import Cell, Section, Span, Tone, table
+from autotune.report.study import machine_facts
+from autotune.study.reading import Study
+from autotune.units import format_bytes
+
+
+def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
+    """A row for each study, what differs between the machines, and the configs.
+
+    Raises:
+        StudyError: a study has no answer.
+    """
+    named = {_name(place, studies): (study, study.answer()) for place, study in enumerate(studies)}
+    rows = ((name, *_figures(answer)) for name, (_, answer) in named.items())
+    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak")
+    yield Section("Answers", (table(titles, rows),), "gains over each study's own baseline, 95% intervals")
+    machines = {name: {**machine_facts(study), "kept in": study.storage} for name, (study, _) in named.items()}
+    facts = dict.fromkeys(fact for machine in machines.values() for fact in machine)
+    told = {fact: [machine.get(fact, "-") for machine in machines.values()] for fact in facts}
+    differing = [(fact, *values) for fact, values in told.items() if len(set(values)) > 1]
+    if differing:
+        yield Section("What differs between them", (table(("", *machines), differing),))
+    yield Section("Configs", tuple(as_code(answer.config, f"{name}: ") for name, (_, answer) in named.items()))
+
+
+def _name(place: int, studies: Sequence[Study]) -> str:
+    """The study's name, with its place where several are called the same."""
+    name = studies[place].name
+    return name if sum(other.name == name for other in studies) == 1 else f"{name} {place + 1}"
+
+
+def _figures(answer: Result) -> tuple[Cell, ...]:
+    gain = times(answer.speedup) + (f" ({interval(*answer.speedup_ci)})" if answer.speedup_ci else "")
+    base = answer.baseline
+    verdict = Span(answer.verdict, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
+    speed = next((measured_rate(m) for m in answer.finalists if m.config == answer.config), rate(answer.samples_per_s))
+    return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)

@@ -1,0 +1,80 @@
+"""A study as one page that needs no network: what a colleague reads who does not know autotune."""
+
+from __future__ import annotations
+
+from html import escape
+
+from autotune.report.html import STYLE, body
+from autotune.report.interactive import pictures
+from autotune.report.sections import Section, pairs
+from autotune.report.study import machine_facts, study_sections
+from autotune.study.reading import Study
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}
+body {{ margin: 0 auto; max-width: 66em; padding: 1em 1.2em 4em; }}
+h1 {{ font-size: 1.6em; margin: .4em 0; }}
+.picture {{ break-inside: avoid; }}
+</style>
+</head>
+<body class="autotune">
+<h1>{title}</h1>
+<p class="note">{lead}</p>
+{answer}
+{pictures}
+{rest}
+</body>
+</html>
+"""
+_LEAD = (
+    "autotune looked for the configuration that trains this model fastest on this machine within its memory. It trained each "
+    "candidate for a few steps in a process of its own (a probe), and then compared the best few with the baseline, which "
+    "is what was run before, in fresh processes that took turns (the play-off)."
+)
+_FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-off", "Measured")  # before the pictures
+
+
+def render(study: Study) -> str:
+    """The page: the answer, pictures, the reasons, how to run it, every probe, and the machine.
+
+    Raises:
+        AutotuneError: plotly, which draws the pictures, is not installed.
+    """
+    headline, *sections = study_sections(study, model=study.attributes.get("model", "model.py"))
+    first = [section for section in sections if section.title in _FIRST]
+    later = [section for section in sections if section not in first and section.title != "Probes"]
+    probes = [section for section in sections if section.title == "Probes"]
+    return _PAGE.format(
+        title=escape(f"{study.name}: how to train it fastest"),
+        style=STYLE,
+        lead=escape(_LEAD),
+        answer=body([*first[:1], _headline(headline), *first[1:]]),
+        pictures=_pictures(study),
+        rest=body([*later, *probes, _machine(study)]),
+    )
+
+
+def _headline(section: Section) -> Section:
+    """The study's limits and counts, without its name, which is the page's title."""
+    return Section("", section.blocks)
+
+
+def _pictures(study: Study) -> str:
+    """The pictures; the first brings the code that draws them all along."""
+    shown = []
+    for place, (title, figure) in enumerate(pictures(study)):
+        options = {"displayModeBar": False, "responsive": True}
+        drawn = figure.to_html(full_html=False, include_plotlyjs=place == 0, config=options)
+        shown.append(f'<div class="picture"><h2>{escape(title)}</h2>{drawn}</div>')
+    return "\n".join(shown)
+
+
+def _machine(study: Study) -> Section:
+    return Section("Machine and versions", (pairs(machine_facts(study)),), "as the search found them")

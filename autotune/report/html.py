@@ -1,0 +1,85 @@
+"""Sections as HTML. Whatever comes from a model, a log or a study is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+
+from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Table, Tone
+
+CODE_WIDTH = 88  # columns
+
+STYLE = """
+.autotune { --ink: #1b1f24; --dim: #66707b; --line: #d8dee4; --box: #f3f5f7; --good: #116329; --bad: #b3261e;
+  --warning: #8a5a00; --baseline: #0b5cad; color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+@media screen and (prefers-color-scheme: dark) { .autotune { --ink: #e6e9ed; --dim: #9aa4af; --line: #3a424c; --box: #20262d;
+  --good: #6fd08c; --bad: #ff8a80; --warning: #f0b95a; --baseline: #79b8ff; } }
+.autotune h2 { font-size: 1.15em; margin: 2em 0 .4em; } .autotune h2 small { color: var(--dim); font-weight: normal; }
+.autotune p { margin: .4em 0; max-width: 46em; } .autotune .wide { overflow-x: auto; }
+.autotune table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums; margin: .4em 0; }
+.autotune th { color: var(--dim); font-weight: normal; text-align: left; }
+.autotune th, .autotune td { border-bottom: 1px solid var(--line); padding: .25em 1.2em .25em 0; vertical-align: top; }
+.autotune td:not(:last-child) { white-space: nowrap; } .autotune .number { text-align: right; }
+.autotune pre { background: var(--box); border-radius: 6px; margin: .4em 0; overflow-x: auto; padding: .7em 1em; }
+.autotune .strong, .autotune .best, .autotune .failed { font-weight: 600; } .autotune .good, .autotune .best { color: var(--good); }
+.autotune .bad, .autotune .failed { color: var(--bad); } .autotune .warning { color: var(--warning); }
+.autotune .note { color: var(--dim); } .autotune .baseline { color: var(--baseline); }
+"""
+
+
+def fragment(sections: Iterable[Section]) -> str:
+    """A `<div>` that brings its style along, for a page or a notebook's cell."""
+    return f'<style>{STYLE}</style>\n<div class="autotune">\n{body(sections)}\n</div>'
+
+
+def body(sections: Iterable[Section]) -> str:
+    """The sections alone."""
+    return "\n".join(line for section in sections for line in _section(section))
+
+
+def cell(content: Cell) -> str:
+    """A cell with its tones as classes."""
+    parts = content if isinstance(content, tuple) else (content,)
+    return "".join(_span(part) if isinstance(part, Span) else escape(part) for part in parts)
+
+
+def _span(span: Span) -> str:
+    return escape(span.text) if span.tone is Tone.PLAIN else f'<span class="{span.tone}">{escape(span.text)}</span>'
+
+
+def _section(section: Section) -> Iterator[str]:
+    if section.title:
+        note = f" <small>{escape(section.note)}</small>" if section.note else ""
+        yield f"<h2>{escape(section.title)}{note}</h2>"
+    code: list[str] = []
+    for block in section.blocks:
+        if isinstance(block, Code):
+            code += block.lines(CODE_WIDTH)
+            continue
+        yield from _pre(code)
+        code = []
+        yield _block(block)
+    yield from _pre(code)
+
+
+def _pre(lines: list[str]) -> Iterator[str]:
+    """Lines of code that follow each other, in one box."""
+    if lines:
+        yield f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Table):
+        return f'<div class="wide">{_table(block)}</div>'
+    assert isinstance(block, Paragraph)
+    return f"<p>{cell(block.mark)}{' ' if block.mark else ''}{cell(block.text)}</p>"
+
+
+def _table(table: Table) -> str:
+    sides = [' class="number"' if title.startswith(">") else "" for title in table.titles]
+
+    def row(kind: str, cells: Iterable[str]) -> str:
+        return f"<tr>{''.join(f'<{kind}{side}>{text}</{kind}>' for side, text in zip(sides, cells, strict=True))}</tr>"
+
+    head = row("th", (escape(title.removeprefix(">")) for title in table.titles)) if any(table.titles) else ""
+    return f"<table>{head}{''.join(row('td', map(cell, cells)) for cells in table.rows)}</table>"

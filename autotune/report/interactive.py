@@ -1,0 +1,141 @@
+"""Interactive pictures of a study for a page, drawn by plotly: `pip install 'autotune-torch[report]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import AutotuneError
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.result import Measured
+from autotune.report.figures import measured_rate
+from autotune.study.reading import Study
+from autotune.techniques.labels import AnyConfig, as_dict, describe
+from autotune.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+GREY, INK = "#9aa4af", "#7b8794"  # seen on white and on black
+# Okabe and Ito: told apart without red and green
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+FAR_LIMIT = 3.0  # times the largest peak: a limit far away would press everything to the left edge
+
+
+def pictures(study: Study) -> Iterator[tuple[str, Figure]]:
+    """Titles and pictures of whatever the study has figures for.
+
+    Raises:
+        AutotuneError: plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise AutotuneError(
+            "the report's pictures need plotly, which is not installed; `pip install 'autotune-torch[report]'` adds it"
+        ) from None
+    if measured := study.measured_configs():
+        yield "Throughput and memory", _front(go, study, measured)
+        yield "Throughput and batch size", _throughput(go, measured)
+    if phases := _phases(study):
+        yield "Where a step's time goes", _stacked(go, phases)
+
+
+def _front(go: Any, study: Study, measured: Sequence[Measured]) -> Figure:
+    front, answer = study.front_configs(), study.result.config if study.result else None
+    figure = go.Figure()
+    figure.add_trace(_points(go, [m for m in measured if m not in front], "feasible config", GREY))
+    figure.add_trace(_points(go, front, "front", COLOURS[0], mode="lines+markers", line={"shape": "hv"}))
+    figure.add_trace(
+        _points(go, [m for m in measured if m.config == study.baseline_config], "baseline", INK, "square", 11)
+    )
+    figure.add_trace(_points(go, [m for m in measured if m.config == answer], "answer", COLOURS[1], "star", 16))
+    usable_mib = study.memory_limit_bytes * (1 - study.headroom) / MIB
+    if 0 < usable_mib <= FAR_LIMIT * max(m.peak_bytes / MIB for m in measured):
+        figure.add_vline(usable_mib, line_dash="dash", line_color=INK, annotation_text="limit less headroom")
+    return _finish(figure, "peak memory (MiB)", "throughput (samples/s)")
+
+
+def _throughput(go: Any, measured: Sequence[Measured]) -> Figure:
+    """A line for each combination of techniques, the fastest in colour."""
+    lines: dict[str, list[Measured]] = {}
+    for one in measured:
+        lines.setdefault(_techniques(one.config), []).append(one)
+    ranked = sorted(lines, key=lambda group: -max(m.samples_per_s for m in lines[group]))
+    figure = go.Figure()
+    for place, group in enumerate(ranked):
+        points = sorted(lines[group], key=lambda m: int(m.config[BATCH_SIZE]))
+        colour = COLOURS[place] if place < len(COLOURS) else GREY
+        trace = _points(go, points, group, colour, mode="lines+markers")
+        figure.add_trace(trace.update(x=[int(m.config[BATCH_SIZE]) for m in points]))
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=_sizes(measured))
+    return _finish(figure, "batch size (samples per micro step)", "throughput (samples/s)")
+
+
+def _sizes(measured: Sequence[Measured]) -> list[int]:
+    return sorted({int(m.config[BATCH_SIZE]) for m in measured})
+
+
+def _phases(study: Study) -> dict[str, dict[str, float]]:
+    """Seconds of an optimizer step by phase, for the baseline and the answer; what was not split is left out."""
+    wanted = {"baseline": study.baseline_config, "answer": study.result.config if study.result else {}}
+    found: dict[str, dict[str, float]] = {}
+    for probe in study.probes:
+        for role, config in wanted.items():
+            if probe.outcome.measurement and probe.outcome.measurement.phases_s and probe.config.as_dict() == config:
+                found[role] = probe.outcome.measurement.phases_s
+    return found
+
+
+def _stacked(go: Any, phases: dict[str, dict[str, float]]) -> Figure:
+    figure = go.Figure()
+    for place, name in enumerate(dict.fromkeys(name for split in phases.values() for name in split)):
+        milliseconds = [split.get(name, 0.0) * 1e3 for split in phases.values()]
+        colour = COLOURS[place % len(COLOURS)]
+        figure.add_bar(y=list(phases), x=milliseconds, name=name, orientation="h", marker_color=colour)
+    _finish(figure, "milliseconds of one optimizer step", "")
+    return figure.update_layout(barmode="stack", height=240, legend={"y": -0.6, "traceorder": "normal"})
+
+
+def _points(
+    go: Any, found: Sequence[Measured], name: str, colour: str, symbol: str = "circle", size: int = 8, **look: Any
+) -> Any:
+    """Configs with their 95 % intervals; what they are is told where one points at them."""
+    low, high = [[m.samples_per_s_ci[side] for m in found] for side in (0, 1)]
+    speeds = [m.samples_per_s for m in found]
+    figures = [f"{measured_rate(m)} samples/s, {format_bytes(m.peak_bytes)}" for m in found]
+    return go.Scatter(
+        x=[m.peak_bytes / MIB for m in found],
+        y=speeds,
+        error_y={
+            "array": [h - s for h, s in zip(high, speeds, strict=True)],
+            "arrayminus": [s - lowest for lowest, s in zip(low, speeds, strict=True)],
+            "thickness": 1,
+        },
+        name=escape(name),
+        text=[f"{escape(describe(m.config))}<br>{told}" for m, told in zip(found, figures, strict=True)],
+        hoverinfo="text",
+        marker={"color": colour, "symbol": symbol, "size": size},
+        visible=True if found else "legendonly",
+        **{"mode": "markers", **look},
+    )
+
+
+def _techniques(config: AnyConfig) -> str:
+    """The techniques, without the batch."""
+    return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
+
+
+def _finish(figure: Figure, x: str, y: str) -> Figure:
+    axis = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.5)", "rangemode": "tozero"}
+    figure.update_layout(
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": INK, "size": 13},
+        margin={"l": 60, "r": 10, "t": 10, "b": 50},
+        legend={"orientation": "h", "y": -0.25, "traceorder": "normal"},
+        xaxis={**axis, "title": x},
+        yaxis={**axis, "title": y},
+    )
+    return figure
