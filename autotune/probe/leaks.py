@@ -136,6 +136,7 @@ def _held_by_code(numbers: Any) -> dict[int, bool]:
         if type(value) is torch.Tensor and value.layout is torch.strided and value.untyped_storage()._cdata in numbers
     )
     known = {id(tensor): (tensor.untyped_storage()._cdata, tensor.grad_fn is not None) for tensor in found}
+    gc.unfreeze()  # the process that probes are forked from freezes what it holds, the user's module included
     here = sys._getframe()
     referred = (
         value for holder in gc.get_referrers(*found) if holder is not here for value in gc.get_referents(holder)

@@ -207,7 +207,7 @@ def _worst(values: Any, *, masks: bool = True) -> str:
 def _value(tensor: torch.Tensor, masks: bool) -> str:
     if tensor.dtype not in _CHECKED or tensor.layout is not torch.strided or not tensor.numel():
         return ""
-    low, high = (float(end) for end in torch.aminmax(tensor.detach()))
+    low, high = float(tensor.detach().amin()), float(tensor.detach().amax())
     if math.isnan(high) or math.isnan(low):
         return NAN
     if high == math.inf:

@@ -187,8 +187,9 @@ def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
         part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
     ]
     result = search("faulty.py", "--budget", "30s", "--sampler", "grid", "--include", "amp", *fix, cwd=tmp_path)
-    assert result["outcomes"]["nonfinite"] == 1
+    assert result["outcomes"]["nonfinite"]
     assert result["config"]["amp"] != "fp16"
+    assert "ended with a value that is not finite: nan was first in the loss" in " ".join(result["warnings"])
 
 
 def test_nothing_that_fits_exits_with_1_and_says_by_how_much(tmp_path):

@@ -139,7 +139,7 @@ def test_a_leak_is_measured_in_bytes_per_step_and_named_by_its_line(runner):
     lines = MODEL.read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if "LEAKED.append" in line)
     (leak,) = outcome.measurement.leaks
-    assert (leak.num_tensors, leak.shape, leak.dtype) == (1, (512 * 1024,), "float32")
+    assert (leak.num_tensors, leak.shape, leak.dtype, leak.in_graph) == (1, (512 * 1024,), "float32", False)
     assert leak.place.startswith(f"faulty.py, line {number} ")
 
 
