@@ -34,10 +34,10 @@ def overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) 
             hooks.callback(module.register_forward_hook(watch.after).remove)
         with watch:
             train()
-    gc.collect()
-    held = {module for storage, module in watch.inputs.values() if not storage.expired()}
+    if watch.held():
+        gc.collect()  # what was in a cycle is held by nobody
     called = {module for _, module in watch.inputs.values()}
-    return [module for module in modules if module in called - watch.refused - held]
+    return [module for module in modules if module in called - watch.refused - watch.held()]
 
 
 class _Watch(TorchDispatchMode):
@@ -72,6 +72,10 @@ class _Watch(TorchDispatchMode):
         for part in strided_parts(value) if isinstance(value, torch.Tensor) else ():
             if found := known.get(part.untyped_storage()._cdata):
                 self.refused.add(found[1])
+
+    def held(self) -> set[torch.nn.Module]:
+        """The modules whose input is still there."""
+        return {module for storage, module in self.inputs.values() if not storage.expired()}
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         """Before a call of a module."""
