@@ -274,7 +274,9 @@ def explain(
             inspection,
             complete,
             target=target_of(info),
-            settings=ProbeSettings(memory_limit_bytes=limit) if gpu is None else None,
+            settings=ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
+            if gpu is None
+            else None,
             timeout_s=asked.timeout_s,
         )
 

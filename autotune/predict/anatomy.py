@@ -49,7 +49,7 @@ def anatomies(task: Task, configs: Iterable[Config], target: Target) -> Iterable
 
 
 def anatomy(tracer: Tracer, config: Config, *, on_cpu: bool) -> Anatomy:
-    """Trace two optimizer steps at the config's own batch size. Of more than two micro batches a step, two are run.
+    """Trace two optimizer steps at the config's own batch size: one of a single micro batch, one of two where it accumulates.
 
     Raises:
         TraceError: the task's code needs the values of tensors, or raised something.
@@ -101,7 +101,7 @@ class _Found:
         with self.scopes.followed():
             for step in range(NUM_STEPS):
                 self.steps.append(len(run.tracker.events))
-                for _ in range(num_micro):
+                for _ in range(num_micro if step else 1):
                     self.micro_batch = len(self.scopes.stretches)
                     self._take(run.micro_step(batch_size, inputs).purposes)
                     for parameter in run.session.model.parameters():

@@ -321,5 +321,5 @@ def _explained() -> Iterator[None]:
         raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError)
+        is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError | TraceError)
         raise TraceError(first_line if is_ours else f"{type(error).__name__}: {first_line}"[:300]) from error

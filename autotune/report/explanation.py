@@ -101,7 +101,13 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
         if seconds
     ]
     if memory is not None:
-        figures.append(("GFLOP", flops, lambda value: f"{value / 1e9:.3g}" if value >= 1e7 else "-"))
+        figures.append(
+            (
+                "GFLOP",
+                flops,
+                lambda value: f"{value / 1e9:,.0f}" if value >= 1e11 else f"{value / 1e9:.3g}" if value >= 1e7 else "-",
+            )
+        )
     if not figures:
         return
     totals = [sum(values.values()) for _, values, _ in figures]
