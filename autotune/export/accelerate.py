@@ -25,7 +25,7 @@ class Accelerate(Exporter):
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
         """One process on one machine; the processor alone if it was searched there."""
         said, unsaid = arguments(
-            result.config,
+            result,
             space,
             (ACCELERATE, DATALOADER),
             "neither `Accelerator` nor `DataLoader` has an argument for it",

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.result import Result
 from autotune.techniques import REGISTRY
 from autotune.techniques.frameworks import BATCH
 
 
 def arguments(
-    config: Mapping[str, Choice], space: Mapping[str, Sequence[Choice]], frameworks: Sequence[str], no_words: str
+    result: Result, space: Mapping[str, Sequence[Choice]], frameworks: Sequence[str], no_words: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Say a config in the words of one or several frameworks.
+    """Say an answer's config in the words of one or several frameworks.
 
     A technique that is off is said too where there are words for it, since the framework's default may differ.
 
@@ -27,8 +28,8 @@ def arguments(
     """
     said: dict[str, dict[str, Any]] = {framework: {} for framework in frameworks}
     unsaid: dict[str, str] = {}
-    for name, choice in config.items():
-        words = {framework: _words(framework, name, choice, space) for framework in frameworks}
+    for name, choice in result.config.items():
+        words = {framework: _words(framework, name, result, space) for framework in frameworks}
         for framework, found in words.items():
             said[framework] |= found or {}
         if all(found is None for found in words.values()):
@@ -39,10 +40,11 @@ def arguments(
     return said, unsaid
 
 
-def _words(framework: str, name: str, choice: Choice, space: Mapping[str, Sequence[Choice]]) -> dict[str, Any] | None:
+def _words(framework: str, name: str, result: Result, space: Mapping[str, Sequence[Choice]]) -> dict[str, Any] | None:
+    choice = result.config[name]
     if name in BATCH:
         return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
     if name not in REGISTRY:
         return None
     searched = space.get(name, ())
-    return REGISTRY[name].write(framework, choice, searched if len(searched) > 1 else ())
+    return REGISTRY[name].write(framework, choice, searched if len(searched) > 1 else (), optimizer=result.optimizer)

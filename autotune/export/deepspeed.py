@@ -26,5 +26,5 @@ class DeepSpeed(Exporter):
 
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
         """One section or number for each key; DeepSpeed multiplies the batch by the number of processes itself."""
-        said, unsaid = arguments(result.config, space, (DEEPSPEED,), _UNSAID)
+        said, unsaid = arguments(result, space, (DEEPSPEED,), _UNSAID)
         return Export(json.dumps(said[DEEPSPEED], indent=2), unsaid)

@@ -22,6 +22,6 @@ class Lightning(Exporter):
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(
-            result.config, space, (LIGHTNING, DATALOADER), "neither `Trainer` nor `DataLoader` has an argument for it"
+            result, space, (LIGHTNING, DATALOADER), "neither `Trainer` nor `DataLoader` has an argument for it"
         )
         return Export(json.dumps({"trainer": said[LIGHTNING], "dataloader": said[DATALOADER]}, indent=2), unsaid)

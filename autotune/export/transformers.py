@@ -21,5 +21,5 @@ class Transformers(Exporter):
 
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
         """One group of arguments for each key."""
-        said, unsaid = arguments(result.config, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
+        said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
         return Export(json.dumps(said[TRANSFORMERS], indent=2), unsaid)

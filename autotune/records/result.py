@@ -136,6 +136,7 @@ class Result(Record):
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
             None where none was. `split_s`: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`,
             `probes` (outside training), `training`, `checks`, `other`.
+        optimizer: class of the task's optimizer, as in `TaskFacts`.
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
         rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
@@ -174,6 +175,7 @@ class Result(Record):
     storage: str = ""
     study: str = ""
     device: str = ""
+    optimizer: str = ""
     asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     rankings: tuple[Ranking, ...] = ()

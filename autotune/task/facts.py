@@ -31,6 +31,7 @@ class TaskFacts:
         source_hash: changes with the task's code.
         num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
         parameter_bytes: memory of the parameters and buffers as built.
+        optimizer: class of the optimizer: `AdamW` for torch's own, `package.module.Own` for others; empty where there are several.
         dataset_size: samples in the training set; None without one, or for a stream of unknown length.
         has_batchnorm: batch normalisation makes the micro batch part of what is learned.
         baseline: what the user runs today, as a partial config dict; None if not given.
@@ -46,6 +47,7 @@ class TaskFacts:
     num_parameters: int
     num_trainable: int
     parameter_bytes: int
+    optimizer: str
     dataset_size: int | None
     has_batchnorm: bool
     global_batch: int | None
@@ -67,7 +69,7 @@ def gather_facts(task: Task) -> TaskFacts:
     with user_code("your build_model"):
         model = task.model()
     with user_code("your configure_optimizers"):
-        _, num_schedulers = task.optimizer_and_schedulers(model)
+        optimizer, num_schedulers = task.optimizer_and_schedulers(model)
     with user_code("your train_dataset"):
         dataset = task.dataset()
     with user_code("reading samples of your train_dataset"):
@@ -95,6 +97,7 @@ def gather_facts(task: Task) -> TaskFacts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(num_bytes, (*parameters, *model.buffers()))),
+        optimizer=_class_of(optimizer),
         dataset_size=None if dataset is None else samples.dataset_size(dataset),
         has_batchnorm=uses_batch_statistics(model),
         global_batch=task.global_batch,
@@ -104,6 +107,16 @@ def gather_facts(task: Task) -> TaskFacts:
         tokens_per_sample=_tokens_per_sample(task),
         warnings=tuple(warnings),
     )
+
+
+def _class_of(optimizer: Any) -> str:
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    kind = type(optimizer)
+    own = getattr(torch.optim, kind.__name__, None) is kind
+    return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:

@@ -71,6 +71,7 @@ class Technique(ABC):
         traced_in_whole_steps: a trace of whole steps at one batch size shows its memory, whatever `untraceable` says.
         likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
+        said_of: the class of torch.optim that the words of `frameworks` name as well; empty where they name none.
     """
 
     name: ClassVar[str]
@@ -88,6 +89,7 @@ class Technique(ABC):
     traced_in_whole_steps: ClassVar[bool] = False
     likely: ClassVar[tuple[Choice, ...]] = ()
     frameworks: ClassVar[Mapping[str, Words]] = {}
+    said_of: ClassVar[str] = ""
 
     @abstractmethod
     def support(self, setting: Setting) -> Support:
@@ -176,13 +178,18 @@ class Technique(ABC):
         """The choice whose traced memory also stands for `choice`, since both need the same."""
         return choice
 
-    def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:
+    def write(
+        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
+    ) -> dict[str, Any] | None:
         """The framework's arguments for `choice`; None where it has no words for it.
 
         Args:
             framework: a key of `frameworks`.
             choices: all that the task supports, for frameworks that know on and off only.
+            optimizer: class of the task's optimizer, as in `TaskFacts`.
         """
+        if choice != self.off and self.said_of not in ("", optimizer):
+            return None
         words = self.frameworks.get(framework)
         return None if words is None else words.write(choice)
 

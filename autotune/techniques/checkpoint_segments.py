@@ -85,11 +85,13 @@ class CheckpointSegments(Technique):
         """Every block checkpointed."""
         return max(choices, key=int)
 
-    def write(self, framework: str, choice: Choice, choices: Sequence[Choice] = ()) -> dict[str, Any] | None:
+    def write(
+        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
+    ) -> dict[str, Any] | None:
         """Hugging Face models checkpoint every block or none."""
         if framework == TRANSFORMERS and choice and choice == max(choices, key=int, default=None):
             return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        return super().write(framework, choice, choices)
+        return super().write(framework, choice, choices, optimizer=optimizer)
 
     def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
         """Every block, where the number of blocks is known."""

@@ -37,7 +37,8 @@ class OptimizerImpl(Technique):
     keeps_random_masks: ClassVar[bool] = True
     check_steps: ClassVar[int] = 3  # its first step is the gradient's sign in many optimizers
     likely: ClassVar[tuple[Choice, ...]] = ("fused", "foreach")
-    # TrainingArguments name optimizer and implementation in one word; nothing is said of other optimizers than AdamW.
+    # TrainingArguments name optimizer and implementation in one word.
+    said_of: ClassVar[str] = "AdamW"
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
     }

@@ -124,6 +124,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         storage=search.store.place.storage,
         study=search.store.place.study,
         device=search.inspection.device.name,
+        optimizer=search.inspection.facts.get("optimizer", ""),
         asked=dict(search.asked),
         warnings=tuple(search.warnings),
     )

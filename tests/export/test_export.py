@@ -97,6 +97,12 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
     }
 
 
+def test_an_optimizer_of_another_class_is_not_called_adamw() -> None:
+    exported = export(Result(**{**vars(RESULT), "optimizer": "SGD"}), "transformers")
+    assert "optim" not in json.loads(exported.text)
+    assert exported.unsaid == {"optimizer_impl": "fused: `TrainingArguments` has no argument for it"}
+
+
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
         ConfigError, match=r"'toml' is not a known exporter; expected one of .*env: .*json: .*transformers: "

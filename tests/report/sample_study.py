@@ -184,6 +184,7 @@ def answer(storage: str) -> Result:
         storage=storage,
         study="gpt",
         device="cpu",
+        optimizer="AdamW",
         warnings=("pin_memory has no effect on a CPU; leave it off",),
     )
 

@@ -57,6 +57,7 @@ def test_facts_are_plain_data(load):
     assert facts.name == "tiny"
     assert facts.num_parameters == 4 * 6 + 6 + 6 + 6 + 6 * 3 + 3
     assert facts.num_trainable == facts.num_parameters - 6
+    assert facts.optimizer == "AdamW"
     assert facts.parameter_bytes == 4 * (facts.num_parameters + 6 + 6) + 8
     assert facts.has_batchnorm
     assert (facts.dataset_size, sorted(facts.widest)) == (7, list(range(7)))

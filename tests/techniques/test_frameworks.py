@@ -42,7 +42,7 @@ def sayable() -> Iterator[Any]:
     for name, choices in CHOICES.items():
         for framework in FRAMEWORKS:
             for choice in choices:
-                if REGISTRY[name].write(framework, choice, choices) is not None:
+                if REGISTRY[name].write(framework, choice, choices, optimizer="AdamW") is not None:
                     yield pytest.param(name, framework, choice, id=f"{framework}-{name}={choice}")
 
 
@@ -50,7 +50,7 @@ def said(framework: str) -> dict[str, Any]:
     """What every technique's last choice that can be said makes of the framework's arguments."""
     arguments: dict[str, Any] = {}
     for name, choices in CHOICES.items():
-        written = [REGISTRY[name].write(framework, choice, choices) for choice in choices]
+        written = [REGISTRY[name].write(framework, choice, choices, optimizer="AdamW") for choice in choices]
         arguments |= next((words for words in reversed(written) if words is not None), {})
     for words in BATCH.values():
         arguments |= words[framework].write(4) if framework in words else {}
@@ -63,7 +63,7 @@ def test_every_technique_is_looked_at() -> None:
 
 @pytest.mark.parametrize(("name", "framework", "choice"), list(sayable()))
 def test_what_is_written_is_read_back(name: str, framework: str, choice: Any) -> None:
-    written = REGISTRY[name].write(framework, choice, CHOICES[name])
+    written = REGISTRY[name].write(framework, choice, CHOICES[name], optimizer="AdamW")
     assert written is not None
     others = {"learning_rate": 1e-3, "seed": 42}
     assert REGISTRY[name].read(framework, written | others, CHOICES[name]) == choice
