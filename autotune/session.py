@@ -26,7 +26,7 @@ class Session:
 
     Attributes:
         model: the model on its device, in training mode.
-        optimizer: the task's own, with the config's implementation; for a `train_step` all that the task configures.
+        optimizer: the task's own, stepping as the config says; for a `train_step` all that the task configures.
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
         config: the config that was applied.
         device: the torch device.

@@ -24,6 +24,8 @@ from autotune.techniques.frameworks import ACCELERATE, TRANSFORMERS, Table, Word
 
 if TYPE_CHECKING:
     import torch
+
+    from autotune.devices.base import Device
 BACKEND = "inductor"
 _CHOICES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
 _TRITON_CAPABILITY = (7, 0)
@@ -64,10 +66,9 @@ class Compile(Technique):
 
     def support(self, setting: Setting) -> Support:
         """What the device's compiler can do; all of it only if included."""
-        on_cpu = setting.device.kind == "cpu"
-        if reason := _no_compiler() if on_cpu else _no_triton(setting.device.info().capability):
+        if reason := why_not_on(setting.device):
             return Support(choices=("off",), reason=reason)
-        possible = ("default",) if on_cpu else _CHOICES[1:]
+        possible = ("default",) if setting.device.kind == "cpu" else _CHOICES[1:]
         reason = "compiling takes up to minutes for each combination, which a search does not weigh yet"
         return Support(choices=("off",), optional=possible, reason=reason)
 
@@ -179,6 +180,11 @@ def _begin_step(batch: Any) -> Any:
 
     torch.compiler.cudagraph_mark_step_begin()
     return batch
+
+
+def why_not_on(device: Device) -> str:
+    """Why there is no compiling for a device; empty where there is."""
+    return _no_compiler() if device.kind == "cpu" else _no_triton(device.info().capability)
 
 
 def _no_compiler() -> str:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from autotune.task import Task
 
-_ALL_AT_ONCE = ("LBFGS",)  # optimizers of torch.optim whose update is not each parameter's own
-
 
 class OptimizerInBackward(Technique):
     """`register_post_accumulate_grad_hook` on each parameter, which runs the task's own optimizer on that parameter alone.
@@ -102,13 +100,10 @@ class _Update:
 
 
 def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
-    import torch
+    from autotune.techniques.tensors.copies import why_not_apart
 
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        return f"{kind.__name__} is no optimizer of torch.optim, and may need all gradients at once"
-    if kind.__name__ in _ALL_AT_ONCE:
-        return f"{kind.__name__} needs all gradients at once"
+    if reason := why_not_apart(optimizer):
+        return reason
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "hooks of the optimizer's steps would run once for each parameter"
     if task.max_grad_norm is not None:

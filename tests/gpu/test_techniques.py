@@ -204,3 +204,57 @@ def test_the_backward_pass_on_a_gpu_shows_what_must_not_be_overwritten() -> None
     (plain_bytes, plain), (switched_bytes, switched) = peak(False), peak(True)
     assert switched_bytes < 0.9 * plain_bytes
     torch.testing.assert_close(switched, plain, rtol=1e-3, atol=1e-6)
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(256))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + layer(x) / 16
+        return x
+
+
+def peak_and_movement(config: dict[str, Any]) -> tuple[int, torch.Tensor]:
+    """The allocator's peak in the fourth step of 268 million weights, and how far they have moved by then."""
+    task = Task(build_model=Residuals, make_batch=lambda n: (torch.randn(n, 1024), torch.randn(n, 1024)))
+    torch.manual_seed(0)
+    session = prepare(task, {"batch_size": 4, **config}, device="cuda")
+    start = [p.detach().float().cpu() for p in session.model.parameters()]
+    batch = task.batch(4)
+    for _ in range(3):
+        session.step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    session.step(batch)
+    peak_bytes = torch.cuda.max_memory_allocated()
+    pairs = zip(session.model.parameters(), start, strict=True)
+    return peak_bytes, torch.cat([(p.detach().float().cpu() - before).flatten() for p, before in pairs])
+
+
+@pytest.mark.parametrize(
+    ("config", "saved_bytes"),  # for each weight
+    [
+        ({"optimizer_state": "cpu"}, 8),
+        ({"optimizer_state": "8bit"}, 5.9),
+        ({"optimizer_state": "4bit"}, 6.9),
+        ({"param_dtype": "bf16"}, 2),
+        ({"param_dtype": "bf16", "optimizer_state": "8bit"}, 9.9),
+        ({"param_dtype": "bf16", "optimizer_state": "cpu"}, 12),
+    ],
+)
+def test_weights_gradients_and_state_take_less(config: dict[str, Any], saved_bytes: float) -> None:
+    if config.get("optimizer_state") in ("8bit", "4bit"):
+        pytest.importorskip("torchao")
+    plain, found = peak_and_movement({"optimizer_impl": "fused"}), peak_and_movement(config)
+    assert plain[0] - found[0] > 0.8 * saved_bytes * 256 * 1024**2
+    assert torch.cosine_similarity(found[1], plain[1], dim=0) > 0.7
+
+
+def test_products_in_fp8_train_nearly_as_fp32() -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("products in fp8 need compute capability 8.9")
+    plain, found = peak_and_movement({}), peak_and_movement({"param_dtype": "fp8"})
+    assert torch.cosine_similarity(found[1], plain[1], dim=0) > 0.7

@@ -26,6 +26,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_chunks": (False, True),
     "optimizer_impl": ("default", "for-loop", "foreach", "fused"),
     "optimizer_in_backward": (False, True),
+    "optimizer_state": ("default", "8bit", "4bit", "cpu"),
+    "param_dtype": ("fp32", "bf16", "fp8"),
     "num_workers": (0, 1, 2, 4),
     "pin_memory": (False, True),
     "device_prefetch": (False, True),

@@ -30,9 +30,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_chunks": (True,),
     "optimizer_impl": ("for-loop", "foreach", "fused"),
     "optimizer_in_backward": (True,),
+    "optimizer_state": ("cpu",),  # few bits: with torchao, in the technique's own tests
+    "param_dtype": ("bf16",),
 }
 # of these `support` is not asked: it offers them on GPUs alone
-GPU_ONLY = {"activation_offload", "cudnn_benchmark"}
+GPU_ONLY = {"activation_offload", "cudnn_benchmark", "optimizer_state"}
 # settings of GPUs; what loads data reaches no gradient, either
 NO_GRADIENT_ON_A_CPU = {"matmul_precision", "expandable_segments"}
 PARTNERS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,164 @@
+"""What the optimizer remembers of each parameter: in 8 or 4 bits a value, or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.compile import why_not_on
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.devices.base import Device
+_CHOICES = ("default", "8bit", "4bit", "cpu")
+TORCHAO_MISSING = "torchao is not installed; `pip install 'autotune-torch[lean]'` installs it"
+_COMPILING_S = 90.0  # torchao compiles its step for each shape of a parameter: 18 s were seen for one on a CPU
+
+
+class OptimizerState(Technique):
+    """The task's own optimizer steps by torchao's low-bit Adam and AdamW, or on the host, on copies of its parameters there.
+
+    Optimizer object, hooks and parameter groups (whose learning rate a scheduler sets) stay as they are. torchao leaves
+    the state of parameters with fewer than 4096 values as it is, and rounds a parameter in bf16 stochastically.
+    """
+
+    name: ClassVar[str] = "optimizer_state"
+    summary: ClassVar[str] = (
+        "Adam's state in 2 or 1 bytes a parameter in place of 8; or any in host memory, with the update there"
+    )
+    listed_choices: ClassVar[str] = "`default` `8bit` `4bit` `cpu`"
+    applies: ClassVar[str] = (
+        "if included: torch's `Adam` and `AdamW` with torchao (extra `lean`); `cpu`: torch's own optimizers on a GPU"
+    )
+    off: ClassVar[Choice] = "default"
+    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    order: ClassVar[int] = 30  # its way of stepping is the last word
+    exact: ClassVar[bool] = False
+    keeps_random_masks: ClassVar[bool] = True
+    likely: ClassVar[tuple[Choice, ...]] = ("8bit", "cpu")
+    said_of: ClassVar[str] = "AdamW"
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Table(
+            {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
+            aliases={("optim", "adamw_bnb_8bit"): "8bit", ("optim", "adamw_8bit"): "8bit"},
+        ),
+    }
+
+    def support(self, setting: Setting) -> Support:
+        """What the optimizer, the device and what is installed allow; all of it only if included."""
+        sparse = any(getattr(module, "sparse", False) is True for module in setting.model.modules())
+        sparse_reason = "torchao takes no sparse gradients, which an embedding of the model makes" if sparse else ""
+        low_bit = _why_not_low_bit(setting.optimizer, setting.device) or sparse_reason
+        on_cpu = "the model trains on the CPU already" if setting.device.kind == "cpu" else ""
+        on_host = on_cpu or _why_not_on_host(setting.optimizer)
+        reasons = {"8bit, 4bit": low_bit, "cpu": on_host}
+        left_out = [f"{choices}: {reason}" for choices, reason in reasons.items() if reason]
+        possible = (*(() if low_bit else ("8bit", "4bit")), *(() if on_host else ("cpu",)))
+        why_optional = ["short states round, and a step on the host waits for copies"] if possible else []
+        return Support(
+            choices=(self.off,),
+            optional=possible,
+            reason="; ".join([*why_optional, *left_out]),
+            note="8bit and 4bit round what the optimizer remembers: compare validation results before you use them",
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let the optimizer step in the chosen way; state is made in its first step."""
+        import torch
+
+        from autotune.techniques.tensors.copies import CopySteps, take_steps_by
+
+        optimizer = build.optimizer
+        on_host = choice == "cpu"
+        reason = _why_not_on_host(optimizer) if on_host else _why_not_low_bit(optimizer, build.device)
+        if reason := reason or _why_not_beside(build.config):
+            raise UnsupportedError(f"optimizer_state={choice}: {reason}")
+        take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, str(choice)))
+
+    def is_redundant(self, config: Config) -> bool:
+        """Steps that torchao takes have one implementation."""
+        return bool(_why_not_beside(config))
+
+    def label(self, choice: Choice) -> str:
+        """`8bit optimizer state`, `optimizer on the CPU`."""
+        return "optimizer on the CPU" if choice == "cpu" else f"{choice} optimizer state"
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """On the host, else the fewest bits."""
+        return next((choice for choice in ("cpu", "4bit", "8bit") if choice in choices), None)
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Of 16 bytes a parameter with its gradient and Adam's state in fp32, 8 are state; SGD has 4 or none."""
+        on_host = choice == "cpu"
+        return Expectation(
+            compute=Factor(spread=1.03),
+            update=Factor(typical=10.0 if on_host else 1.2, spread=3.0 if on_host else 1.8),
+            state=Factor(typical={"8bit": 0.63, "4bit": 0.57}.get(str(choice), 0.5), spread=1.2),
+            untraced=Factor(spread=1.5),
+            setup_s=0.0 if on_host else _COMPILING_S,
+        )
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: a trace knows one device, and no compiled code."""
+        return (
+            "state on the host is not traced" if choice == "cpu" else "what torchao's compiled step holds is not traced"
+        )
+
+    def validate(self, choice: Any) -> Choice:
+        """One of `default`, `8bit`, `4bit`, `cpu`."""
+        return one_of(choice, _CHOICES)
+
+
+def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
+    """Steps of torchao's optimizer on the groups and the state of another one."""
+    import torch
+    from torchao import optim
+
+    decouples = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    kind = getattr(optim, f"Adam{'W' if decouples else ''}{choice}")
+    lean = kind([dict(group) for group in optimizer.param_groups], bf16_stochastic_round=True)
+
+    def update(own: torch.optim.Optimizer) -> None:
+        lean.state = own.state
+        # it takes a rate as a tensor, so that another rate is not compiled anew
+        lean.param_groups = [
+            {**group, "lr": torch.as_tensor(group["lr"], dtype=torch.float32)} for group in own.param_groups
+        ]
+        lean.step()
+
+    return update
+
+
+def _why_not_low_bit(optimizer: torch.optim.Optimizer, device: Device) -> str:
+    import torch
+
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"torchao has Adam and AdamW in so few bits, the task's optimizer is {kind.__name__}"
+    for option in ("amsgrad", "maximize", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            return f"torchao's optimizers do not take {option}=True"
+    if find_spec("torchao") is None:
+        return TORCHAO_MISSING
+    return why_not_on(device)
+
+
+def _why_not_on_host(optimizer: torch.optim.Optimizer) -> str:
+    from autotune.techniques.tensors.copies import why_not_apart
+
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "an optimizer with capturable=True steps on a GPU"
+    return why_not_apart(optimizer)
+
+
+def _why_not_beside(config: Config) -> str:
+    other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
+    return "torchao's steps have one implementation: leave optimizer_impl at its default" if other else ""

@@ -1,0 +1,205 @@
+"""Parameters in bf16 without losing small updates, or matrix products in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.records.calibration import BF16
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.build import Build, Setting
+from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import ACCELERATE, Table, Words
+from autotune.techniques.optimizer_state import TORCHAO_MISSING
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.devices.base import Device
+_CHOICES = ("fp32", "bf16", "fp8")
+_FP8_CAPABILITY = (8, 9)
+_FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
+EMULATED = False  # whether fp8 is rounded to and computed otherwise, which runs anywhere
+
+
+class ParamDtype(Technique):
+    """Weights and their gradients in bf16, updated in fp32; or fp32 weights whose linear layers compute in fp8.
+
+    Both run under autocast to bf16, so that what the model makes in fp32 meets them. What has vectors alone stays in fp32
+    (normalisations and their statistics, scales), and so do embeddings with sparse gradients, of which few rows are updated.
+    The names of parameters stay. A checkpoint of the model has its weights in bf16.
+    """
+
+    name: ClassVar[str] = "param_dtype"
+    summary: ClassVar[str] = (
+        "weights and gradients in bf16, updated in fp32 (14 bytes a parameter with Adam, not 16); matrix products in fp8"
+    )
+    listed_choices: ClassVar[str] = "`fp32` `bf16` `fp8`"
+    applies: ClassVar[str] = (
+        "if included, in place of `amp`; `bf16`: torch's own optimizers; `fp8`: torchao (extra `lean`), capability 8.9"
+    )
+    off: ClassVar[Choice] = "fp32"
+    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    order: ClassVar[int] = 5  # before anything is hooked to the parameters
+    exact: ClassVar[bool] = False
+    likely: ClassVar[tuple[Choice, ...]] = ("bf16",)
+    frameworks: ClassVar[Mapping[str, Words]] = {ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}})}
+
+    def support(self, setting: Setting) -> Support:
+        """What the optimizer and the device allow, and the model ran through with; all of it only if included."""
+        reasons = {
+            "bf16": _why_not_bf16(setting.model, setting.optimizer),
+            "fp8": _why_not_fp8(setting.model, setting.device),
+        }
+        if not reasons["bf16"]:
+            with _in_bf16(setting.model), _autocast(setting.device):
+                setting.task.loss(setting.model, setting.fresh_batch())
+        possible = tuple(choice for choice, reason in reasons.items() if not reason)
+        left_out = [f"{choice}: {reason}" for choice, reason in reasons.items() if reason]
+        why_optional = ["gradients have 8 significant bits, also where they are added up"] if possible else []
+        return Support(
+            choices=(self.off,),
+            optional=possible,
+            reason="; ".join([*why_optional, *left_out]),
+            note="compare validation results before you use it; outside session.step, call the model under "
+            "torch.autocast to bf16",
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Convert the weights, and let the optimizer step on their values in fp32; or replace linear layers' forward."""
+        from autotune.techniques.tensors.copies import CopySteps, take_steps_by
+
+        model, optimizer = build.model, build.optimizer
+        reason = _why_not_bf16(model, optimizer) if choice == "bf16" else _why_not_fp8(model, build.device)
+        if reason := reason or _why_not_beside(build.config):
+            raise UnsupportedError(f"param_dtype={choice}: {reason}")
+        build.forward_contexts.append(partial(_autocast, build.device))
+        if choice == "fp8":
+            _compute_in_fp8(model)
+        else:
+            _convert(_weights(model))
+            take_steps_by(optimizer, CopySteps())
+
+    def is_redundant(self, config: Config) -> bool:
+        """It is autocast already, and to another type."""
+        return bool(_why_not_beside(config))
+
+    def label(self, choice: Choice) -> str:
+        """`bf16 parameters`, `fp8 matrix products`."""
+        return f"{choice} matrix products" if choice == "fp8" else f"{choice} parameters"
+
+    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
+        """bf16."""
+        return "bf16" if "bf16" in choices else None
+
+    def arithmetic(self, choice: Choice) -> str:
+        """bf16, also beside fp8: what is not a linear layer computes in it."""
+        return super().arithmetic(choice) if choice == self.off else BF16
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """As autocast, without a second copy of the weights; the update converts portion by portion."""
+        fp8 = choice == "fp8"
+        return Expectation(
+            compute=Factor(typical=0.6 if fp8 else 0.7, spread=1.6 if fp8 else 1.4),
+            launch=Factor(typical=1.8 if fp8 else 1.2, spread=2.5),
+            update=Factor(typical=1.0 if fp8 else 1.4, spread=1.05 if fp8 else 1.6),
+            state=Factor(typical=1.0 if fp8 else 0.87, spread=1.1),
+            activations=Factor(typical=0.7, spread=1.3),
+            untraced=Factor(spread=2.0),
+        )
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """Why not: traces of a micro batch know no technique that is applied beside the optimizer."""
+        return "parameters that change their type after the optimizer is built are not traced"
+
+    def validate(self, choice: Any) -> Choice:
+        """One of `fp32`, `bf16`, `fp8`."""
+        return one_of(choice, _CHOICES)
+
+
+def _autocast(device: Device) -> torch.autocast:
+    import torch
+
+    return torch.autocast(device.torch_device.type, torch.bfloat16)  # a GPU that is not here is played by the CPU
+
+
+def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What is in fp32 and has, or stands beside, a matrix."""
+    import torch
+
+    found: dict[torch.nn.Parameter, None] = {}
+    sparse: set[torch.nn.Parameter] = set()
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dtype is torch.float32]
+        if getattr(module, "sparse", False) is True:
+            sparse.update(own)
+        elif any(p.dim() > 1 for p in own):
+            found.update(dict.fromkeys(own))
+    return [p for p in found if p not in sparse]
+
+
+def _convert(weights: list[torch.nn.Parameter]) -> None:
+    import torch
+
+    for parameter in weights:
+        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.grad = None
+
+
+@contextmanager
+def _in_bf16(model: torch.nn.Module) -> Iterator[None]:
+    weights = _weights(model)
+    before = [parameter.data for parameter in weights]
+    try:
+        _convert(weights)
+        yield
+    finally:
+        for parameter, data in zip(weights, before, strict=True):
+            parameter.data = data
+
+
+def _linear_layers(model: torch.nn.Module) -> list[Any]:
+    import torch
+
+    def fits(module: torch.nn.Module) -> bool:
+        sides = (module.in_features, module.out_features) if type(module) is torch.nn.Linear else (1,)
+        return not any(side % _FP8_MULTIPLE for side in sides) and "forward" not in vars(module)
+
+    return [module for module in model.modules() if fits(module)]
+
+
+def _compute_in_fp8(model: torch.nn.Module) -> None:
+    """Replace the layers' forward by that of torchao's layer, which computes with the same parameters."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig(emulate=EMULATED, pad_inner_dim=True)
+    for layer in _linear_layers(model):
+        layer.forward = Float8Linear.from_float(layer, config=config).forward
+
+
+def _why_not_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    from autotune.techniques.tensors.copies import why_not_apart
+
+    if not _weights(model):
+        return "the model has no matrix in fp32"
+    return why_not_apart(optimizer)
+
+
+def _why_not_fp8(model: torch.nn.Module, device: Device) -> str:
+    capability = device.info().capability if device.kind == "cuda" else (0, 0)
+    if capability < _FP8_CAPABILITY and not EMULATED:
+        found = f"this GPU has {capability[0]}.{capability[1]}" if device.kind == "cuda" else "this is a CPU"
+        return f"products in fp8 need a GPU of compute capability 8.9, {found}"
+    if not _linear_layers(model):
+        return f"no Linear layer has numbers of inputs and outputs that are multiples of {_FP8_MULTIPLE}"
+    return TORCHAO_MISSING if find_spec("torchao") is None else ""
+
+
+def _why_not_beside(config: Config) -> str:
+    return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""
