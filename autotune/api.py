@@ -264,6 +264,7 @@ def explain(
             memory_limit_bytes=limit if gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if gpu is None else info,
+            trained=None if complete is None else techniques.trained(complete),
         )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit)

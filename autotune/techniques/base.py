@@ -172,7 +172,7 @@ class Technique(ABC):
     @property
     def shapes_memory(self) -> bool:
         """Whether its choices change what a training step holds on the device."""
-        return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
+        return self.phase in (Phase.TASK, Phase.MODEL, Phase.OPTIMIZER)
 
     def traced_as(self, choice: Choice) -> Choice:
         """The choice whose traced memory also stands for `choice`, since both need the same."""

@@ -11,6 +11,7 @@ from torch import nn
 from autotune import prepare
 from autotune.errors import ConfigError
 from autotune.probe.checks import run_checks
+from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.techniques import narrowed
 from autotune.techniques.freeze import Freeze
@@ -129,6 +130,14 @@ def test_what_the_model_does_not_have_is_refused() -> None:
 def test_gradients_are_compared_with_plain_training_of_the_same_part() -> None:
     check = run_checks(KINDS["transformer"](), {"freeze": "blocks:2", "checkpoint_segments": 1}, "cpu", batch_size=4)
     assert check.passed and check.exact and check.choice == "checkpoint_segments=1"
+
+
+def test_a_baseline_may_freeze_and_what_it_trains_is_inspected(make_task: Any) -> None:
+    task = make_task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), freeze=["0"], baseline={"freeze": "0"})
+    found = inspect_task(task, device="cpu", memory_limit_bytes=None)
+    assert (found["facts"]["num_parameters"], found["facts"]["num_trainable"]) == (108, 36)
+    assert found["baseline"]["freeze"] == "0"
+    assert (found["support"]["freeze"]["choices"], found["support"]["freeze"]["optional"]) == (("0",), ("none",))
 
 
 def test_a_choice_in_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import InspectJob, Job, JobResult
 from autotune.study.reading import load_study
-from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
 from autotune.tuning.sweep import _trained
 from tests.closed_form import MIB, ClosedFormRunner, inspection
@@ -95,6 +97,20 @@ def test_a_training_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Pa
 def test_where_the_users_own_does_not_fit_what_does_is_named(tmp_path: Path) -> None:
     with pytest.raises(NothingFeasible, match=r"out of memory.*; variant=small reaches \d+ samples/s"):
         ranked(tmp_path, "large", "small")
+
+
+def test_an_interrupted_search_keeps_the_rankings_so_far(tmp_path: Path) -> None:
+    class Interrupting(Variants):
+        def outcome_of(self, config: Any, settings: Any) -> Outcome:
+            if config["variant"] == "small" and not any(c["variant"] == "small" for c in self.configs):
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().outcome_of(config, settings)
+
+    with pytest.raises(Interrupted) as raised:
+        ranked(tmp_path, "base", "small", "large", runner=Interrupting())
+    own, small = raised.value.result.rankings
+    assert own.confirmed and small.choice == {"variant": "small"} and not small.confirmed
+    assert load_study(tmp_path / "closed.db").result == raised.value.result
 
 
 def test_a_ranking_without_time_says_how_to_get_it(tmp_path: Path) -> None:
