@@ -22,7 +22,13 @@ from tests.arithmetic import has_arithmetic
 from tests.closed_form import ClosedFormRunner
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
-GRID = {"batch_size": (4, 12), "amp": ("off", "bf16"), "optimizer_impl": ("default",), "checkpoint_segments": (0,)}
+GRID = {
+    "batch_size": (4, 12),
+    "amp": ("off", "bf16"),
+    "optimizer_impl": ("default",),
+    "checkpoint_segments": (0,),
+    "inplace_activations": (False,),
+}
 
 
 def options(folder: Path, **changes: object) -> SweepOptions:
