@@ -15,6 +15,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.predict.answer import answer
 from autotune.predict.traces import Traces
+from autotune.records.calibration import NOT_MEASURED
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
@@ -41,6 +42,7 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
+from autotune.tuning.calibrating import calibrated
 from autotune.tuning.events import Listener
 from autotune.tuning.opening import inspection_failed
 from autotune.tuning.search import search as run_search
@@ -184,7 +186,7 @@ def predict(
 ) -> MemoryPrediction:
     """Predict what fits into a memory without training: the largest batch of each combination of techniques, or one config.
 
-    Training steps are traced without computing anything, in a process that sees no GPU. Nothing is measured.
+    Training steps are traced without computing anything, in a process that sees no GPU.
 
     Args:
         task: as in `search`.
@@ -204,11 +206,12 @@ def predict(
     source = _source(task, asked.global_batch)
     with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
         only = None if config is None else _complete(config, runner.stated)
-        absent = None if gpu is None else info
+        calibration, _ = calibrated(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
         inspection = runner.inspect(
             memory_limit_bytes=None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
-            absent=absent,
+            calibration=calibration,
+            absent=None if gpu is None else info,
             trained=None if only is None else techniques.trained(only),
         )
         if isinstance(inspection, Outcome):

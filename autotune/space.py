@@ -217,7 +217,8 @@ def build_space(
         elif name in exclude:
             searched = (baseline[name],)
         elif support.optional and name not in include and support.reason:
-            optional_here.append(name)
+            others = [f"{name}={choice}" for choice in support.optional if choice not in searched]
+            optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:
             notes.append(f"{name} has nothing to search here: {support.reason}")
         if name in trained:  # one in each space: what else may be trained is ranked beside it

@@ -8,6 +8,7 @@ import pytest
 
 from autotune import api
 from autotune.errors import ConfigError
+from tests.runners.test_calibrate import CONVOLUTIONS
 
 TINY = Path(__file__).parent / "models" / "tiny.py"
 
@@ -25,6 +26,17 @@ def test_an_unknown_sampler_is_refused_before_anything_runs(tmp_path: Path, monk
     with pytest.raises(ConfigError, match=r"'psychic' is not known; expected one of .*cost-model.*tpe"):
         api.search(TINY, device="cpu", sampler="psychic")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_and_a_prediction_go_by_the_measured_rates_too(avx2: None, tmp_path: Path) -> None:
+    model = tmp_path / "images.py"
+    model.write_text(CONVOLUTIONS)
+    assert "FLOP/s" in api.predict(model, device="cpu", logs=tmp_path).left_out["amp"]
+    others = ("channels_last", "checkpoint_segments", "optimizer_impl")
+    swept = api.sweep(
+        model, out=tmp_path / "images.csv", device="cpu", grid={"batch_size": (32,)}, exclude=others, max_repeats=1
+    )
+    assert "FLOP/s" in swept.header.reasons["amp"] and swept.header.choices["amp"] == ("off",)
 
 
 def test_a_number_that_applies_need_not_be_among_those_searched(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def test_what_is_left_out_is_told_with_the_way_to_include_it():
     )
     _, notes = build_space(found, fix={}, include=(), exclude=())
     assert [note for note in notes if "accumulation_steps, amp; --include NAME" in note]
+    more = inspection(support=support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",), reason="slow")))
+    assert [
+        note for note in build_space(more, fix={}, include=(), exclude=())[1] if "here: amp=fp16; --include" in note
+    ]
     assert {"accumulation_steps": "BatchNorm", "amp": "slow"}.items() <= found.unsupported.items()
 
 

@@ -41,9 +41,10 @@ NUM_LAUNCHES = 1000
 FP8_CAPABILITY = (8, 9)
 # of the environment: these change a device's arithmetic
 VARIABLES = (
-    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 Message = dict[str, Any]
 Figure = Callable[[], Iterator[Message]]
@@ -58,7 +59,12 @@ def holds_for(info: DeviceInfo) -> dict[str, str]:
         "power_limit": f"{info.power_limit_w:.0f} W" if info.power_limit_w else "",
         "threads": str(info.num_threads or ""),
     }
-    return {**known, **{name: os.environ[name] for name in VARIABLES if name in os.environ}}
+    return {**known, **{name: os.environ[name] for name in (*VARIABLES, *THREADS) if name in os.environ}}
+
+
+def arithmetic() -> dict[str, str]:
+    """What the environment says of a device's arithmetic; empty texts where it says nothing."""
+    return {name: os.environ.get(name, "") for name in VARIABLES}
 
 
 def measure(device: Device) -> Calibration:

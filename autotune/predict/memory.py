@@ -39,7 +39,10 @@ GROUP_STDS = ((GROUP_STD, 0.9), (0.3, 0.07), (1.2, 0.03))  # with prior weights
 # what one choice makes a process hold beside all that is traced (compiled kernels of many shapes), as a share of what
 # the probes hold, with prior weights; times the choice's own spread
 UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
-PROBE_STD = 0.04  # of what is held for tensors, from one process to the next: 0 to 0.5 % seen with linear layers, 5 % with convolutions
+# Of what is held for tensors, from one process to the next: 0 to 0.5 % seen with linear layers, 5 % with convolutions. glibc
+# takes freed blocks of up to 32 MiB from a heap then, and which holes stay in it turns on the smallest allocation beside them:
+# convolutions peaked 9 % apart so, and to the MiB alike where MALLOC_MMAP_THRESHOLD_ kept tensors out of the heap.
+PROBE_STD = 0.04
 PROBE_STD_BYTES = 4 * MIB
 
 # Of an untraced one: what does not depend on the batch size, and what does.

@@ -39,6 +39,8 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
 
+_NO_DATA = ("its data is not allocated yet", "doesn't have storage")  # what torch says of a fake tensor's values
+
 
 class TraceError(Exception):
     """A config cannot be traced; the message says in one line why."""
@@ -113,7 +115,7 @@ class Tracer:
         with _explained(), fake_run(self._mode, self._target), tracker:
             session = self._session(config)
             if session.task.takes_whole_steps:
-                raise TraceError("the task's own step is one unit, so its memory is learned from probes")
+                raise TraceError("the task's own step is one unit")
             run = Run(session, tracker, self._mode, self._target)
             self._model = run.session.model
             with run.observed():
@@ -320,6 +322,8 @@ def _explained() -> Iterator[None]:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line = (str(error).strip().splitlines() or [""])[0].removesuffix(".")
+        if any(sign in first_line for sign in _NO_DATA):
+            raise TraceError("an operator of it reads the values of a tensor") from error
         is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError | TraceError)
         raise TraceError(first_line if is_ours else f"{type(error).__name__}: {first_line}"[:300]) from error

@@ -30,6 +30,8 @@ MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it nev
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 DISTURBED = 0.1  # share of the wall time that others may hold
+FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
+LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
 
 
 class NonFiniteError(Exception):
@@ -57,6 +59,7 @@ class Run:
     _slowdowns: Counter[str] = field(default_factory=Counter)  # what slowed the device down, by the number of blocks
 
     def __post_init__(self) -> None:
+        self._began_s = time.perf_counter()
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
@@ -210,8 +213,10 @@ class Run:
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
     def _is_hopeless(self) -> bool:
-        speed = self.session.config.samples_per_step / median(self._whole_steps_s())
-        return not self.settings.num_steps and speed < self.settings.slowest_samples_per_s
+        """Whether it is not worth timing: much slower than the baseline, or far from the front even in its fastest step."""
+        steps_s, samples = self._whole_steps_s(), self.session.config.samples_per_step
+        is_slow = samples / median(steps_s) < self.settings.slowest_samples_per_s
+        return not self.settings.num_steps and (is_slow or self._is_beaten(FAR * samples / min(steps_s)))
 
     def _time(self, blocks: Blocks) -> float:
         """Time blocks until there are enough. Returns the growth of memory in bytes per optimizer step."""
@@ -225,7 +230,7 @@ class Run:
         held: list[tuple[int, int]] = []
         self.device.start_measuring()
         done = 0
-        while done < exact if exact else not (blocks.enough or self._has_lost(blocks)):
+        while done < exact if exact else not (blocks.enough or self._has_lost(blocks) or self._is_late(blocks)):
             if sliced:
                 slice_s = self._clock(partial(self._accumulate_next, num_micro), num_micro)
                 update_s = self._clock(self._update)
@@ -243,10 +248,14 @@ class Run:
 
     def _has_lost(self, blocks: Blocks) -> bool:
         """Whether something that was measured is surely faster in no more memory."""
-        if len(blocks.samples_per_s) < MIN_BLOCKS:
-            return False
-        high, peak_bytes = blocks.throughput[2], self.device.peak_bytes()
-        return any(speed > high and peak <= peak_bytes for peak, speed in self.settings.front)
+        return len(blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(blocks.throughput[2])
+
+    def _is_beaten(self, samples_per_s: float) -> bool:
+        peak_bytes = self.device.peak_bytes()
+        return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
+
+    def _is_late(self, blocks: Blocks) -> bool:
+        return bool(blocks.samples_per_s) and time.perf_counter() - self._began_s > LATE * self.settings.timeout_s
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""

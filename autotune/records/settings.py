@@ -21,7 +21,7 @@ class ProbeSettings(Record):
         slowest_samples_per_s: a config that is slower than this while it warms up is not worth timing: its warm-up steps
             are its measurement.
         front: peak bytes and samples/s of what was measured: timing stops when its interval says that one of these is
-            faster in no more memory.
+            faster in no more memory, and does not begin where even the fastest step of the warm-up is far from it.
         num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
         seed: of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed then.

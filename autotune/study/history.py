@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
@@ -25,6 +26,7 @@ class History:
         trials: finished trials of earlier searches.
         timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
             failures of earlier searches do not count as known, so these configs may be probed again.
+        longest_step_s: what a micro step may be expected to take: a probe takes about ten.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class History:
         objective: Objective,
         trials: Sequence[Trial] = (),
         timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
+        longest_step_s: float = math.inf,
     ) -> None:
         self.space = space
+        self.longest_step_s = longest_step_s
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
         self._objective = objective
@@ -135,6 +139,17 @@ class History:
         """Seconds that each trial took, in order."""
         return [trial.wall_s for trial in self._trials if trial.number not in self._retryable]
 
+    @property
+    def largest_batch_size(self) -> float:
+        """The largest micro batch that may be probed: the baseline's, or what takes `longest_step_s` at the highest speed seen.
+
+        Infinite where there is one size alone, or nothing has run.
+        """
+        speeds = [outcome.measurement.samples_per_s for outcome in self.known.values() if outcome.measurement]
+        if not speeds or len(self.space.choices[BATCH_SIZE]) == 1:
+            return math.inf
+        return max(self.space.baseline.batch_size, self.longest_step_s * max(speeds))
+
     def _smallest_too_large(self) -> dict[Config, int]:
         """The smallest batch that was too large, by the config without its batch: a larger one needs at least as much."""
         smallest: dict[Config, int] = {}
@@ -147,11 +162,13 @@ class History:
     def admissible(self) -> Callable[[Config], bool]:
         """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large or to hang."""
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
+        largest = self.largest_batch_size
 
         def may_be_probed(config: Config) -> bool:
             return (
                 config not in known
                 and config not in self.running
+                and config.batch_size <= largest
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
                 and self.space.contains(config)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
 from autotune.devices.targets import CPU
 from autotune.files import drop_oldest, write_whole
@@ -45,7 +45,7 @@ class TraceCache:
     ) -> None:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
-        processor = [processor_model(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")] if target == CPU else []
+        processor = [processor_model(), *arithmetic().values()] if target == CPU else []
         task = [facts["source_hash"], facts.get("num_parameters")]
         known = [*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

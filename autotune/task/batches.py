@@ -7,6 +7,7 @@ packed into one, the edges of graphs), then only the code that makes batches can
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import UserDict
@@ -60,12 +61,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def fresh_copy(batch: Any) -> Any:
-    """A copy for code that changes its input in place."""
+    """A copy for code that changes its input in place; what cannot be copied (a lock, a graph's tensor) stays."""
 
     def copied(part: Any) -> Any:
-        return part.clone() if isinstance(part, torch.Tensor) else copy.deepcopy(part)
+        if isinstance(part, torch.Tensor):
+            return part.clone()
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(part)
+        return part
 
-    return _map(batch, lambda part: isinstance(part, torch.Tensor) or (_moves(part) and not _parts(part)), copied)
+    return _map(batch, lambda part: not _parts(part), copied)
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:

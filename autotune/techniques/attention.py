@@ -151,6 +151,9 @@ def _calls(setting: Setting) -> list[bool]:
             kwargs = kwargs or {}
             if function is functional.scaled_dot_product_attention:
                 masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
+            elif function is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
+                # it calls attention itself, where this mode does not reach
+                masked.append(any(kwargs.get(name) is not None for name in ("attn_mask", "key_padding_mask")))
             return function(*args, **kwargs)
 
     with Watch():

@@ -62,16 +62,21 @@ class Budget:
         """Seconds after the start at which the search should have ended at the latest."""
         return OVERRUN * self.budget_s
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the search must end: its budget plus one time-out."""
-        return self.budget_s + self.first_timeout_s - self.elapsed_s
+    def left_s(self, *, has_answer: bool) -> float:
+        """Seconds until a running probe is cut short: one time-out beyond the budget as long as nothing is feasible."""
+        if not has_answer:
+            return self.budget_s + self.first_timeout_s - self.elapsed_s
+        return self.latest_s - self._kept_for_check_s - self.elapsed_s
 
     @property
     def free_s(self) -> float:
-        """Seconds for more probes: until the answer must be checked. The first check may take as long as the inspection."""
-        check_s = self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
-        return self.budget_s - check_s - self.elapsed_s
+        """Seconds for more probes: until the answer must be checked."""
+        return self.budget_s - self._kept_for_check_s - self.elapsed_s
+
+    @property
+    def _kept_for_check_s(self) -> float:
+        """The first check may take as long as the inspection."""
+        return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
     @property
     def first_timeout_s(self) -> float:
@@ -108,7 +113,7 @@ class Budget:
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
         """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""
-        return round_s < (self.free_s if number else self.latest_s - self.elapsed_s)
+        return round_s < (self.free_s if number else self.left_s(has_answer=True))
 
     def expected_probe_s(self, history: History) -> float:
         """Seconds that the next probe will take, judged by the latest ones."""

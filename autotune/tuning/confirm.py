@@ -17,6 +17,7 @@ from autotune.tuning.state import Search
 from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
+WHOLE_ROUNDS = "whole_rounds"  # attribute of the study: numbers of the rounds that were not cut short
 
 
 def finalists_of(search: Search) -> list[Config]:
@@ -73,10 +74,13 @@ def _opened(search: Search) -> PlayOff:
         assert search.play_off is not None
         timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
         trial = None
-        while trial is None and not search.interrupted() and search.budget.left_s > 0:  # once more after a fault
+        while trial is None and not search.interrupted() and search.probing.left_s > 0:  # once more after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
             trial = search.probe(proposal, timed)
         return trial.outcome if trial is not None else None
+
+    def ended(number: int) -> None:
+        search.store.set_attribute(WHOLE_ROUNDS, [*search.store.attributes().get(WHOLE_ROUNDS, ()), number])
 
     rounds = [(trial.round, trial.outcome.measurement) for trial in history.trials if trial.round is not None]
     searched = Searched(math.log(history.objective.merit(outcome))) if runs and outcome is not None else None
@@ -84,6 +88,7 @@ def _opened(search: Search) -> PlayOff:
         _entrant(search, baseline, searched) if runs else None,
         run,
         history.objective,
+        ended=ended,
         seed=search.options.seed,
         first_round=max((number for number, _ in rounds), default=-1) + 1,
         disturbed=[number for number, found in rounds if found is not None and found.disturbances],
@@ -92,11 +97,12 @@ def _opened(search: Search) -> PlayOff:
 
 
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
-    """A config that plays, with the rounds that it has played in earlier searches."""
+    """A config that plays, with the whole rounds that it has played in earlier searches."""
+    whole = search.store.attributes().get(WHOLE_ROUNDS, ())
     earlier = {
         trial.round: trial.outcome
         for trial in search.history.trials
-        if trial.config == config and trial.round is not None and trial.feasible
+        if trial.round is not None and trial.round in whole and trial.config == config and trial.feasible
     }
     return Entrant(config, searched, search.history.known[config].wall_s, earlier)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
+from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
 from autotune.tuning import shortage, why
 from autotune.tuning.state import Search
-from autotune.units import plural
+from autotune.units import format_seconds, plural
 
 SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 
@@ -16,8 +17,9 @@ SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 def measure_baseline(search: Search) -> None:
     """Probe the baseline. If the user did not give one, halve its batch until it fits and neither hangs nor crashes."""
     given, history = search.inspection.baseline_given, search.history
+    stays = given or len(search.inspection.batch.sizes) == 1  # a whole step takes all of the global batch
     while not search.interrupted():
-        smaller = None if given else history.space.with_smaller_baseline()
+        smaller = None if stays else history.space.with_smaller_baseline()
         # plain training of so many samples ran out of memory in the inspection
         too_large = (
             bool(search.inspection.shortage) and history.space.baseline.batch_size >= search.inspection.step_samples
@@ -32,6 +34,18 @@ def measure_baseline(search: Search) -> None:
         while not shortage.may_fit(search, smaller.baseline) and (half := smaller.with_smaller_baseline()) is not None:
             history.space = smaller = half
         search.store.set_attribute("baseline_config", smaller.baseline.as_dict())
+
+
+def tell_of_large_batches(search: Search) -> None:
+    """Say which batches are left out because a probe of them would take too much of the budget."""
+    history = search.history
+    sizes = history.space.choices[BATCH_SIZE]
+    probed = [size for size in sizes if int(size) <= history.largest_batch_size]
+    if len(probed) < len(sizes):
+        search.tell(
+            f"batches above {probed[-1]} are left out, for a step of one would take more than "
+            f"{format_seconds(history.longest_step_s)}; a larger --budget includes them"
+        )
 
 
 def _is_too_much(outcome: Outcome, history: History) -> bool:

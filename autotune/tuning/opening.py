@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import techniques
+from autotune.devices.calibration import arithmetic
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
 from autotune.proposers.cost_model import CostModel
@@ -40,6 +41,7 @@ from autotune.units import format_bytes, plural
 from autotune.version import __version__
 
 MAX_TRACE_SHARE = 0.05  # of the budget
+STEP_SHARE = 0.02  # of the budget, that a micro step may take
 OWN_SHARE = 0.5  # of the budget for what the user trains, where something else is ranked beside it
 
 
@@ -75,12 +77,7 @@ def opened(
         with budget.split("import"):
             device = runner.device()
             limit_bytes = _memory_limit(options, place, stored, device.free_bytes)
-            asked_for = {
-                "memory_limit_bytes": limit_bytes,
-                "headroom": options.headroom,
-                "objective": options.objective,
-            }
-            require_comparable(place, stored, **asked_for)
+            require_comparable(place, stored, **_known_early(options, limit_bytes, runner))
             stack.enter_context(runner)
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
@@ -182,9 +179,12 @@ def _over(
             "baseline_config": space.baseline.as_dict(),
             **({RANKED_BESIDE: own.study} if own is not None else {}),
         }
-        store = Store(place, _fingerprint(inspection, options, limit_bytes), attributes)
+        early = _known_early(options, limit_bytes, runner)
+        store = Store(place, {**_fingerprint(inspection), **early}, attributes)
         objective = Objective(name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom)
-        history = History(space, objective, store.trials(), budget.timeout_s)
+        history = History(
+            space, objective, store.trials(), budget.timeout_s, longest_step_s=STEP_SHARE * budget.budget_s
+        )
         listener.on(_started(place, inspection, history, options, limit_bytes, budget.budget_s))
         for note in notes if own is None else ():  # beside it they would be told again
             listener.on(Note(text=note))
@@ -298,8 +298,14 @@ def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[st
     return {"memory_limit": earlier, **asked} if earlier is not None else asked
 
 
-def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: int) -> dict[str, Any]:
-    """The facts that must be equal for measurements to be comparable."""
+def _known_early(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
+    """What else must be equal, and is known before the model is imported."""
+    asked = {"memory_limit_bytes": limit_bytes, "headroom": options.headroom, "objective": options.objective}
+    return {**asked, **(arithmetic() if runner.keeps_traces else {})}
+
+
+def _fingerprint(inspection: Inspection) -> dict[str, Any]:
+    """What must be equal for measurements to be comparable, as far as it takes an inspection to know."""
     device, facts = inspection.device, inspection.facts
     choices = {
         name: sorted(map(str, {*support.choices, *support.optional}))
@@ -318,9 +324,6 @@ def _fingerprint(inspection: Inspection, options: SearchOptions, limit_bytes: in
         "total_bytes": device.total_bytes,
         "driver": device.driver,
         "torch": device.torch_version,
-        "memory_limit_bytes": limit_bytes,
-        "headroom": options.headroom,
-        "objective": options.objective,
         "global_batch": inspection.global_batch,
     }
 

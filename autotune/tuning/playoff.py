@@ -34,6 +34,7 @@ class PlayOff:
     Args:
         baseline: None when the user's baseline does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
+        ended: is told of each round that was not cut short.
         first_round: the number of the next round; the earlier ones were played by earlier searches.
         disturbed: which of the earlier rounds something disturbed.
         baseline_may_win: not where it leaves what the user fixed; then it plays to be compared with.
@@ -46,6 +47,7 @@ class PlayOff:
         objective: Objective,
         *,
         seed: int,
+        ended: Callable[[int], None] = lambda number: None,
         first_round: int = 0,
         disturbed: Iterable[int] = (),
         baseline_may_win: bool = True,
@@ -53,7 +55,7 @@ class PlayOff:
         self.baseline = baseline
         self.entrants: list[Entrant] = []
         self.objective = objective
-        self._run = run
+        self._run, self._ended = run, ended
         self._order = random.Random(seed)
         self._first_round = self._next_round = first_round
         self.baseline_may_win = baseline_may_win
@@ -207,6 +209,7 @@ class PlayOff:
                 if entrant is not self.baseline and (substitute := next(substitutes, None)) is not None:
                     self.enter(substitute)
         self._rounds.append(number)
+        self._ended(number)
         return True
 
     def _is_open(self) -> bool:

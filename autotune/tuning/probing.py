@@ -129,8 +129,13 @@ class Probing:
             Flight(number=number, proposal=proposal, prediction=prediction, settings=settings, patience=patience)
         )
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until a running probe is cut short."""
+        return self.budget.left_s(has_answer=self.history.best is not None)
+
     def _submit(self, flight: Flight) -> None:
-        left_s = max(1.0, self.budget.left_s)
+        left_s = max(1.0, self.left_s)
         settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
         self.history.running.add(flight.proposal.config)
         flight.began_s = self.runner.now_s()
@@ -199,7 +204,7 @@ class Probing:
         if outcome.kind is Kind.CRASHED and self.interrupted():  # a batch system signals every process of a job
             self.store.fail(flight.number, f"interrupted: {outcome.cause}")
             return None
-        if in_play_off and outcome.kind is Kind.TIMEOUT and self.budget.left_s <= 0:
+        if outcome.kind is Kind.TIMEOUT and self.left_s <= 0 and (in_play_off or self.history.best is not None):
             # killed for want of time, not of patience: that tells nothing of the config
             self.store.fail(flight.number, "cut short by the end of the search")
             return None

@@ -12,7 +12,7 @@ from autotune.tuning.confirm import confirm
 from autotune.tuning.entrant import Standing
 from autotune.tuning.events import Listener
 from autotune.tuning.exactness import Exactness
-from autotune.tuning.explore import explore, measure_baseline
+from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from autotune.tuning.opening import opened
 from autotune.tuning.rankings import with_rankings
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
@@ -84,6 +84,7 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
     was_held = nothing_won = was_short = False
     exactness.leave_out_known_failures()
     measure_baseline(search)
+    tell_of_large_batches(search)
     search.budget.shared_from_s = search.budget.elapsed_s
     while not search.interrupted():
         known = len(history.searched)

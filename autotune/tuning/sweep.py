@@ -24,6 +24,7 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
+from autotune.tuning.calibrating import calibrated
 from autotune.tuning.opening import inspection_failed
 from autotune.version import __version__
 
@@ -67,8 +68,12 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
+        calibration, _ = calibrated(runner, runner.device(), options.out.parent)
         inspection = runner.inspect(
-            memory_limit_bytes=limit_bytes, timeout_s=INSPECT_TIMEOUT_S, trained=_trained(options.grid)
+            memory_limit_bytes=limit_bytes,
+            timeout_s=INSPECT_TIMEOUT_S,
+            calibration=calibration,
+            trained=_trained(options.grid),
         )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)

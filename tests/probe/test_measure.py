@@ -14,6 +14,7 @@ from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
+from autotune.probe.timing import MIN_BLOCKS, Blocks
 from autotune.records.settings import ProbeSettings
 from autotune.session import prepare
 from autotune.task import Task
@@ -213,3 +214,20 @@ def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, p
     )
     next(batches.micro_batches(session))
     assert made == list(range(prepared))
+
+
+def test_timing_stops_when_something_is_surely_faster_in_no_more_memory():
+    run = run_of(task_of(), {"batch_size": 4}, front=((0.0, 110.0),))
+    blocks = Blocks(interval=0.02, max_timed_s=1.0)
+    for number in range(1, MIN_BLOCKS + 1):
+        assert not run._has_lost(blocks)
+        blocks.add(100.0 + number, 0.01)
+    assert run._has_lost(blocks)
+    run.settings = run.settings.replace(front=((2.0**60, 110.0),))  # it takes less memory
+    assert not run._has_lost(blocks)
+
+
+def test_what_was_timed_has_to_do_when_the_time_out_is_near():
+    endless = {"interval": 1e-9, "max_timed_s": 3600.0, "min_timed_s": 3600.0}
+    measured = run_of(task_of(), {"batch_size": 4}, timeout_s=0.5, **endless).measure(0.0)
+    assert measured.samples_per_s > 0 and not measured.cut_short

@@ -292,9 +292,8 @@ def test_the_oldest_logs_go_and_none_is_kept_that_says_nothing(tmp_path, monkeyp
     assert kept == ["10000-probe.log", "10001-probe.log", "10002-probe.log", "10003-probe.log"]
 
 
-def test_a_probe_that_has_surely_lost_stops_timing_with_the_measurement_it_has(runner):
+def test_a_probe_that_is_far_from_the_front_is_not_timed_unless_it_takes_less_memory(runner):
     patient = {"interval": 1e-6, "max_timed_s": 3.0}
-    lost = run(runner, 8, front=((1.0, 1e12),), **patient).measurement
-    assert len(lost.block_samples_per_s) == MIN_BLOCKS and not lost.cut_short
+    assert run(runner, 8, front=((1.0, 1e12),), **patient).measurement.cut_short
     leaner = run(runner, 8, front=((1e15, 1e12),), **patient).measurement  # less memory than what is faster
     assert len(leaner.block_samples_per_s) > MIN_BLOCKS

@@ -1,5 +1,6 @@
 """The views of a history: what is known, what is the best, what may be probed next."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,17 @@ def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed(
     assert may_be_probed(config(12)) and may_be_probed(config(48, amp="bf16"))
     outside = config(4, num_workers=2)
     assert not may_be_probed(outside)
+
+
+def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed():
+    made = History(SPACE, OBJECTIVE, [trial(config(8), ran(config(8), 20.0))], longest_step_s=0.7)
+    assert made.largest_batch_size == 14
+    assert made.admissible()(config(12)) and not made.admissible()(config(16))
+    made.append(trial(config(6), ran(config(6), 40.0), number=1))  # what is seen to be fast reaches further
+    assert made.admissible()(config(16))
+    impatient = History(SPACE, OBJECTIVE, [trial(config(8), ran(config(8), 20.0))], longest_step_s=0.01)
+    assert impatient.largest_batch_size == SPACE.baseline.batch_size
+    assert History(SPACE, OBJECTIVE, longest_step_s=0.01).largest_batch_size == math.inf
 
 
 def test_failures_of_an_earlier_search_that_may_pass_are_not_known():

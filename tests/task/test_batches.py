@@ -1,6 +1,7 @@
 """Batches of any structure: walked, moved, copied and cut by one rule."""
 
 import dataclasses
+import threading
 from collections import OrderedDict, UserDict
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -109,6 +110,19 @@ def test_the_micro_batches_of_every_structure_are_as_if_made_so(make):
         found = [sizes_of(tensor) for tensor in tensors(micro)]
         assert [len(shape) for shape in found] == [len(sizes_of(tensor)) for tensor in tensors(expected)]
     assert sum(t.numel() for m in micro_batches for t in tensors(m)) >= sum(t.numel() for t in tensors(make(7)))
+
+
+def test_an_object_that_cannot_move_is_copied_too_and_what_cannot_be_copied_stays():
+    class Graph:
+        def __init__(self):
+            self.nodes = torch.ones(2)
+
+    batch = {"graph": Graph(), "lengths": np.ones(2), "lock": threading.Lock()}
+    copied = fresh_copy(batch)
+    copied["graph"].nodes.zero_()
+    copied["lengths"][:] = 0
+    assert batch["graph"].nodes.all() and batch["lengths"].all()
+    assert copied["lock"] is batch["lock"]
 
 
 def sizes_of(tensor):

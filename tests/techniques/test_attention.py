@@ -46,6 +46,13 @@ def masked() -> Task:
     return Task(build_model=Masked, make_batch=lambda n: (torch.randn(n, 8), torch.randint(0, 4, (n,))))
 
 
+def torchs_own() -> Task:
+    def build_model() -> nn.Module:
+        return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 4))
+
+    return Task(build_model=build_model, make_batch=lambda n: (torch.randn(n, 3, 8), torch.randint(0, 4, (n, 3))))
+
+
 def test_an_eager_hugging_face_model_has_the_fused_implementation(make_setting: Any) -> None:
     setting = make_setting(hugging_face("eager"))
     assert Attention().support(setting).choices == ("default", "sdpa")
@@ -85,6 +92,7 @@ def test_a_model_without_fused_attention_has_no_choice(make_setting: Any) -> Non
         (KINDS["transformer"], (9, 0), {"efficient", "cudnn"}),
         (KINDS["transformer"], (7, 5), {"efficient"}),
         (masked, (8, 0), {"efficient", "cudnn"}),
+        (torchs_own, (9, 0), {"efficient", "cudnn"}),
     ],
 )
 def test_a_gpu_has_the_kernels_that_its_calls_can_use(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind, Outcome
 from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
 from autotune.tuning.search import search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
@@ -23,6 +24,7 @@ class Timed(ClosedFormRunner):
     inspection_s: float = 2.0
     clock_s: float = 0.0
     gain: float = 1.0
+    slow_after: int = 1000  # probes, since when the machine is five times as slow
 
     def now_s(self):
         return self.clock_s
@@ -35,7 +37,10 @@ class Timed(ClosedFormRunner):
         if isinstance(job, CheckJob):
             self.clock_s += CHECK_S
         if isinstance(job, ProbeJob):
-            wall_s = self.overhead_s + job.settings.max_timed_s
+            slowness = 5 if len(self.configs) > self.slow_after else 1
+            wall_s = slowness * (self.overhead_s + job.settings.max_timed_s)
+            if wall_s > job.settings.timeout_s:
+                wall_s, result = job.settings.timeout_s, Outcome(kind=Kind.TIMEOUT, cause="killed")
             self.clock_s += wall_s
             result = replace(result, wall_s=wall_s)
         return result
@@ -55,6 +60,14 @@ def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
     runner = Timed(noise=0.1, overhead_s=overhead_s)
     result = searched(runner, budget_s)
     assert 0.75 * budget_s < result.wall_s < 1.05 * budget_s
+
+
+@pytest.mark.parametrize("slow_after", [3, 6, 9, 12, 15])
+def test_a_machine_that_becomes_busy_does_not_make_a_search_overrun(slow_after):
+    runner = Timed(noise=0.1, overhead_s=0.7, slow_after=slow_after)
+    result = searched(runner, 40.0)
+    assert result.wall_s < 1.05 * 40.0
+    assert "timeout" not in result.outcomes  # who is cut short is not said to hang
 
 
 def test_a_quiet_search_ends_when_it_knows_enough():

@@ -10,13 +10,14 @@ from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import starting_configs
 from autotune.proposers.undo import one_change_back
 from autotune.records.config import Config
+from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Proposal
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import confirm, finalists_of
 from autotune.tuning.events import Listener, Note
-from autotune.tuning.explore import explore, measure_baseline
+from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.rough_world import NoisyPeaks
 
@@ -152,6 +153,33 @@ def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
     measure_baseline(search)
     assert search.history.space.baseline.batch_size == 12
     assert search.history.baseline is not None and search.history.baseline.ok
+
+
+def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_told(tmp_path):
+    told = []
+
+    class Listening(Listener):
+        def on(self, event):
+            told.extend([event.text] if isinstance(event, Note) else [])
+
+    runner = ClosedFormRunner()
+    search = make_search(tmp_path, runner, listener=Listening(), sampler="cost-model", num_trials=6)
+    search.history.longest_step_s = 0.2
+    measure_baseline(search)
+    tell_of_large_batches(search)
+    explore(search, search.proposer())
+    assert len(runner.configs) > 3 and max(config.batch_size for config in runner.configs) <= 0.2 * 150
+    assert [text for text in told if "batches above 8 are left out" in text and "--budget" in text]
+
+
+def test_a_baseline_of_which_there_is_one_size_alone_is_not_halved(tmp_path):
+    """A task's own step takes the whole global batch at once."""
+    from autotune import techniques
+
+    whole = techniques.complete({"batch_size": 96}, global_batch=96)
+    found = inspection(baseline=whole.as_dict(), baseline_given=False, batch=BatchSupport(sizes=(96,)))
+    measure_baseline(search := make_search(tmp_path, runner := ClosedFormRunner(), inspection=found))
+    assert runner.configs == [whole] == [search.history.space.baseline]
 
 
 def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_finds_what_does(tmp_path):

@@ -80,11 +80,11 @@ def test_an_answer_carries_what_was_asked_through_json() -> None:
 )
 def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change: dict[str, Any]) -> None:
     place = place_of(str(tmp_path / "sizes.db"), None, "sizes")
-    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
-    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
+    Store(place, _fingerprint(inspection(facts=FACTS)), {})
+    Store(place, _fingerprint(inspection(facts=FACTS)), {})
     ((name, value),) = change.items()
     with pytest.raises(StudyError) as caught:
-        Store(place, _fingerprint(inspection(facts=FACTS | change), SearchOptions(), GIB), {})
+        Store(place, _fingerprint(inspection(facts=FACTS | change)), {})
     assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
 
 
@@ -99,16 +99,29 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
 def test_another_option_is_refused_before_the_model_is_imported(
     tmp_path: Path, options: dict[str, Any], difference: str
 ) -> None:
-    (tmp_path / "model.py").write_text("raise SystemExit('imported')")
-    place = place_of(str(tmp_path / "gpt.db"), None, tmp_path.name)
-    Store(place, _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB), {})
     with pytest.raises(StudyError, match=f"{difference}.*--study NAME"):
-        autotune.search(tmp_path / "model.py", device="cpu", storage=str(tmp_path / "gpt.db"), **options)
+        resumed(tmp_path, **options)
+
+
+def test_a_study_of_other_arithmetic_is_refused_before_the_model_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.raises(StudyError, match="ONEDNN_MAX_CPU_ISA was '' and is 'AVX2'"):
+        resumed(tmp_path, memory_limit=GIB)
+
+
+def resumed(folder: Path, **options: Any) -> None:
+    """Resume a study that was begun with the defaults and 1 GiB of memory."""
+    (folder / "model.py").write_text("raise SystemExit('imported')")
+    begun = {"memory_limit_bytes": GIB, "headroom": 0.05, "objective": "throughput", "ONEDNN_MAX_CPU_ISA": ""}
+    Store(place_of(str(folder / "gpt.db"), None, folder.name), {**_fingerprint(inspection(facts=FACTS)), **begun}, {})
+    autotune.search(folder / "model.py", device="cpu", storage=str(folder / "gpt.db"), **options)
 
 
 def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -> None:
     place = place_of(str(tmp_path / "old.db"), None, "old")
-    fingerprint = _fingerprint(inspection(facts=FACTS), SearchOptions(), GIB)
+    fingerprint = _fingerprint(inspection(facts=FACTS))
     Store(place, {key: value for key, value in fingerprint.items() if key != "batch"}, {})
     with pytest.raises(StudyError, match=r"batch was not recorded and is \['float32 .*--study NAME"):
         Store(place, fingerprint, {})

@@ -175,7 +175,7 @@ def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path
 
     def explore_for_long(search, proposer):
         explore(search, proposer)
-        runner.waited_s += made.budget.left_s - 5
+        runner.waited_s += made.probing.left_s - 5
 
     monkeypatch.setattr("autotune.tuning.search.explore", explore_for_long)
     assert_unconfirmed(answer(made), made)
@@ -499,6 +499,21 @@ def test_a_search_that_goes_on_goes_on_with_the_rounds_of_its_play_off(tmp_path)
     known = {tuple(one.config.items()): one.num_processes for one in (*first.finalists, first.baseline)}
     again = [one for one in (*second.finalists, second.baseline) if tuple(one.config.items()) in known]
     assert all(one.num_processes >= known[tuple(one.config.items())] for one in again) and again
+
+
+@pytest.mark.parametrize("num_runs", [5, 6, 7])
+def test_a_round_that_was_cut_short_does_not_count_when_the_search_goes_on(tmp_path, num_runs):
+    runner = Staged(noise=0.1)
+    with pytest.raises(Interrupted):
+        answer(recommender(tmp_path, runner, interrupted=lambda: len(runner.played) >= num_runs))
+    answer(made := recommender(tmp_path, Staged(noise=0.1, seed=1), num_trials=1))
+    whole = made.store.attributes()["whole_rounds"]
+    played = [trial.round for trial in made.history.trials if trial.round is not None]
+    playing = (*made.play_off.entrants, made.play_off.baseline)
+    counted = {number for entrant in playing for number in entrant.outcomes}
+    assert counted == set(whole) and len(set(played) - counted) <= 1
+    if num_runs % 3:
+        assert set(played) - counted
 
 
 def test_a_resumed_search_knows_which_rounds_of_its_play_off_were_disturbed(tmp_path):

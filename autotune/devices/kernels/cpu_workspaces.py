@@ -19,6 +19,8 @@ _CHANNELS_PER_BLOCK = 16  # oneDNN's nChw16c, for float32
 _FEW_CHANNELS = 3  # inputs of so few channels are read as they are
 _TILES_BYTES = 64 * 2**10  # for AMX; that much at least
 _PAGE_BYTES = 4096
+# The oneDNN of torch 2.6 (3.5) has scratch gates for more than a pass, and two more arrays of states, than that of 2.13.
+_LARGE_LSTM = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 
 
 def cpu_workspace(operator: Any) -> Workspace | None:
@@ -185,7 +187,7 @@ def _lstm(args: tuple[Any, ...], result: Any) -> int:
     weights = _nbytes(args[1]) + _nbytes(args[2])
     if args[0].dtype is not torch.float32:
         return weights
-    return weights + _lstm_gates(args[0], int(args[10]))
+    return weights + _scratch_gates(args[0], int(args[10]))
 
 
 def _lstm_backward(args: tuple[Any, ...], result: Any) -> int:
@@ -193,8 +195,12 @@ def _lstm_backward(args: tuple[Any, ...], result: Any) -> int:
     size = 4 // int(args[0].element_size())
     weights = size * (_nbytes(args[1]) + _nbytes(args[2]))
     if size == 1:
-        return weights + _lstm_gates(args[0], args[2].shape[1])
+        return weights + _scratch_gates(args[0], args[2].shape[1])
     return weights + size * _nbytes(args[0]) + weights // size
+
+
+def _scratch_gates(tensor: torch.Tensor, hidden: int) -> int:
+    return (5 if _LARGE_LSTM else 1) * _lstm_gates(tensor, hidden)
 
 
 def _lstm_gates(tensor: torch.Tensor, hidden: int) -> int:
@@ -217,8 +223,7 @@ def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
     widest = max(features, hidden)
     arrays = (
         _lstm_gates(tensor, hidden),
-        rows * _leading_dimension(widest, size) * size,
-        rows * _leading_dimension(widest, size) * size,
+        *(4 if _LARGE_LSTM else 2) * (rows * _leading_dimension(widest, size) * size,),
         rows * _leading_dimension(widest, 4) * 4,
         rows * hidden * 4,
         rows * hidden * 4,
