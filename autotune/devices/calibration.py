@@ -26,8 +26,9 @@ from autotune.units import MIB, format_seconds
 if TYPE_CHECKING:
     import torch
 
-TOTAL_S = 3.0  # of measuring; a context on a GPU, and what libraries do once, come before
-STEP_S = 0.3  # until the next figure, or the next size of it, is told: the child is killed then
+# of measuring; a context on a GPU, and what libraries do once, come before. A GPU loads each kernel when it is first used.
+TOTAL_S = {"cpu": 3.0, "cuda": 6.0}
+STEP_S = {"cpu": 0.3, "cuda": 3.0}  # until the next figure, or the next size of it, is told: the child is killed then
 START_S = 20.0  # likewise until the child is ready
 RUN_S = 0.02  # a size is measured if a run of it is expected to take no longer
 TIMED_S = 0.02  # of runs, the best of which counts
@@ -68,7 +69,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def measure(device: Device) -> Calibration:
-    """Measure the device, for little more than `TOTAL_S`. What fails is missing, with the reason.
+    """Measure the device, for little more than `TOTAL_S`. What fails is missing, with the reason, unless memory was short.
 
     This process must hold one thread and no CUDA context: it forks.
 
@@ -79,10 +80,10 @@ def measure(device: Device) -> Calibration:
     figures = _figures(device, info)
     found: dict[str, list[Message]] = {name: [] for name in figures}
     failures: dict[str, str] = {}
-    left, measured_s = list(figures), 0.0
-    while left and measured_s < TOTAL_S:
+    left, measured_s, total_s = list(figures), 0.0, TOTAL_S[device.kind]
+    while left and measured_s < total_s:
         began_s = math.inf
-        for message in _told_by_child(device, {name: figures[name] for name in left}, TOTAL_S - measured_s):
+        for message in _told_by_child(device, {name: figures[name] for name in left}, total_s - measured_s):
             if "ready" in message:
                 began_s = time.monotonic()
             elif "unusable" in message:
@@ -94,11 +95,11 @@ def measure(device: Device) -> Calibration:
         if began_s == math.inf:
             break
         measured_s += time.monotonic() - began_s
-        if left and measured_s < TOTAL_S:
+        if left and measured_s < total_s:
             if left[0] not in failures:  # the machine may have been busy: once more, at the end
                 left.append(left[0])
                 found[left[0]].clear()
-            failures[left.pop(0)] = f"no answer within {format_seconds(STEP_S)}"
+            failures[left.pop(0)] = f"no answer within {format_seconds(STEP_S[device.kind])}"
     values = {name: messages[0]["value"] for name, messages in found.items() if messages and "value" in messages[0]}
     return Calibration(
         rates=tuple(_rate(name, found[name], failures[name]) for name in failures if " " in name),
@@ -129,7 +130,7 @@ def _told_by_child(device: Device, figures: Mapping[str, Figure], most_s: float)
                 end_s = time.monotonic() + most_s
             *lines, unread = (unread + data).split(b"\n")
             yield from map(json.loads, lines)
-            wait_s = min(STEP_S, end_s - time.monotonic())
+            wait_s = min(STEP_S[device.kind], end_s - time.monotonic())
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
@@ -150,7 +151,8 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
                 for message in figure():
                     tell(message)
             except Exception as error:  # a type that this torch, or this device, does not have
-                why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                short = device.is_out_of_memory(error)  # which says nothing of the type
+                why = "" if short else (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             tell({"ended": True, "why": why})
     except Exception as error:  # before the first figure
         tell({"unusable": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"})

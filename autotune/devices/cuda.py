@@ -158,10 +158,15 @@ class CudaDevice:
         return torch.cuda.memory_reserved(self._index) + self._outside_bytes()
 
     def is_crowded(self, attempted_bytes: int) -> bool:
-        """Whether the card has clearly less free than the limit leaves this process, and that would have been enough."""
+        """Whether the card has clearly less free than the limit leaves this process, and that would have been enough.
+
+        Without a context this process has nothing on the card: if not even that found room, others hold the memory.
+        """
         import torch
 
-        if self._limit_bytes is None or not self._entered:
+        if not self._entered:
+            return True
+        if self._limit_bytes is None:
             return False
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
         left_bytes = self._limit_bytes - self.held_bytes(attempted_bytes)

@@ -157,9 +157,10 @@ class Instruments:
         notes = []
         if others := self.telemetry().processes:
             held_bytes = sum(used_bytes for _, used_bytes, _ in others)
-            names = ", ".join(sorted({name for _, _, name in others if name})) or "names unknown"
             number = f"{len(others)} other process{'es hold' if len(others) > 1 else ' holds'}"
-            notes.append(f"{number} {format_bytes(held_bytes)} of {self._name} ({names}); they disturb the timing")
+            notes.append(
+                f"{number} {format_bytes(held_bytes)} of {self._name} and may disturb the timing; `autotune devices` names them"
+            )
         if gpu.is_mig:
             notes.append(
                 f"{self._name} is a MIG instance ({gpu.name}): temperature and power are those of the whole GPU"

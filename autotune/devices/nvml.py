@@ -150,7 +150,8 @@ class Nvml:
         """
         samples: dict[int, list[float]] = {}
         for sample in self._read("nvmlDeviceGetProcessUtilization", gpu.handle, since_us) or ():
-            samples.setdefault(int(sample.pid), []).append(sample.smUtil / 100)
+            if sample.smUtil <= 100:  # some drivers give numbers without a meaning
+                samples.setdefault(int(sample.pid), []).append(sample.smUtil / 100)
         return {pid: sum(values) / len(values) for pid, values in samples.items()}
 
     def telemetry(self, gpu: Gpu, *, without: frozenset[int] = frozenset()) -> Telemetry:

@@ -20,6 +20,7 @@ _ALLOCATION_FAILED = re.compile(
     r"(?:can't allocate|not enough) memory: you tried to allocate \d+ bytes"
     r"|std::bad_alloc\Z"
     r"|CUDA (?:driver )?error: out of memory\b"
+    r"|Unexpected error from cudaGetDeviceCount\(\)[^\n]* Error 2: out of memory\b"
     r"|Triton Error \[CUDA\]: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )

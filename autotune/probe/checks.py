@@ -10,6 +10,7 @@ import torch
 
 from autotune import techniques
 from autotune.devices import Device, open_device
+from autotune.devices.oom import attempted_bytes
 from autotune.devices.randomness import restored_randomness
 from autotune.probe.differences import Difference, difference, worst
 from autotune.probe.runs import SEED, Runs
@@ -142,7 +143,9 @@ class _Comparison:
         double = runs.in_double()
         try:
             found = difference(double.run(self.plain), double.run(self.config))
-        except RuntimeError:  # code that makes fp32 tensors of its own, an operator without a double kernel, no memory
+        except RuntimeError as error:  # code that makes fp32 tensors of its own, an operator without a double kernel, no memory
+            if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
+                raise
             return math.inf
         errors = (found.loss, found.gradient, found.buffers, found.movement)
         return math.inf if any(math.isnan(error) for error in errors) else max(errors)

@@ -10,7 +10,6 @@ from autotune.errors import ConfigError, TaskError
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
@@ -25,22 +24,22 @@ CHANGES_LEARNING = "it changes what is learned"
 def inspect_task(
     task: Any,
     *,
-    device: str,
+    device: str | Device,
     memory_limit_bytes: int | None,
     calibration: dict[str, Any] | None = None,
-    absent: dict[str, Any] | None = None,
     trained: dict[str, Choice] | None = None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
 
     Args:
+        device: for an `AbsentGpu`, which is not in this machine, no step is tried.
         calibration: of the device, as a dict.
-        absent: a `DeviceInfo` as a dict: inspect for a GPU that is not in this machine. No step is tried then.
         trained: what to train of the task, by techniques; where it says nothing, what the baseline trains.
 
     Raises:
         TaskError: the task or its baseline is not valid.
         ConfigError: the task has no such thing to train.
+        Exception: memory ran out before anything was trained, or because others hold it.
     """
     from autotune import techniques
     from autotune.devices import open_device
@@ -49,7 +48,7 @@ def inspect_task(
     from autotune.task.batches import to_device
     from autotune.task.facts import gather_facts
 
-    opened: Device = open_device(device) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
+    opened = open_device(device) if isinstance(device, str) else device
     opened.enter()  # from here on CUDA itself says which GPU this is
     info = opened.info()
     if memory_limit_bytes is not None:
@@ -57,7 +56,7 @@ def inspect_task(
     outside_bytes = opened.current_bytes()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrowed(task, chosen)
-    first = _first_step(task, opened) if absent is None else FirstStep()
+    first = FirstStep() if isinstance(opened, AbsentGpu) else _first_step(task, opened)
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
@@ -108,7 +107,7 @@ class FirstStep:
 def _first_step(task: Any, device: Device) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
-    That it runs out of memory is a finding: techniques may make the model fit.
+    That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
     """
     from autotune.devices.oom import attempted_bytes
     from autotune.task import samples
@@ -124,6 +123,8 @@ def _first_step(task: Any, device: Device) -> FirstStep:
         except Exception as error:
             if device.is_out_of_memory(error):
                 asked = attempted_bytes(error)
+                if device.is_crowded(asked):
+                    raise
                 shortage = f"an allocation of {format_bytes(asked)} failed" if asked else "out of memory"
                 return FirstStep(None, size or 2, shortage)
             mistake = mistake or error
@@ -161,9 +162,11 @@ def _on(technique: Technique, support: Support) -> tuple[Choice, ...]:
 def _support(technique: Technique, setting: Setting) -> Support:
     """The choices of a technique that apply. If trying the technique raises, it is off, with the reason.
 
-    Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
+    That others hold the memory is no reason, and raised. Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
     """
     import torch
+
+    from autotune.devices.oom import attempted_bytes
 
     if technique.reaches_into_step and setting.task.takes_whole_steps:
         return Support(choices=(technique.off,), reason=REACHES_INTO_STEP)
@@ -179,6 +182,8 @@ def _support(technique: Technique, setting: Setting) -> Support:
             reason = f"trying it raised {type(error).__name__}: {first_line}"[:300]
             if not setting.device.is_out_of_memory(error):
                 break
+            if setting.device.is_crowded(attempted_bytes(error)):
+                raise
         gc.collect()  # what the failed attempt held; not inside `except`, where the traceback still holds it
     return Support(choices=(technique.off,), reason=reason)
 

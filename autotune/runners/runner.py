@@ -266,7 +266,7 @@ class Runner(ABC):
             absent=absent,
             trained=trained or {},
         )
-        result = self._run(job)
+        result = self._run_undisturbed(job)
         assert isinstance(result, Inspection | Outcome), result
         return result
 
@@ -278,7 +278,7 @@ class Runner(ABC):
 
     def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome | NotCompared:
         """Compare a config's gradients with plain fp32's on `batch_size` samples; an `Outcome` when that failed."""
-        result = self._run(CheckJob(config=config, settings=settings, batch_size=batch_size))
+        result = self._run_undisturbed(CheckJob(config=config, settings=settings, batch_size=batch_size))
         assert isinstance(result, Check | Outcome | NotCompared), result
         return result
 
@@ -343,6 +343,11 @@ class Runner(ABC):
         if self.now_s() - started >= min(slice_s, timeout_s):
             return traces
         return traces.merged(Traces(target=target, failures=dict.fromkeys(left.labels(), why)))
+
+    def _run_undisturbed(self, job: Job) -> JobResult:
+        """Run one job to its end, once more if others held the memory that its limit allows."""
+        result = self._run(job)
+        return self._run(job) if isinstance(result, Outcome) and result.crowded else result
 
     def _run(self, job: Job) -> JobResult:
         """Run one job to its end, while nothing else is in flight."""

@@ -128,7 +128,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
-        outcome = failed_probe(error, device, stage, train_s)
+        outcome = failed_job(error, device, stage, train_s)
     if outcome.kind is Kind.NONFINITE and device is not None and run is not None:
         before = run.progress
         session = run = None  # the second run needs what they hold
@@ -142,8 +142,8 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     return {"outcome": outcome.to_dict()}
 
 
-def failed_probe(error: BaseException, device: Device | None, stage: str, train_s: float) -> Outcome:
-    """The outcome of a probe that raised.
+def failed_job(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
+    """The outcome of a job that raised.
 
     Args:
         device: None where the device could not be entered; if memory was short for that, others hold it.
@@ -175,14 +175,21 @@ def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> 
 
 
 def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Validate the task and say what applies to it: the arguments of `inspect_task`."""
+    """Validate the task and say what applies to it: arguments `device`, or `absent` (a `DeviceInfo`), and those of `inspect_task`."""
     from autotune.devices import open_device
+    from autotune.devices.absent import AbsentGpu
     from autotune.probe.inspection import inspect_task
+    from autotune.records.device import DeviceInfo
 
-    if arguments["absent"] is not None or open_device(arguments["device"]).kind != "cuda":
+    name, absent = arguments.pop("device"), arguments.pop("absent")
+    device: Device = open_device(name) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
+    if absent is not None or device.kind != "cuda":
         hide_gpus()
     seed_everything(0)
-    return {"inspection": inspect_task(task, **arguments)}
+    try:
+        return {"inspection": inspect_task(task, device=device, **arguments)}
+    except BaseException as error:
+        return {"outcome": failed_job(error, device, "setup").to_dict()}
 
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -191,8 +198,12 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
-    device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0)
-    return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=arguments["batch_size"]))}
+    device: Device | None = None
+    try:
+        device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0)
+        return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=arguments["batch_size"]))}
+    except BaseException as error:
+        return {"outcome": failed_job(error, device, "checks").to_dict()}
 
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -23,6 +23,7 @@ MAX_CHECK_SHARE = 0.05  # of the budget, for one check
 ATTRIBUTE = "exactness"  # of the study: why a choice is not exact, empty where it is
 MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = f"give a larger --memory-limit, {OWN_STUDY}"
+FREE_MEMORY = "end what else uses the device, and run the same command again: it continues this study and compares it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class Exactness:
             return Finding(exact=check.passed, reason="" if check.passed else check.reason)
         ended = f"{check.kind}: {check.cause}"
         if check.kind in (Kind.OOM, Kind.TIMEOUT):
-            remedy = MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
+            remedy = FREE_MEMORY if check.crowded else MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
             return Finding(exact=None, reason=f"the comparison did not finish ({ended})", remedy=remedy)
         return Finding(exact=False, reason=f"it did not run ({ended})")
 

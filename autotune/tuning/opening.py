@@ -11,7 +11,7 @@ from typing import Any
 from autotune import techniques
 from autotune.devices.calibration import arithmetic
 from autotune.devices.targets import target_of
-from autotune.errors import AutotuneError, ConfigError, StudyError, TaskError
+from autotune.errors import AutotuneError, ConfigError, DeviceError, StudyError, TaskError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
 from autotune.records.calibration import Calibration
@@ -338,6 +338,8 @@ def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
 
 def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     """The error for a task that could not be inspected."""
+    if outcome.crowded:
+        return DeviceError(f"{outcome.cause}; end them, or leave them their memory with --memory-limit, and run again")
     if outcome.kind is Kind.OOM:
         return NothingFeasible(
             f"the model and a few samples do not fit within {format_bytes(limit_bytes)}, before any training: "

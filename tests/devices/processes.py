@@ -9,14 +9,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cloudpickle
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy"])
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function`, importable and with arguments and a result that can be pickled, returns in a process of its own."""
+    """What a function returns in a process of its own. What it refers to goes along as a copy; the result must be picklable."""
     receiving, sending = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_run, args=(sending, function, arguments))
+    process = CONTEXT.Process(target=_run, args=(sending, cloudpickle.dumps((function, arguments))))
     process.start()
     sending.close()
     try:
@@ -31,7 +33,7 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _run(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(connection: Connection, work: bytes) -> None:
     import torch
 
     multiprocessing.set_start_method(
@@ -39,6 +41,7 @@ def _run(connection: Connection, function: Callable[..., Any], arguments: tuple[
     )  # of data-loading workers; else they get a fork server of their own
     torch.set_num_threads(1)
     try:
+        function, arguments = cloudpickle.loads(work)
         message = (False, function(*arguments))
     except BaseException:
         message = (True, traceback.format_exc())

@@ -21,7 +21,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.runners.instant import InstantRunner
 from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
-from autotune.runners.worker import failed_probe
+from autotune.runners.worker import failed_job
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement
@@ -60,7 +60,7 @@ def train(
         for key in activations:
             machine.process.free(key)
     except Exception as error:
-        return replace(failed_probe(error, device, "warmup", 0.0), wall_s=0.1)
+        return replace(failed_job(error, device, "warmup"), wall_s=0.1)
     speed = 1000 * batch_size / (batch_size + 8)
     measured = measurement(config, speed, device.peak_bytes())
     contention = device.contention()
@@ -73,10 +73,16 @@ def train(
 
 @dataclass
 class FakeCardRunner(InstantRunner):
-    """Each probe is a new process on the card; `before` happens before the probe of that number."""
+    """Each job is a new process on the card.
+
+    Attributes:
+        before: happens before the probe of a number.
+        during: happens in an inspection or a check, within its limit, before it allocates.
+    """
 
     machine: Machine
     before: Callable[[int], None] = lambda number: None
+    during: Callable[[Job, int], None] = lambda job, number: None
     index: int = 0
     releases_in: int = 0
 
@@ -86,6 +92,7 @@ class FakeCardRunner(InstantRunner):
         super().__init__()
         self.outcomes: list[tuple[int, Outcome]] = []
         self.settings: list[ProbeSettings] = []
+        self.crowded: dict[str, list[bool]] = {InspectJob.name: [], CheckJob.name: []}
         self._device = CudaDevice(self.index)
         self._clock_s = 0.0
 
@@ -101,24 +108,40 @@ class FakeCardRunner(InstantRunner):
             case CalibrateJob():
                 return NOT_MEASURED
             case InspectJob():
-                return self._inspect()
+                return self._within_limit(job, job.memory_limit_bytes, self._inspect)
             case ProbeJob():
                 return self._probe(job.config, job.settings)
             case CheckJob():
-                return NotCompared(reason="allocations on paper have no gradients")
+                return self._within_limit(job, job.settings.memory_limit_bytes, self._check)
             case TraceJob():
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), "nothing is traced"))
 
-    def _inspect(self) -> Inspection:
+    def _within_limit(
+        self, job: InspectJob | CheckJob, limit_bytes: int | None, result_of: Callable[[CudaDevice], JobResult]
+    ) -> JobResult:
+        """An inspection's or a check's result, if weights and two samples find room."""
+        assert limit_bytes is not None
         process = self.machine.process_of(self.index)
+        self._device.settle()
         device = CudaDevice(self.index)
-        device.enter()
-        info, outside_bytes = device.info(), device.current_bytes()
-        process.end()
+        try:
+            device.limit_memory(limit_bytes)
+            result = result_of(device)
+            self.during(job, len(self.crowded[job.name]))
+            process.allocate(MODEL_BYTES + 2 * SAMPLE_BYTES)
+        except Exception as error:
+            result = failed_job(error, device, "setup")
+        self.crowded[job.name].append(isinstance(result, Outcome) and result.crowded)
         self.machine.process_of(self.index)
+        return result
+
+    def _check(self, device: CudaDevice) -> JobResult:
+        return NotCompared(reason="allocations on paper have no gradients")
+
+    def _inspect(self, device: CudaDevice) -> JobResult:
         return inspection(
             facts={"name": "faked", "source_hash": "abc", "warnings": [], "has_batchnorm": False},
-            device=info,
+            device=device.info(),
             global_batch=None,
             baseline=techniques.complete({"batch_size": 8}).as_dict(),
             batch=BatchSupport(sizes=SIZES),
@@ -126,7 +149,7 @@ class FakeCardRunner(InstantRunner):
                 name: t for name, t in inspection().support.items() if t.choices == (techniques.REGISTRY[name].off,)
             }
             | {name: replace(t, choices=t.choices[:1]) for name, t in inspection().support.items()},
-            outside_bytes=outside_bytes,
+            outside_bytes=device.current_bytes(),
         )
 
     def _probe(self, config: Config, settings: ProbeSettings) -> Outcome:

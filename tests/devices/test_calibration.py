@@ -18,9 +18,25 @@ from autotune.runners import worker
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from tests.devices.fake_nvml import FakeGpu, install
+from tests.devices.processes import in_process
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 ARITHMETICS = ("fp32", "bf16", "fp16")
+
+
+def measured(device, **changed):
+    """What `measure` finds, with some of its module's names changed.
+
+    It forks, which must not be done where a backward pass has run: in a torch that was built for GPUs that may have
+    started threads.
+    """
+
+    def measure_changed():
+        for name, value in changed.items():
+            setattr(calibration, name, value)
+        return measure(device)
+
+    return in_process(measure_changed)
 
 
 def tried(found: Calibration) -> set[tuple[str, str]]:
@@ -28,7 +44,7 @@ def tried(found: Calibration) -> set[tuple[str, str]]:
 
 
 def test_every_rate_of_a_cpu_is_measured_at_rising_sizes():
-    found = measure(open_device("cpu"))
+    found = measured(open_device("cpu"))
     assert tried(found) == {(work, arithmetic) for work in ("matmul", "convolution") for arithmetic in ARITHMETICS}
     for rate in found.rates:
         assert rate.failure or len(rate.sizes) > 1
@@ -60,9 +76,8 @@ def broken(what):
     ],
     ids=["hangs", "crashes", "raises"],
 )
-def test_a_figure_that_fails_does_not_cost_the_others(what, failure, monkeypatch):
-    monkeypatch.setattr(calibration, "_convolution", broken(what))
-    found = measure(open_device("cpu"))
+def test_a_figure_that_fails_does_not_cost_the_others(what, failure):
+    found = measured(open_device("cpu"), _convolution=broken(what))
     assert found.rate("convolution", "bf16").sizes == ()
     assert failure in found.rate("convolution", "bf16").failure
     assert found.gain("convolution", "bf16") == 0.0
@@ -70,9 +85,27 @@ def test_a_figure_that_fails_does_not_cost_the_others(what, failure, monkeypatch
     assert found.rate("matmul", "bf16").sizes
 
 
-def test_when_the_time_is_up_the_rest_is_missing(monkeypatch):
-    monkeypatch.setattr(calibration, "TOTAL_S", 0.0)
-    found = measure(open_device("cpu"))
+def test_memory_that_is_short_says_nothing_of_a_type():
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    found = measured(open_device("cpu"), _convolution=broken(fail))
+    assert found.rate("convolution", "bf16").failure == ""
+    assert found.gain("convolution", "bf16") is None
+    assert found.rate("convolution", "fp16").sizes
+
+
+def test_a_gpu_has_more_time_for_a_figure_since_it_loads_kernels_when_they_are_first_used():
+    def loads():
+        time.sleep(0.5)
+
+    found = measured(LikeGpu(), _convolution=broken(loads), **SMALL)
+    assert len(found.rate("convolution", "bf16").sizes) == 1
+    assert found.gain("convolution", "bf16") > 0
+
+
+def test_when_the_time_is_up_the_rest_is_missing():
+    found = measured(open_device("cpu"), TOTAL_S={"cpu": 0.0})
     assert found.rates == () and found.bytes_per_s is None
     assert found.gain("matmul", "bf16") is None
 
@@ -86,7 +119,7 @@ class Unusable(CpuDevice):
 
 def test_a_device_that_cannot_be_entered_says_why():
     with pytest.raises(DeviceError, match="RuntimeError: Cannot re-initialize CUDA in forked"):
-        measure(Unusable())
+        measure(Unusable())  # which runs nothing
 
 
 def test_the_process_that_forks_counts_no_gpus(monkeypatch):
@@ -111,12 +144,16 @@ class LikeGpu(CpuDevice):
         return replace(super().info(), capability=(9, 0))
 
 
-def test_a_gpus_figures_are_measured_as_far_as_they_exist_and_what_does_not_says_why(monkeypatch):
-    monkeypatch.setattr(calibration, "MATMUL_ROWS", {"cuda": (32, 64)})
-    monkeypatch.setattr(calibration, "CHANNELS", {"cuda": (8, 16)})
-    monkeypatch.setattr(calibration, "IMAGES", {"cuda": (2, 8)})
-    monkeypatch.setattr(calibration, "COPIED_BYTES", {"cpu": 2**20, "cuda": 2**20})
-    found = measure(LikeGpu())
+SMALL = {
+    "MATMUL_ROWS": {"cuda": (32, 64)},
+    "CHANNELS": {"cuda": (8, 16)},
+    "IMAGES": {"cuda": (2, 8)},
+    "COPIED_BYTES": {"cpu": 2**20, "cuda": 2**20},
+}
+
+
+def test_a_gpus_figures_are_measured_as_far_as_they_exist_and_what_does_not_says_why():
+    found = measured(LikeGpu(), **SMALL)
     assert tried(found) >= {("matmul", name) for name in ("fp32", "tf32", "bf16", "fp16", "fp8")}
     for name in ("fp32", "tf32", "bf16"):
         assert found.rate("matmul", name).sizes, name
@@ -126,15 +163,14 @@ def test_a_gpus_figures_are_measured_as_far_as_they_exist_and_what_does_not_says
     assert torch.cuda.is_available() or found.host_to_device_bytes_per_s is None
 
 
-def test_what_takes_long_already_when_it_is_small_is_not_tried_larger(monkeypatch):
+def test_what_takes_long_already_when_it_is_small_is_not_tried_larger():
     convolution = calibration._convolution
 
     def slow(device, arithmetic, channels):
         run, flops = convolution(device, arithmetic, channels)
         return (lambda: time.sleep(0.02)) if arithmetic == "fp16" else run, flops
 
-    monkeypatch.setattr(calibration, "_convolution", slow)
-    found = measure(open_device("cpu")).rate("convolution", "fp16")
+    found = measured(open_device("cpu"), _convolution=slow).rate("convolution", "fp16")
     assert len(found.sizes) == 1
     assert not found.failure
 

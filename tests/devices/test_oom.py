@@ -47,6 +47,10 @@ def raised(error, cause=None):
         RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
         RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError(
+            "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
+            "that might have already set an error? Error 2: out of memory"
+        ),
     ],
     ids=lambda error: f"{type(error).__name__} {str(error)[:40]}",
 )

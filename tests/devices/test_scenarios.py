@@ -17,6 +17,7 @@ from autotune.devices import cuda
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.outcome import Kind, Outcome
+from autotune.runners.runner import CheckJob, InspectJob, Job
 from autotune.tuning.why import as_error
 from autotune.units import GIB, MIB, format_bytes
 from tests.devices.fake_card import CONTEXT_BYTES, NO_NVML, Card, Machine, Neighbour
@@ -51,6 +52,7 @@ class Scenario:
         peak_bytes: of the probe; within `peak_error` bytes.
         disturbed: what the probe says of its disturbances.
         before: happens to the card before the search's probe of a number.
+        during: happens to the card in the search's inspection or check of a number.
         best: batch size of the search's answer.
         num_probes_again: probes that the search ran a second time.
     """
@@ -61,6 +63,7 @@ class Scenario:
     contention: float = 0.0
     disturbed: str = ""
     before: Callable[[Card, int], None] = lambda card, number: None
+    during: Callable[[Card, Job, int], None] = lambda card, job, number: None
     releases_in: int = 0
     best: int = 0
     num_probes_again: int = 0
@@ -72,8 +75,13 @@ class Scenario:
         return Machine(monkeypatch, *self.others, self.card(), cuda_order=self.cuda_order, nvml_error=self.nvml_error)
 
 
-def grows(card: Card, number: int, *, probes: range) -> None:
-    card.neighbours[0].used_bytes = 50 * GIB if number in probes else 0
+def grows(card: Card, number: int, *, probes: range, used: int = 50 * GIB) -> None:
+    card.neighbours[0].used_bytes = used if number in probes else 0
+
+
+def grows_in_the_first(card: Card, job: Job, number: int, kind: type[Job]) -> None:
+    if isinstance(job, kind):
+        card.neighbours[0].used_bytes = 79 * GIB if number == 0 else 0
 
 
 def card_of(**changes: object) -> Callable[[], Card]:
@@ -129,6 +137,16 @@ SCENARIOS = {
         limit_bytes=80 * GIB,
         before=lambda card, number: grows(card, number, probes=range(2, 100)),
         best=32,  # the largest that still runs; 64 had fitted, and then lacked memory in the play-off
+    ),
+    "a neighbour in the inspection": Scenario(
+        card=with_neighbour({}, **A100),
+        limit_bytes=80 * GIB,
+        during=lambda card, job, number: grows_in_the_first(card, job, number, InspectJob),
+    ),
+    "the same in a check, hidden": Scenario(
+        card=with_neighbour({}, books="empty list", **A100),
+        limit_bytes=80 * GIB,
+        during=lambda card, job, number: grows_in_the_first(card, job, number, CheckJob),
     ),
     "a predecessor still releases": Scenario(card=card_of(**A100), limit_bytes=80 * GIB, releases_in=20),
     "the same, empty list": Scenario(card=card_of(books="empty list", **A100), limit_bytes=80 * GIB, releases_in=20),
@@ -207,17 +225,23 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: s
     machine = scenario.machine(monkeypatch)
     card = trained_card(machine)
     runner = FakeCardRunner(
-        machine, before=lambda number: scenario.before(card, number), releases_in=scenario.releases_in
+        machine,
+        before=lambda number: scenario.before(card, number),
+        during=lambda job, number: scenario.during(card, job, number),
+        releases_in=scenario.releases_in,
     )
     result = found(tmp_path, runner)
     best = scenario.best or fits(scenario.limit_bytes)
     tried = [size for size, _ in runner.outcomes]
-    tell(name, search=f"batch {result.config['batch_size']} of {best}; {said(runner.outcomes)}")
+    tell(name, search=f"batch {result.config['batch_size']} of {best}; {said(runner)}")
     assert result.memory_limit_bytes == scenario.limit_bytes
     assert result.config["batch_size"] == best, (tried, [o.crowded for _, o in runner.outcomes], result.warnings)
     assert any("taken by other processes" in warning for warning in result.warnings) == crowded_for_good(runner)
     again = sum(first == second for first, second in itertools.pairwise(tried))
     assert again >= scenario.num_probes_again
+    assert not any("could not be compared" in warning for warning in result.warnings)
+    for crowded in runner.crowded.values():
+        assert crowded in ([False], [True, False]), runner.crowded
 
 
 def crowded_for_good(runner: FakeCardRunner) -> bool:
@@ -226,9 +250,10 @@ def crowded_for_good(runner: FakeCardRunner) -> bool:
     return any(first == second and first[1] for first, second in itertools.pairwise(crowded))
 
 
-def said(outcomes: list[tuple[int, Outcome]]) -> str:
-    kinds = ["crowded" if outcome.crowded else str(outcome.kind) for _, outcome in outcomes]
-    return " ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+def said(runner: FakeCardRunner) -> str:
+    kinds = ["crowded" if outcome.crowded else str(outcome.kind) for _, outcome in runner.outcomes]
+    again = [f"{name} again" for name, crowded in runner.crowded.items() if any(crowded)]
+    return " ".join([*(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds)), *again])
 
 
 def test_memory_that_others_took_is_no_wall_and_is_tried_again_when_the_study_is_resumed(
@@ -241,6 +266,17 @@ def test_memory_that_others_took_is_no_wall_and_is_tried_again_when_the_study_is
     card.neighbours[0].used_bytes = 0
     machine.process_of(0)
     assert found(tmp_path, FakeCardRunner(machine)).config["batch_size"] == fits(80 * GIB)
+
+
+def test_an_inspection_that_others_leave_no_memory_twice_is_the_machines_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch, Card(neighbours=[Neighbour()], **A100))  # type: ignore[arg-type]
+    card = trained_card(machine)
+    runner = FakeCardRunner(machine, during=lambda job, number: grows(card, number, probes=range(2), used=79 * GIB))
+    with pytest.raises(DeviceError, match=r"other processes hold memory .*end them"):
+        found(tmp_path, runner)
+    assert runner.crowded["inspect"] == [True, True]
 
 
 def test_the_play_off_times_a_gpu_until_its_speed_is_the_one_that_it_keeps(

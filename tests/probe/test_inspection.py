@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.devices.cpu import CpuDevice
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.records.inspection import Support
@@ -138,3 +139,24 @@ def test_a_technique_that_changes_what_is_learned_is_optional_and_labelled(monke
     support = inspected(convolution)["channels_last"]
     assert support["choices"] == (False,) and support["optional"] == (True,)
     assert "changes what is learned" in support["reason"] and "validation" in support["note"]
+
+
+class Shared(CpuDevice):
+    """A device whose memory others hold."""
+
+    def is_crowded(self, attempted_bytes):
+        return True
+
+
+def short_of_memory(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_that_others_hold_the_memory_is_neither_a_shortage_nor_a_reason_against_a_technique(monkeypatch):
+    short = dataclasses.replace(on_images(), training_step=short_of_memory)
+    assert "2.00 GiB" in inspect_task(short, device="cpu", memory_limit_bytes=None)["shortage"]
+    with pytest.raises(torch.OutOfMemoryError):
+        inspect_task(short, device=Shared(), memory_limit_bytes=None)
+    monkeypatch.setattr(ChannelsLast, "support", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        inspect_task(on_images(), device=Shared(), memory_limit_bytes=None)

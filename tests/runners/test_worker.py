@@ -1,15 +1,18 @@
-"""What a probe reports of an allocation that failed."""
+"""What a job reports of an allocation that failed."""
 
 import pytest
 import torch
 
 import autotune.devices
+import autotune.probe.checks
+import autotune.probe.inspection
 import autotune.session
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
+from autotune.task import Task
 from autotune.units import GIB
 
 
@@ -53,3 +56,27 @@ def test_where_nothing_says_what_was_asked_for_the_peak_is_what_is_known(fail, e
     outcome = fail(error)
     assert outcome["kind"] is kind
     assert (outcome["peak_bytes"], outcome["attempted_bytes"]) == (7 * GIB, 0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("job", "module", "function", "arguments"),
+    [
+        ("inspect", autotune.probe.inspection, "inspect_task", {"absent": None}),
+        ("check", autotune.probe.checks, "run_checks", {"config": {}, "batch_size": 4}),
+    ],
+)
+def test_an_inspection_and_a_check_tell_memory_that_others_hold_from_what_the_model_needs(
+    monkeypatch, shared, job, module, function, arguments
+):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(Card, "is_crowded", lambda self, attempted_bytes: shared)
+    monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+    monkeypatch.setattr(module, function, fail)
+    task = Task(build_model=lambda: torch.nn.Linear(1, 1), make_batch=lambda n: (torch.zeros(n, 1), torch.zeros(n, 1)))
+    given = {"device": "cuda:0", "memory_limit_bytes": None, **arguments}
+    outcome = worker.JOBS[job](task, given, lambda progress: None)["outcome"]
+    assert (outcome["kind"], outcome["crowded"], outcome["attempted_bytes"]) == (Kind.OOM, shared, 2 * GIB)
+    assert outcome["cause"].startswith("other processes hold memory") == shared
