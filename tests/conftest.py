@@ -1,15 +1,21 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU; `avx2` takes a processor's arithmetic away.
+"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time.
 
-Studies of the tests' own processes are not synced to the disk: a search commits some ten times a probe, at up to 20 ms each.
+`avx2` takes a processor's arithmetic away. Studies of the tests' own processes are not synced to the disk: a search commits some ten
+times a probe, at up to 20 ms each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sqlite3
+from collections.abc import Iterator
 
 import pytest
+from filelock import FileLock
 from sqlalchemy import Engine, event
+
+GPU_TIMEOUT_S = 600  # compiling takes minutes
 
 
 @event.listens_for(Engine, "connect")
@@ -24,9 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
+    for item in marked:
+        item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S, func_only=True))  # not while it waits for its turn
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def alone_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets no test of another of pytest's processes use the GPU meanwhile."""
+    waits = contextlib.nullcontext()
+    if request.node.get_closest_marker("gpu"):
+        waits = FileLock(tmp_path_factory.getbasetemp().parent / "gpu.lock")
+    with waits:
+        yield
 
 
 @pytest.fixture

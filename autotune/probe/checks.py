@@ -143,7 +143,7 @@ class _Comparison:
         double = runs.in_double()
         try:
             found = difference(double.run(self.plain), double.run(self.config))
-        except RuntimeError as error:  # code that makes fp32 tensors of its own, an operator without a double kernel, no memory
+        except RuntimeError as error:  # code that makes fp32 tensors, an operator without a double kernel, no memory
             if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
                 raise
             return math.inf

@@ -162,7 +162,8 @@ def _on(technique: Technique, support: Support) -> tuple[Choice, ...]:
 def _support(technique: Technique, setting: Setting) -> Support:
     """The choices of a technique that apply. If trying the technique raises, it is off, with the reason.
 
-    That others hold the memory is no reason, and raised. Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
+    Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
+    That others hold the memory is no reason, and raised.
     """
     import torch
 

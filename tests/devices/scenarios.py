@@ -13,7 +13,7 @@ from autotune.probe.measure import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
-from autotune.records.inspection import BatchSupport, Inspection
+from autotune.records.inspection import BatchSupport
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress

@@ -308,8 +308,9 @@ def contention_while_working(seconds):
     while time.monotonic() < end:
         matrix = torch.tanh(matrix @ matrix)
         device.synchronize()
-    pids = [process.pid for process in nvml.connect().processes(device._gpu()[1])]
-    return device.contention(), os.getpid() in pids
+    connection = nvml.connect()
+    assert isinstance(connection, nvml.Nvml)
+    return device.contention(), os.getpid() in connection.used_by_process(connection.visible_gpus()[0])
 
 
 def test_another_process_on_the_gpu_is_seen_where_the_driver_shows_processes():

@@ -241,7 +241,10 @@ def test_an_instance_of_a_divided_gpu_is_noted(monkeypatch, cuda_build):
 
 def test_contention_is_what_other_processes_take_of_the_gpu(monkeypatch):
     own, others = (os.getpid(), GIB), (7, GIB)
-    install(monkeypatch, FakeGpu("GPU-1", processes=[own, others], process_utilization=[(own[0], 60), (7, 35), (8, 2**32 - 1)]))
+    install(
+        monkeypatch,
+        FakeGpu("GPU-1", processes=[own, others], process_utilization=[(own[0], 60), (7, 35), (8, 2**32 - 1)]),
+    )
     device = CudaDevice(0)
     device.start_measuring()
     assert device.contention() == pytest.approx(0.35)

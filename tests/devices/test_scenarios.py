@@ -16,7 +16,7 @@ import torch
 from autotune.devices import cuda
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind
 from autotune.runners.runner import CheckJob, InspectJob, Job
 from autotune.tuning.why import as_error
 from autotune.units import GIB, MIB, format_bytes
