@@ -33,7 +33,7 @@ def fail(monkeypatch):
     """Runs a probe on `Card` whose training raises `error`."""
 
     def probe(error):
-        def prepare(task, config, *, device):
+        def prepare(task, config, **options):
             raise error
 
         monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
