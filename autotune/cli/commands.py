@@ -286,7 +286,7 @@ def doctor(options: argparse.Namespace) -> int:
         print(document(doctor.plain(lines)))
     else:
         _print(doctor.sections(lines))
-    code = NOTHING_FEASIBLE if any(line.state is State.BROKEN for line in lines) else ANSWERED
+    code = NOTHING_FEASIBLE if any(line.state is State.DIFFERS for line in lines) else ANSWERED
     sys.stdout.flush()
     if multiprocessing.active_children():  # one is stuck in the driver, and Python would wait for it before it ends
         os._exit(code)

@@ -14,7 +14,7 @@ from typing import Any
 from autotune.devices import open_device
 from autotune.devices.selftest import Facts
 from autotune.doctor import processes, verdicts
-from autotune.doctor.training import TASKS, trained
+from autotune.doctor.training import TASKS, trainings
 from autotune.doctor.verdicts import Judge, State
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
 from autotune.units import format_bytes
@@ -67,26 +67,26 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
     info = opened.info()
     yield Line(
         name="device",
-        state=State.BROKEN if any("is not used" in note for note in info.notes) else State.OK,
+        state=State.DIFFERS if any("is not used" in note for note in info.notes) else State.OK,
         found=f"{info.name}: {info.model}, {format_bytes(info.free_bytes)} of {format_bytes(info.total_bytes)} free",
         meaning="; ".join(info.notes),
         facts={**asdict(info), "python": platform.python_version(), "autotune": __version__},
     )
-    for test, judges in DEVICE_CHECKS.items():
-        tell(", ".join(judges))
-        if not gpu and test in GPU_ONLY:
-            yield from (Line(name=line, state=State.UNAVAILABLE, found=GPU_ONLY[test]) for line in judges)
-            continue
-        facts = processes.in_process(test, name)
-        yield from (_line(line, facts, judge) for line, judge in judges.items())
-    tell("memory after a kill")
-    yield _line("memory after a kill", processes.killed(name), verdicts.judge_release)
-    for task in TASKS:
-        tell(f"training of {task.name}")
-        facts = trained(task, name)
-        judges = TRAINING_CHECKS if task is TASKS[0] else {}
-        yield from (_line(line, facts, judge) for line, judge in judges.items())
-        yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
+    with trainings(name) as trained:
+        for test, judges in DEVICE_CHECKS.items():
+            tell(", ".join(judges))
+            if not gpu and test in GPU_ONLY:
+                yield from (Line(name=line, state=State.UNAVAILABLE, found=GPU_ONLY[test]) for line in judges)
+                continue
+            facts = processes.in_process(test, name)
+            yield from (_line(line, facts, judge) for line, judge in judges.items())
+        tell("memory after a kill")
+        yield _line("memory after a kill", processes.killed(name), verdicts.judge_release)
+        tell(f"training of {', '.join(task.name for task in TASKS)}")
+        for task, facts in trained:
+            judges = TRAINING_CHECKS if task is TASKS[0] else {}
+            yield from (_line(line, facts, judge) for line, judge in judges.items())
+            yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
     yield _line("compiler", processes.compiler(gpu), verdicts.judge_compiler)
     yield _line("study", processes.study(), verdicts.judge_study)
 
@@ -94,13 +94,13 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
 def sections(lines: Iterable[Line]) -> Iterator[Section]:
     """The lines as a table, and a sentence on the whole."""
     lines = list(lines)
-    tones = {State.OK: Tone.GOOD, State.BROKEN: Tone.FAILED, State.UNAVAILABLE: Tone.NOTE}
+    tones = {State.OK: Tone.GOOD, State.DIFFERS: Tone.FAILED, State.UNAVAILABLE: Tone.NOTE}
     rows = (
         (line.name, Span(line.state, tones[line.state]), f"{line.found}{': ' if line.meaning else ''}{line.meaning}")
         for line in lines
     )
     yield Section("", (table(("assumption", "", "what was found, and what it means for a search"), rows),))
-    broken = [line.name for line in lines if line.state is State.BROKEN]
+    broken = [line.name for line in lines if line.state is State.DIFFERS]
     said = (
         f"does not hold here: {', '.join(broken)}"
         if broken
@@ -116,8 +116,9 @@ def plain(lines: Iterable[Line]) -> dict[str, Any]:
 
 def _anonymous(value: Any) -> Any:
     if isinstance(value, str):
+        value = re.sub(r"""(["'])~?/.*?\1""", "<path>", value)  # it may hold spaces
         value = re.sub(r"(?<![\w.:/])(?:file://)?~?/[\w.+@%~-]+(?:/[\w.+@%~-]*)*", "<path>", value)
-        return re.sub(r"\b(pid(?:\(s\))?s?)[ :]*[\d, ]+", r"\1 <number>", value)
+        return re.sub(r"(?i)\b(pid(?:\(s\))?s?|process(?:es)?)[ :=#]*\d+(?:, *\d+)*", r"\1 <number>", value)
     if isinstance(value, dict):
         return {key: _anonymous(item) for key, item in value.items() if key not in ("log", "detail_frames", "cwd")}
     return [_anonymous(item) for item in value] if isinstance(value, list | tuple) else value
@@ -126,6 +127,6 @@ def _anonymous(value: Any) -> Any:
 def _line(name: str, facts: Facts, judge: Judge) -> Line:
     if "failure" in facts:
         meaning = "a search would meet the same; run `autotune doctor --json` and report it"
-        return Line(name=name, state=State.BROKEN, found=facts["failure"], meaning=meaning, facts=facts)
+        return Line(name=name, state=State.DIFFERS, found=facts["failure"], meaning=meaning, facts=facts)
     state, found, meaning = judge(facts)
     return Line(name=name, state=state, found=found, meaning=meaning, facts=facts)

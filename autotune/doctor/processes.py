@@ -33,7 +33,7 @@ def in_process(test: str, device: str) -> Facts:
 @contextlib.contextmanager
 def _started(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "autotune.devices.selftest"])
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sending, test, device))
     process.start()
@@ -75,19 +75,20 @@ def killed(name: str) -> Facts:
     def used() -> float | None:
         return device.telemetry().values.get("used_bytes")
 
-    if (before_bytes := used()) is None:
+    if used() is None:
         return {"why": "nothing here tells how much of the device's memory is in use"}
     with _started("hold", name) as (process, receiving):
         facts = _received(process, receiving)
         if "failure" in facts:
             return facts
-        facts |= {"before_bytes": before_bytes, "while_bytes": used()}
+        while_bytes = used() or 0.0
+        facts |= {"gpu": device.kind == "cuda", "while_bytes": while_bytes}
         started = time.monotonic()
         process.kill()
         process.join(RELEASE_S)
         if process.is_alive():
             return STUCK
-        while (after_bytes := used() or 0.0) > before_bytes + facts["held_bytes"] / 2:
+        while (after_bytes := used() or 0.0) > while_bytes - facts["held_bytes"] / 2:
             if time.monotonic() > started + RELEASE_S:
                 break
             time.sleep(0.02)

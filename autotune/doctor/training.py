@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from autotune.task.source import TaskSource
 if TYPE_CHECKING:
     import torch
 
-PATIENCE_S = 20.0  # for one job
+PATIENCE_S = 30.0  # for one job
 
 
 def _perceptron() -> torch.nn.Module:
@@ -69,16 +71,36 @@ TASKS = (
 )
 
 
-def trained(task: Task, device: str) -> Facts:
-    """Inspect, predict and probe a task; the first one twice, with the device's calibration."""
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="autotune-") as folder,
-            LocalRunner(TaskSource.of(task), device=device, logs=Path(folder)) as runner,
-        ):
-            return _facts_of(task, runner)
-    except AutotuneError as error:
-        return {"failure": str(error)}
+@contextlib.contextmanager
+def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
+    """The tasks, with what inspecting, predicting and probing them finds; the first one twice, with the device's calibration.
+
+    From the outset each task has a process that imports torch, which takes seconds, beside whatever is done meanwhile. The
+    first task is then trained alone, since it is timed. The others, of which only the memory counts, are trained at once on a
+    CPU; on a GPU the driver may not tell their memory apart.
+    """
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(TASKS)) as threads:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-")))
+
+        def opened(task: Task) -> LocalRunner:
+            return stack.enter_context(LocalRunner(TaskSource.of(task), device=device, logs=folder / task.name))
+
+        runners: dict[str, Future[LocalRunner]] = {task.name: threads.submit(opened, task) for task in TASKS}
+
+        def facts_of(task: Task) -> Facts:
+            try:
+                return _facts_of(task, runners[task.name].result())
+            except AutotuneError as error:
+                return {"failure": str(error)}
+
+        def found() -> Iterator[tuple[Task, Facts]]:
+            for runner in runners.values():
+                runner.exception()  # waits until it is open
+            first, *others = TASKS
+            yield first, facts_of(first)
+            yield from zip(others, (threads.map if device == "cpu" else map)(facts_of, others), strict=True)
+
+        yield found()
 
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:

@@ -20,7 +20,7 @@ class State(StrEnum):
     """What came of a check."""
 
     OK = "ok"
-    BROKEN = "broken"
+    DIFFERS = "differs"
     UNAVAILABLE = "unavailable"
 
 
@@ -30,7 +30,7 @@ Judge = Callable[[Facts], Verdict]
 
 def _right(holds: bool, said: str, meaning: str) -> Verdict:
     """What was found, and what it means where the assumption does not hold."""
-    return (State.OK, said, "") if holds else (State.BROKEN, said, meaning)
+    return (State.OK, said, "") if holds else (State.DIFFERS, said, meaning)
 
 
 def judge_driver(facts: Facts) -> Verdict:
@@ -45,15 +45,15 @@ def judge_limit(facts: Facts) -> Verdict:
     """Memory ends at the limit, not before and not behind it."""
     limit_bytes, allocated_bytes = facts["limit_bytes"], facts["allocated_bytes"]
     held_bytes = facts.get("held_bytes", facts["start_bytes"] + allocated_bytes)
-    said = f"memory ended at {format_bytes(held_bytes)} of {format_bytes(limit_bytes)}"
+    said = f"memory ended at {format_bytes(held_bytes)}, with a limit of {format_bytes(limit_bytes)}"
     if not facts["error"]:
         found = f"{format_bytes(allocated_bytes)} could be allocated within a limit of {format_bytes(limit_bytes)}"
         meaning = "configs that do not fit would run, or fill the device: give a --memory-limit well below it"
-        return State.BROKEN, found, meaning
+        return State.DIFFERS, found, meaning
     if facts["crowded"]:
         return State.UNAVAILABLE, f"{said}: other processes hold the rest", "end them, and run this again"
     if held_bytes > limit_bytes + facts["block_bytes"]:
-        return State.BROKEN, said, "configs may need more memory than a search says: leave a larger --headroom"
+        return State.DIFFERS, said, "configs may need more memory than a search says: leave a larger --headroom"
     reached = held_bytes + facts["attempted_bytes"] >= limit_bytes * (1 - LIMIT_SHARE)
     return _right(reached, said, "configs that fit would be taken for too large")
 
@@ -65,14 +65,14 @@ def judge_recognition(facts: Facts) -> Verdict:
     if facts["recognised"]:
         return State.OK, f"told from other errors by: {facts['error'][:80]}", ""
     meaning = "too large configs would count as errors, and others be tried in vain"
-    return State.BROKEN, f"not recognised: {facts['error']}", meaning
+    return State.DIFFERS, f"not recognised: {facts['error']}", meaning
 
 
 def judge_other_error(facts: Facts) -> Verdict:
     """Another error is not taken for a lack of memory."""
     if facts["error"] and not facts["recognised"]:
-        return State.OK, "shapes that do not match are no lack of memory", ""
-    return State.BROKEN, f"taken for a lack of memory: {facts['error']}", "errors of your code would be hidden"
+        return State.OK, "an error about shapes is not taken for a lack of memory", ""
+    return State.DIFFERS, f"taken for a lack of memory: {facts['error']}", "errors of your code would be hidden"
 
 
 def judge_peak(facts: Facts) -> Verdict:
@@ -100,12 +100,11 @@ def judge_release(facts: Facts) -> Verdict:
     """The device has a killed process's memory back at once."""
     if "why" in facts:
         return State.UNAVAILABLE, facts["why"], ""
-    half = facts["held_bytes"] / 2
-    if facts["while_bytes"] < facts["before_bytes"] + half:
-        return State.UNAVAILABLE, "other processes' memory changes too much to tell", "run it on a quieter machine"
-    if facts["after_bytes"] > facts["before_bytes"] + half:
+    if facts["after_bytes"] > facts["while_bytes"] - facts["held_bytes"] / 2:
+        if not facts["gpu"]:  # where every program of the machine changes what is in use
+            return State.UNAVAILABLE, "other processes' memory changes too much to tell", "run it on a quieter machine"
         said = f"{format_bytes(facts['held_bytes'])} were not back after {format_seconds(facts['released_s'])}"
-        return State.BROKEN, said, "each probe would find less memory than the one before"
+        return State.DIFFERS, said, "each probe would find less memory than the one before"
     return State.OK, f"{format_bytes(facts['held_bytes'])} back {format_seconds(facts['released_s'])} after a kill", ""
 
 
@@ -128,14 +127,14 @@ def judge_workers(facts: Facts) -> Verdict:
     """Data can be loaded in processes of their own."""
     if facts["sum"] == facts["expected"]:
         return State.OK, "two workers loaded all samples", ""
-    return State.BROKEN, "samples were lost", "do not use data workers"
+    return State.DIFFERS, "samples were lost", "do not use data workers"
 
 
 def judge_fork(facts: Facts) -> Verdict:
     """Probes are forked from a process that has imported torch."""
     if facts["notes"]:
-        return State.BROKEN, "; ".join(facts["notes"]), "each probe takes seconds longer to start"
-    return State.OK, "a probe starts from a process that has imported torch, and uses no device", ""
+        return State.DIFFERS, "; ".join(facts["notes"]), "each probe takes seconds longer to start"
+    return State.OK, "each probe starts as a copy of a process that has imported torch, within milliseconds", ""
 
 
 def judge_equal(facts: Facts) -> Verdict:
@@ -148,7 +147,7 @@ def judge_equal(facts: Facts) -> Verdict:
     if any(measured["disturbances"] for measured in (first, second)):
         return State.UNAVAILABLE, f"{said}, while others work on the machine", "run it on a quieter machine"
     if larger > EQUAL_PEAK:
-        return State.BROKEN, said, "memory is told less surely than a search says: leave a larger --headroom"
+        return State.DIFFERS, said, "memory is told less surely than a search says: leave a larger --headroom"
     meaning = "small gains cannot be told from noise: give a larger --budget, or quieten the machine"
     return _right(faster <= EQUAL_SPEED, said, meaning)
 
@@ -164,7 +163,7 @@ def judge_quiet(facts: Facts) -> Verdict:
 def judge_calibration(facts: Facts) -> Verdict:
     """The device can be measured."""
     if not facts["calibrated"]:
-        return State.BROKEN, facts["calibration"].get("cause", ""), UNKNOWN_RATES
+        return State.DIFFERS, facts["calibration"].get("cause", ""), UNKNOWN_RATES
     if not (rates := facts["calibration"]["rates"]):
         return State.UNAVAILABLE, "no rate was measured in time", UNKNOWN_RATES
     best = {
@@ -173,7 +172,7 @@ def judge_calibration(facts: Facts) -> Verdict:
         if rate["work"] == "matmul" and rate["flops_per_s"]
     }
     said = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in best.items()) or f"{len(rates)} rates"
-    return State.OK, said, ""
+    return State.OK, f"matrix products in {said}", ""
 
 
 def judge_prediction(facts: Facts) -> Verdict:
@@ -202,5 +201,5 @@ def judge_study(facts: Facts) -> Verdict:
     """A study can be kept in the working directory."""
     if facts["error"]:
         meaning = "nothing would be kept: run in a folder that may be written, or give --storage"
-        return State.BROKEN, facts["error"], meaning
+        return State.DIFFERS, facts["error"], meaning
     return State.OK, "a study can be kept in the working directory", ""
