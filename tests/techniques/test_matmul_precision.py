@@ -10,6 +10,8 @@ from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.records.calibration import Calibration, Rate
 from autotune.techniques import restored_settings
 from autotune.techniques.matmul_precision import MatmulPrecision
+from tests.devices.processes import in_process
+from tests.gpu.test_cuda import require
 
 
 def linear() -> torch.nn.Module:
@@ -49,14 +51,19 @@ def test_the_process_wide_setting_can_be_put_back(make_task):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 needs an NVIDIA GPU")
 def test_matrix_products_on_a_gpu_are_rounded(make_task):
-    values = torch.randn(256, 256, device="cuda")
-    exact = values @ values
-    with restored_settings():
-        prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cuda")
-        assert not torch.equal(values @ values, exact)
-    assert torch.equal(values @ values, exact)
+    require((8, 0), "TF32")
+    task = make_task(linear)
+
+    def products():
+        values = torch.randn(256, 256, device="cuda")
+        exact = values @ values
+        with restored_settings():
+            prepare(task, {"matmul_precision": "tf32"}, device="cuda")
+            rounded = values @ values
+        return torch.equal(rounded, exact), torch.equal(values @ values, exact)
+
+    assert in_process(products) == (False, True)
 
 
 def test_tf32_leaves_the_older_getters_readable_since_inductor_and_lightning_read_them(make_task):
