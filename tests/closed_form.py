@@ -154,7 +154,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         budget_s=changes.pop("budget_s", 1000.0),
         probe_timeout_s=changes.pop("timeout_s", None),
         **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
-        sampler=changes.pop("sampler", "gp"),
+        sampler=changes.pop("sampler", "random"),
     )
     space, _ = build_space(found, fix=options.fix, include=(), exclude=())
     objective = Objective(name=options.objective, memory_limit_bytes=LIMIT_BYTES, headroom=0.05)

@@ -110,7 +110,11 @@ def test_a_probe_whose_first_step_takes_too_long_is_ended_and_leaves_a_bound(tmp
 
 @pytest.mark.parametrize("sampler", ["cost-model", "random", "grid"])
 def test_no_search_loses_more_than_a_tenth_of_its_budget_to_time_outs(tmp_path: Path, sampler: str) -> None:
-    search = opened(tmp_path, lambda config: None if config["amp"] == "off" else warming_up(), sampler=sampler)
+
+    def hangs(config: Config) -> Progress | None:
+        return None if config["amp"] == "off" else warming_up()
+
+    search = opened(tmp_path, hangs, sampler=sampler, num_trials=80)
     explore(search, search.proposer())
     lost_s = sum(trial.wall_s for trial in search.history.trials if trial.outcome.kind is Kind.TIMEOUT)
     assert 0 < lost_s <= LOST_SHARE * BUDGET_S
