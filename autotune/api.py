@@ -13,7 +13,6 @@ from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.predict.answer import answer
 from autotune.predict.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.capacity import MemoryPrediction
@@ -43,6 +42,7 @@ from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrated
+from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener
 from autotune.tuning.opening import inspection_failed
 from autotune.tuning.search import search as run_search

@@ -197,32 +197,27 @@ class _CachingAllocator:
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
         block = pool.take_best_fit(size_bytes)
         if block is None:
-            block = self._grown(pool, size_bytes) if self._settings.expandable else self._segment(pool, size_bytes)
+            block = self._reserve(pool, size_bytes)
         if pool.may_split(block, size_bytes):
             _split(block, size_bytes)
         return block
 
-    def _segment(self, pool: _Pool, size_bytes: int) -> _Block:
-        block = _Block(pool.end, _segment_bytes(size_bytes), pool)
-        pool.end += block.size_bytes
-        self.reserved_bytes += block.size_bytes
-        return block
-
-    def _grown(self, pool: _Pool, size_bytes: int) -> _Block:
-        """The end of the pool's only segment, which grows by as much as it is too small."""
-        last = pool.last
-        if last is not None and last.free:
-            pool.take(last)
-        else:
-            block = _Block(pool.end, 0, pool)
-            _link(last, block)
-            last = block
-        more_bytes = _round_up(size_bytes - last.size_bytes, pool.page_bytes)
-        last.size_bytes += more_bytes
+    def _reserve(self, pool: _Pool, size_bytes: int) -> _Block:
+        """A new segment, or the end of the pool's only one, which grows by as much as it is too small."""
+        block = _Block(pool.end, 0, pool)
+        more_bytes = _segment_bytes(size_bytes)
+        if self._settings.expandable:
+            if pool.last is not None and pool.last.free:
+                block = pool.last
+                pool.take(block)
+            else:
+                _link(pool.last, block)
+                pool.last = block
+            more_bytes = _round_up(size_bytes - block.size_bytes, pool.page_bytes)
+        block.size_bytes += more_bytes
         pool.end += more_bytes
         self.reserved_bytes += more_bytes
-        pool.last = last
-        return last
+        return block
 
     def free(self, block: _Block) -> None:
         """Give a block back to its pool, joined with its free neighbours."""

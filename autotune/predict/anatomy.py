@@ -74,16 +74,11 @@ class _Found:
         self.owners: dict[int, str] = {}  # key of what belongs to a parameter -> the module that owns it
         self.steps: list[int] = []  # number of events at the beginning of each step
         self.micro_batch = 0  # number of stretches before the last micro batch
-        modules = dict(run.session.model.named_modules(remove_duplicate=False))
-        owned = [
-            (name or MODEL, tensor)
-            for name, module in modules.items()
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        ]
         self.owner_of: dict[int, str] = {}
-        for name, tensor in owned:
-            self.owner_of.setdefault(id(tensor), name)
-            self._own(name, [tensor])
+        for name, module in run.session.model.named_modules(remove_duplicate=False):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.owner_of.setdefault(id(tensor), name or MODEL)
+                self._own(name or MODEL, [tensor])
 
     def _begin(self) -> _Began:
         tracker = self.run.tracker
@@ -134,9 +129,8 @@ class _Found:
         held: dict[str, Counter[str]] = defaultdict(Counter)
         for key, size_bytes in _living(events[: peak + 1]).items():
             kind = self._kind(key, made_in)
-            held["" if kind == _BATCH_KIND else self.owners.get(key, made_in.get(key, MODEL))][KINDS[kind]] += (
-                size_bytes
-            )
+            owner = "" if kind == _BATCH_KIND else self.owners.get(key, made_in.get(key, MODEL))
+            held[owner][KINDS[kind]] += size_bytes
         held[BATCH] += held.pop("", Counter()) + Counter({KINDS[_BATCH_KIND]: further_bytes})
         flops, moved = self._work()
         modules = [

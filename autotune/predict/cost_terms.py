@@ -22,7 +22,6 @@ from autotune.records.config import Choice, Config
 from autotune.space import Space
 from autotune.techniques import Factor
 
-NOTHING_KNOWN: Mapping[str, Factor] = MappingProxyType({})
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
 SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
@@ -119,7 +118,7 @@ class Layout:
         terms: Sequence[CostTerm],
         space: Space,
         width: Callable[[int], float] = lambda batch_size: 1.0,
-        compute: Mapping[str, Factor] = NOTHING_KNOWN,
+        compute: Mapping[str, Factor] = MappingProxyType({}),
     ) -> None:
         self.terms = terms
         self.space = space

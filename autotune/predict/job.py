@@ -16,6 +16,7 @@ from autotune.predict.plan import Plan, allocator_sizes, traced_sizes
 from autotune.predict.recomputed import recompute
 from autotune.predict.traces import Group, ModelTrace, Traces, UpdateTrace, model_label, update_label
 from autotune.predict.tracing import TraceError, Tracer
+from autotune.records.calibration import Work
 from autotune.task import Task
 from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
@@ -45,12 +46,9 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
         yield {"traces": found.to_dict()}
         if label == model_label(()) and found.failures:
             return
-    lengths = None
     if plan.lengths:
         with contextlib.suppress(Exception):  # the user's code may not be made for single samples
-            lengths = sample_lengths(task)
-    if lengths is not None:
-        yield {"traces": Traces(target=target, lengths=lengths).to_dict()}
+            yield {"traces": Traces(target=target, lengths=sample_lengths(task)).to_dict()}
 
 
 class _Job:
@@ -67,13 +65,14 @@ class _Job:
         """Trace the updates of one group. Raises `TraceError` as `model` does."""
         self._require_traceable(group)
         first, second = self.updates(group)
+        work = second.work or Work()
         state_bytes = float(sum(second.held[key] for key in second.held if second.purposes[key] is Purpose.OPTIMIZER))
         trace = UpdateTrace(
             state_bytes=state_bytes,
             first=excess_at_peak(first),
             later=excess_at_peak(second),
-            moved_bytes=0.0 if second.work is None else second.work.moved_bytes,
-            num_operators=0 if second.work is None else second.work.num_operators,
+            moved_bytes=work.moved_bytes,
+            num_operators=work.num_operators,
         )
         return Traces(target=self.target, updates={group: trace})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
-from autotune.predict.cost_terms import NOTHING_KNOWN, SIZES, CostTerm, Layout, Residual
+from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
 from autotune.predict.roofline import Roofline
 from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Config
@@ -29,9 +29,8 @@ TERMS = (
     CostTerm(name="data", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.02, spread=4.0)),
 )
 COUNTED_SPREAD = 2.5  # of an update whose operators and bytes were counted; seen: a factor of 0.4 to 3
-TYPE_SPREAD = (
-    1.4  # of what a type does, by rates and work; seen: 1.3, and 1.8 where kernels are made for each new shape
-)
+# of what a type does, by rates and work; seen: 1.3, and 1.8 where kernels are made for each new shape
+TYPE_SPREAD = 1.4
 RESIDUAL = Residual(trend=0.05, bend=0.03, group=0.03, own=0.01)
 SCALES = Scales(noise=((0.005, 0.1), (0.01, 0.2), (0.02, 0.3), (0.04, 0.25), (0.08, 0.1), (0.16, 0.05)))
 PHASES = {"data": "data", "update": "optimizer"}  # term -> phase of a measurement that shows it alone
@@ -82,7 +81,7 @@ class TimeModel:
         roofline: Roofline | None = None,
     ) -> None:
         self._baseline = space.baseline
-        terms, compute = _counted(roofline, space.baseline) if roofline else (TERMS, NOTHING_KNOWN)
+        terms, compute = _counted(roofline, space.baseline) if roofline else (TERMS, {})
         width = lengths.mean_width if lengths else lambda batch_size: 1.0
         layout = Layout(terms, space, width, compute)
         measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
@@ -135,7 +134,7 @@ def _counted(roofline: Roofline, baseline: Config) -> tuple[tuple[CostTerm, ...]
     """The terms with shares by the rates of the device and the work of the model, and what each type does to `compute`."""
     size, compute_s = baseline.batch_size, roofline.compute_s(baseline.batch_size, FP32)
     if not compute_s:
-        return TERMS, NOTHING_KNOWN
+        return TERMS, {}
     shares = {
         # beside launching, small batches make operators slower: the share that is expected where nothing is known
         "launch": Factor(typical=LAUNCH.typical + roofline.launch_s() / size / compute_s, spread=LAUNCH.spread),

@@ -7,6 +7,8 @@ from typing import Any
 
 from autotune.records.config import Choice
 
+LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune.predict.answer import LARGEST_BATCH
-from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
+from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.answer import limit_words, warnings_section
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table

@@ -12,14 +12,13 @@ from autotune.devices.targets import CPU
 from autotune.errors import TaskError
 from autotune.predict.memory import MemoryEstimate, MemoryModel
 from autotune.predict.traces import Traces
-from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
+from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.space import Space
 from autotune.units import format_seconds
 
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
-LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
 
 
 def answer(

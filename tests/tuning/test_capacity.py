@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.answer import Question
 from autotune.predict.memory import MemoryEstimate
 from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config
+from autotune.tuning.capacity import Question
 from autotune.units import GIB, MIB
 
 OUTSIDE = 512 * MIB
