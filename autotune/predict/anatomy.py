@@ -36,16 +36,14 @@ class _Began(NamedTuple):
 def anatomies(task: Task, configs: Iterable[Config], target: Target) -> Iterable[Anatomy | str]:
     """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone."""
     tracer: Tracer | None = None
-    is_first = True
-    for config in configs:
+    for place, config in enumerate(configs):
         try:
             tracer = tracer or Tracer(task, target)
             yield anatomy(tracer, config, on_cpu=target == CPU)
         except TraceError as error:
             yield str(error)
-            if is_first:
+            if place == 0:
                 return
-        is_first = False
 
 
 def anatomy(tracer: Tracer, config: Config, *, on_cpu: bool) -> Anatomy:

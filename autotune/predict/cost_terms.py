@@ -24,7 +24,6 @@ from autotune.techniques import Factor
 
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
-SIZES = BATCH_KEYS  # act through the terms' scales, not as techniques
 UNLIKE = 0.55  # correlation that is left between residuals of configs that differ in one technique which does much
 MUCH = 0.15  # standard deviation, in logarithms, of an effect on the first term that makes a technique one of those
 OCTAVES = 1.5  # over which departures stay alike
@@ -130,7 +129,7 @@ class Layout:
         means = [math.log(term.share.typical) for term in terms]
         blocks = [np.array([[math.log(term.share.spread) ** 2]]) for term in terms]
         for name in self._searched:
-            if name in SIZES:
+            if name in BATCH_KEYS:  # acts through the terms' scales
                 continue
             technique = techniques.REGISTRY[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
@@ -200,7 +199,7 @@ class Layout:
         """Correlation of what combinations of techniques do: 1 for a config and itself."""
         unlike = np.zeros((len(a.octaves), len(b.octaves)))
         for column, name in enumerate(self._searched):
-            if name in SIZES:
+            if name in BATCH_KEYS:
                 continue
             distance = np.abs(a.ranks[:, None, column] - b.ranks[None, :, column])
             unlike += self._reach[name] * (distance if techniques.is_ordered(name) else distance > 0)

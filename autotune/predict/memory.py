@@ -251,13 +251,12 @@ class _Untraced:
 
     def __init__(self, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._outside_bytes = outside_bytes
-        layout = Layout(TERMS, space)
         seen = [Observation(config=c, value=self._log(held)) for c, held in measured]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
             seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD)]
         self._any = bool(seen)
-        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(Layout(TERMS, space), RESIDUAL, SCALES, seen)
         for config, least in failed:
             self._model = self._model.with_bound(config, self._log(least))
 

@@ -34,9 +34,7 @@ def recompute(
     """
     alone = _compose((none.alone[0], none.alone[-1]), (each.alone[0], each.alone[-1]), segments, num_blocks)
     beside = _compose(none.beside, each.beside, segments, num_blocks)
-    if alone is None or beside is None:
-        return None
-    return MicroSteps(alone=alone, beside=beside)
+    return MicroSteps(alone=alone, beside=beside) if alone and beside else None
 
 
 def _compose(

@@ -94,14 +94,12 @@ class Roofline:
 
     def launch_s(self) -> float:
         """Seconds per micro step that do not depend on its size."""
-        return self._launching_s(self.work)
+        return self.work.num_operators * HOST_PER_LAUNCH * (self.calibration.launch_s or 0.0)
 
     def update_s(self) -> float:
         """Seconds per optimizer step."""
-        return self.update.moved_bytes / (self.calibration.bytes_per_s or 0.0) + self._launching_s(self.update)
-
-    def _launching_s(self, work: WorkTrace | UpdateTrace) -> float:
-        return work.num_operators * HOST_PER_LAUNCH * (self.calibration.launch_s or 0.0)
+        launching_s = self.update.num_operators * HOST_PER_LAUNCH * (self.calibration.launch_s or 0.0)
+        return self.update.moved_bytes / (self.calibration.bytes_per_s or 0.0) + launching_s
 
     def _width(self, batch_size: int) -> float:
         lengths = self.traces.lengths

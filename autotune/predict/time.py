@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.predict.cost_fit import CostModel, Observation, Posterior, Probes, Scales
-from autotune.predict.cost_terms import SIZES, CostTerm, Layout, Residual
+from autotune.predict.cost_terms import CostTerm, Layout, Residual
 from autotune.predict.roofline import Roofline
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Config
 from autotune.records.outcome import Measurement
@@ -100,7 +101,7 @@ class TimeModel:
         found = []
         for row, config in enumerate(self._seen):
             others = self._seen[:row] + self._seen[row + 1 :]
-            switched = {name: c for name, c in config.differences(self._baseline).items() if name not in SIZES}
+            switched = {name: c for name, c in config.differences(self._baseline).items() if name not in BATCH_KEYS}
             if any(all(other[name] != choice for other in others) for name, choice in switched.items()):
                 new = copy(self)
                 new._seen, new._model = others, self._model.without(row)
