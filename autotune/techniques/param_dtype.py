@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,14 +50,11 @@ class ParamDtype(Technique):
     frameworks: ClassVar[Mapping[str, Words]] = {ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}})}
 
     def support(self, setting: Setting) -> Support:
-        """What the optimizer and the device allow, and the model ran through with; all of it only if included."""
+        """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
         reasons = {
             "bf16": _why_not_bf16(setting.model, setting.optimizer),
             "fp8": _why_not_fp8(setting.model, setting.device),
         }
-        if not reasons["bf16"]:
-            with _in_bf16(setting.model), _autocast(setting.device):
-                setting.task.loss(setting.model, setting.fresh_batch())
         possible = tuple(choice for choice, reason in reasons.items() if not reason)
         left_out = [f"{choice}: {reason}" for choice, reason in reasons.items() if reason]
         why_optional = ["gradients have 8 significant bits, also where they are added up"] if possible else []
@@ -149,18 +145,6 @@ def _convert(weights: list[torch.nn.Parameter]) -> None:
     for parameter in weights:
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.grad = None
-
-
-@contextmanager
-def _in_bf16(model: torch.nn.Module) -> Iterator[None]:
-    weights = _weights(model)
-    before = [parameter.data for parameter in weights]
-    try:
-        _convert(weights)
-        yield
-    finally:
-        for parameter, data in zip(weights, before, strict=True):
-            parameter.data = data
 
 
 def _linear_layers(model: torch.nn.Module) -> list[Any]:
