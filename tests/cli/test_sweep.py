@@ -20,6 +20,8 @@ SMALL = (
     "optimizer_impl=default",
     "--grid",
     "amp=off,bf16",
+    "--grid",
+    "inplace_activations=false",
     "--include",  # a processor may only emulate bf16
     "amp",
 )
