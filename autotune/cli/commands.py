@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
-from autotune.cli.parser import given
+from autotune.cli.parser import UsageError, given
 from autotune.errors import ConfigError
 from autotune.records.options import (
     ExplainOptions,
@@ -25,6 +25,7 @@ from autotune.records.options import (
 from autotune.records.outcome import Kind, Outcome
 
 EXAMPLE = '{"batch_size": 16}'
+MAX_REGRESSION = 0.05
 
 
 def search(options: argparse.Namespace) -> int:
@@ -87,18 +88,25 @@ def verify(options: argparse.Namespace) -> int:
     from autotune.report.figures import rate
     from autotune.study.reading import load_study
 
-    answer = None if options.against is None else load_study(options.against).answer()
-    config = _config(options.config) if answer is None else answer.config
-    outcome = api.verify(options.model, config, on_warning=_warn, **given(options, VerifyOptions))
-    code = _show_outcome(outcome, config, options)
-    if answer is None or outcome.measurement is None:
-        return code
-    least = answer.samples_per_s * (1 - options.max_regression)
-    if outcome.measurement.samples_per_s_high >= least:
+    asked = given(options, VerifyOptions)
+    if options.against is None:
+        for flag, value in (("--max-regression", options.max_regression), ("--study", options.study)):
+            if value is not None:
+                raise UsageError(f"{flag} {value} is for a study's answer; give the study by --against STUDY")
+        config = _config(options.config)
+        return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
+    answer = load_study(options.against, study=options.study).answer()
+    slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
+    least = answer.samples_per_s * (1 - slower)
+    outcome = api.verify(options.model, answer.config, on_warning=_warn, **{**answer.asked, **asked})
+    found = outcome.measurement
+    holds = found is not None and found.samples_per_s_high >= least
+    code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds)
+    if holds or found is None:
         return code
     _warn(
-        f"the answer of {options.against} no longer holds: at most {rate(outcome.measurement.samples_per_s_high)} samples/s, "
-        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {options.max_regression:.0%}); search again"
+        f"the answer of {options.against} no longer holds: at most {rate(found.samples_per_s_high)} samples/s, "
+        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {slower:.0%}); search again"
     )
     return NOTHING_FEASIBLE
 
@@ -107,12 +115,12 @@ def _warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace) -> int:
+def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:
     from autotune.report.document import document
     from autotune.report.outcome import outcome_sections
 
     if options.json:
-        print(document({"config": config, **outcome.to_dict()}))
+        print(document({"config": config, **outcome.to_dict(), **expected}))
     else:
         _print(outcome_sections(outcome, config))
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
@@ -153,7 +161,13 @@ def compare(options: argparse.Namespace) -> int:
     from autotune.report.document import document
     from autotune.study.reading import load_study
 
-    studies = [load_study(file, study=options.study) for file in options.study_files]
+    files, names = options.study_files, options.study or [None]
+    if len(names) not in (1, len(files)):
+        raise UsageError(
+            f"--study was given {len(names)} times for {len(files)} files; give it once for each file, in order, or once for all"
+        )
+    names = names * (len(files) // len(names))
+    studies = [load_study(file, study=name) for file, name in zip(files, names, strict=True)]
     if options.json:
         print(document({"answers": [study.answer().to_dict() for study in studies]}))
     else:
@@ -241,6 +255,7 @@ def explain(options: argparse.Namespace) -> int:
     picture = None if options.picture is None else Path(options.picture)
     if picture is not None:
         require_form(picture)
+        _require_writable(picture, "--picture")
     explanation = api.explain(
         options.model,
         None if options.config is None else _config(options.config),
@@ -250,14 +265,14 @@ def explain(options: argparse.Namespace) -> int:
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
         file=sys.stderr,
     )
-    if picture is not None and explanation.memory is None:
-        print("autotune: no picture: the memory could not be traced", file=sys.stderr)
-    elif picture is not None and explanation.memory is not None:
-        draw(explanation, explanation.memory, picture)
     if options.json:
         print(document(explanation.to_dict()))
     else:
         _print(explanation_sections(explanation))
+    if picture is not None and explanation.memory is None:
+        print("autotune: no picture: the memory could not be traced", file=sys.stderr)
+    elif picture is not None and explanation.memory is not None:
+        draw(explanation, explanation.memory, picture)
     return ANSWERED
 
 

@@ -97,10 +97,10 @@ def build_parser() -> Parser:
     verify.add_argument(
         "--max-regression",
         type=_share,
-        default=0.05,
         metavar="PERCENT",
         help="how much slower the answer may be than it was (default: 5%%)",
     )
+    verify.add_argument("--study", metavar="NAME", help="which study, if the file of --against holds several")
     _add_json(verify)
     show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
@@ -114,7 +114,9 @@ def build_parser() -> Parser:
     report.add_argument("--html", metavar="FILE", help="the page to write (default: the study's name with .html)")
     compare = command("compare", "the answers of several studies side by side: machines, versions, models")
     compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
-    compare.add_argument("--study", metavar="NAME", help="which study, if each file holds several")
+    compare.add_argument(
+        "--study", action="append", metavar="NAME", help="which study of each file, in order; one for all if given once"
+    )
     _add_json(compare)
     export = command("export", "the answer in the form that a framework reads")
     _add_study(export)

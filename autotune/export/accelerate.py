@@ -46,6 +46,8 @@ class Accelerate(Exporter):
             "# accelerate launch --config_file THIS_FILE train.py",
             f"# In train.py: {_call('Accelerator', of_script)}",
             f"# In train.py: {_call('DataLoader', said[DATALOADER], 'dataset')}",
+            "# In train.py: `with accelerator.accumulate(model):` around all of a micro batch, or gradients do not accumulate",
+            "# Add your own collate_fn; leave shuffle out for an IterableDataset or a sampler.",
         ]
         return Export(
             "\n".join([*comments, *(f"{name}: {json.dumps(value)}" for name, value in of_file.items())]), unsaid

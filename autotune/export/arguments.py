@@ -8,7 +8,9 @@ from typing import Any
 from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.techniques import REGISTRY
-from autotune.techniques.frameworks import BATCH
+from autotune.techniques.frameworks import BATCH, DATALOADER
+
+_AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
 
 
 def arguments(
@@ -26,7 +28,7 @@ def arguments(
     Returns:
         framework -> its arguments; key of the config -> why it is in none of them.
     """
-    said: dict[str, dict[str, Any]] = {framework: {} for framework in frameworks}
+    said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
     for name, choice in result.config.items():
         words = {framework: _words(framework, name, result, space) for framework in frameworks}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 ALIKE = 0.2  # by which the figures of equal blocks may differ
@@ -14,10 +14,12 @@ class Fold:
 
     Attributes:
         label: `blocks.0-5`, `head`.
-        blocks: the names of each block's modules, the block's own first.
+        block: the name of the first block, `blocks.0`.
+        blocks: the names of each block's modules, the block's own, if it is there, first.
     """
 
     label: str
+    block: str
     blocks: tuple[tuple[str, ...], ...]
 
     @property
@@ -29,12 +31,18 @@ class Fold:
 def folded(figures: Mapping[str, float]) -> list[Fold]:
     """Fold modules by the first number in their names, in the order of the names.
 
+    A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
+
     Args:
         figures: qualified name -> what is told of it. Blocks whose sums differ by more than `ALIKE` stay apart.
     """
+    return list(_folded(figures, 0))
+
+
+def _folded(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
     blocks: dict[str, list[str]] = {}
     for name in figures:
-        blocks.setdefault(_block(name), []).append(name)
+        blocks.setdefault(_block(name, depth), []).append(name)
     folds: list[list[str]] = []
     in_order = sorted(blocks, key=lambda block: (_stem(block), _number(block)))
     for block in in_order:
@@ -43,14 +51,21 @@ def folded(figures: Mapping[str, float]) -> list[Fold]:
             folds[-1].append(block)
         else:
             folds.append([block])
-    return [Fold(_label(fold), tuple(tuple(sorted(blocks[block])) for block in fold)) for fold in folds]
+    for fold in folds:
+        names = blocks[fold[0]]
+        if len(fold) == 1 and len(names) > 1:
+            inside = list(_folded({name: figures[name] for name in names}, depth + 1))
+            if any(len(one.blocks) > 1 and one.blocks[0] != (one.block,) for one in inside):  # layers are no blocks
+                yield from inside
+                continue
+        yield Fold(_label(fold), fold[0], tuple(tuple(sorted(blocks[block])) for block in fold))
 
 
-def _block(name: str) -> str:
-    """`transformer.h.0` of `transformer.h.0.attn`; the name itself where there is no number in it."""
+def _block(name: str, depth: int) -> str:
+    """`transformer.h.0` of `transformer.h.0.attn`, to the number after `depth` others; the name itself where there is none."""
     parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: numbered + 1])
+    numbered = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[depth] + 1]) if len(numbered) > depth else name
 
 
 def _stem(block: str) -> str:

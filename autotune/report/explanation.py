@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, UPDATE, Anatomy, Explanation
+from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, UPDATE, Advice, Anatomy, Explanation
 from autotune.records.modules import Fold, folded
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
@@ -155,10 +155,9 @@ def _inner(fold: Fold, main: Mapping[str, float]) -> Iterator[tuple[str, tuple[s
     inside = [tuple(block[place] for block in blocks) for place in range(len(blocks[0]))]
     total = _sum(main, fold.names)
     largest = sorted(inside, key=lambda names: -_sum(main, names))[:NUM_INNER]
-    start = len(fold.label.partition("-")[0])
     for names in largest:
         if _sum(main, names) >= SMALLEST_INNER * total:
-            yield names[0][start:] or "its own code", names
+            yield names[0].removeprefix(fold.block).removeprefix(".") or "its own code", names
 
 
 def _sum(values: Mapping[str, float], names: Collection[str]) -> float:
@@ -188,7 +187,7 @@ def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
             f"{advice.saves_bytes / memory.peak_bytes:.0%}",
             f"{advice.flops_ratio:.2f}x",
             f"{advice.moved_ratio:.2f}x",
-            (advice.label, Span("" if advice.included else "; searched only if included", Tone.NOTE)),
+            (advice.label, Span(_mark(advice), Tone.NOTE)),
         )
         for advice in explanation.advice
     )
@@ -197,5 +196,13 @@ def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
     if explanation.no_gain:
         remarks.append(Paragraph(Span(f"Less than 1% of the peak: {', '.join(explanation.no_gain)}.", Tone.NOTE)))
     remarks += by_reason({label: f"not predicted: {why}" for label, why in explanation.not_predicted.items()})
+    remarks += by_reason({advice.label: advice.note for advice in explanation.advice if advice.note and _mark(advice)})
     note = "predicted by tracing each; FLOPs and bytes moved of a step, over those now"
     yield Section("What would save memory", (*blocks, *remarks), note)
+
+
+def _mark(advice: Advice) -> str:
+    """What sets it apart from what a search would try."""
+    if advice.changes_learning:
+        return "; trains something else"
+    return "" if advice.included else "; not searched by default"

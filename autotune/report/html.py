@@ -10,10 +10,12 @@ from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span
 CODE_WIDTH = 88  # columns
 
 STYLE = """
-.autotune { --ink: #1b1f24; --dim: #66707b; --line: #d8dee4; --box: #f3f5f7; --good: #116329; --bad: #b3261e;
-  --warning: #8a5a00; --baseline: #0b5cad; color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-@media screen and (prefers-color-scheme: dark) { .autotune { --ink: #e6e9ed; --dim: #9aa4af; --line: #3a424c; --box: #20262d;
-  --good: #6fd08c; --bad: #ff8a80; --warning: #f0b95a; --baseline: #79b8ff; } }
+.autotune { --paper: #fff; --ink: #1b1f24; --dim: #66707b; --line: #d8dee4; --box: #f3f5f7; --good: #116329; --bad: #b3261e;
+  --warning: #8a5a00; --baseline: #0b5cad; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+@media screen and (prefers-color-scheme: dark) {
+  .autotune { --paper: #15191e; --ink: #e6e9ed; --dim: #9aa4af; --line: #3a424c; --box: #20262d;
+    --good: #6fd08c; --bad: #ff8a80; --warning: #f0b95a; --baseline: #79b8ff; } }
+div.autotune { padding: .5em 1em; }
 .autotune h2 { font-size: 1.15em; margin: 2em 0 .4em; } .autotune h2 small { color: var(--dim); font-weight: normal; }
 .autotune p { margin: .4em 0; max-width: 46em; } .autotune .wide { overflow-x: auto; }
 .autotune table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums; margin: .4em 0; }

@@ -154,13 +154,9 @@ def arithmetic_of(config: Config) -> str:
     return max(types, key=list(MANTISSA_BITS).index)
 
 
-def untraceable(config: Config, device_kind: str, *, whole_steps: bool = False) -> str:
-    """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can.
-
-    Args:
-        whole_steps: of this config alone, at its own batch size.
-    """
-    on = (t for t in REGISTRY.values() if config[t.name] != t.off and not (whole_steps and t.traced_in_whole_steps))
+def untraceable(config: Config, device_kind: str) -> str:
+    """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
+    on = (t for t in REGISTRY.values() if config[t.name] != t.off)
     return "; ".join(filter(None, (t.untraceable(config[t.name], device_kind) for t in on)))
 
 

@@ -88,13 +88,24 @@ def _trace(
     runner: Runner, inspection: Inspection, configs: list[Config], target: Target, timeout_s: float
 ) -> tuple[Anatomy | None, str, tuple[Anatomy | str, ...]]:
     """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
-    if why := techniques.untraceable(configs[0], inspection.device.kind, whole_steps=True):
+    if why := _untraceable(inspection, configs[0]):
         return None, why, ()
     found = runner.anatomies(configs, target, 2 * timeout_s, slice_s=timeout_s)
     if isinstance(found, Outcome):
         return None, found.cause, ()
     first, *others = found
     return (None, first, ()) if isinstance(first, str) else (first, "", tuple(others))
+
+
+def _untraceable(inspection: Inspection, config: Config) -> str:
+    """Why whole steps of the config cannot be traced, by what the inspection found: asking a technique may import torch."""
+    found = []
+    for name, technique in techniques.REGISTRY.items():
+        if config[name] != technique.off and not technique.traced_in_whole_steps:
+            reasons = dict(inspection.support_of(name).untraceable)
+            # a number need not be among those that were inspected
+            found.append(next(iter(reasons.values()), "") if technique.ordered else reasons.get(config[name], ""))
+    return "; ".join(filter(None, found))
 
 
 def _measure(
@@ -140,7 +151,7 @@ def _alternatives(inspection: Inspection, config: Config) -> tuple[list[_Alterna
             if technique.is_redundant(changed) or technique.traced_as(choice) == technique.off:
                 continue
             label = techniques.label_of(name, choice)
-            if why := techniques.untraceable(changed, inspection.device.kind, whole_steps=True):
+            if why := _untraceable(inspection, changed):
                 unpredicted[label] = why
                 continue
             included = choice in support.choices
@@ -159,8 +170,8 @@ def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative
     changed = config.replace(**batch)
     known = inspection.batch.accumulation_steps
     changes_learning = bool(inspection.facts["has_batchnorm"]) and batch[ACCUMULATION] not in known
-    included = inspection.global_batch is None or batch[ACCUMULATION] in known
-    note = inspection.batch.note
+    included = batch[ACCUMULATION] in known
+    note = inspection.batch.note or ("" if included else inspection.batch.reason)
     yield _Alternative(changed, dict(batch), describe(changed, config), included, changes_learning, note)
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from autotune import cli
 from autotune.records.explanation import LOSS, Explanation
 from autotune.report.explanation import explanation_sections
 from autotune.report.terminal import as_text
 
+VARIANTS = Path(__file__).parent.parent / "models" / "variants.py"
 BIG_HEAD = """
 import torch
 from torch import nn
@@ -55,11 +57,26 @@ def training_step(model, batch):
     x, y = batch
     return nn.functional.cross_entropy(model(x[y.nonzero()[:, 0]]), y[y.nonzero()[:, 0]])
 """
+NORMALISED = """
+import torch
+from torch import nn
+
+BASELINE = {"batch_size": 512}
+
+def build_model():
+    return nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 4))
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 16), torch.randint(4, (batch_size,))
+"""
 
 
 def explain(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "model.py").write_text(source)
-    command = [sys.executable, "-m", "autotune", "explain", "model.py", "--device", "cpu", *arguments]
+    main = (
+        "import sys; from autotune.cli import main; code = main(sys.argv[1:]); sys.exit('torch' in sys.modules or code)"
+    )
+    command = [sys.executable, "-c", main, "explain", "model.py", "--device", "cpu", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=115)
 
 
@@ -115,6 +132,30 @@ def test_a_model_that_cannot_be_traced_is_explained_by_what_was_measured(tmp_pat
     assert "a short real run" in said and "share of the time" in said
 
 
-def test_a_picture_of_an_unknown_form_is_refused_at_once(tmp_path: Path) -> None:
-    done = explain(tmp_path, BIG_HEAD, "--picture", "memory.bmp")
-    assert done.returncode == 2 and "expected a file that ends in .png, .svg, .pdf" in done.stderr
+@pytest.mark.parametrize(
+    ("picture", "said"),
+    [("memory.bmp", "expected a file that ends in .png, .svg, .pdf"), ("nowhere/memory.png", "cannot be written")],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_at_once(
+    picture: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "no_such_model.py", "--picture", picture]) == 2
+    assert f"--picture {picture}" in (told := capsys.readouterr().err) and said in told
+
+
+def test_another_training_is_explained_by_itself_and_blocks_in_a_block_are_one_row(tmp_path: Path) -> None:
+    done = explain(tmp_path, VARIANTS.read_text(), "--config", '{"variant": "small"}', "--json")
+    assert done.returncode == 0, done.stderr
+    found = Explanation.from_dict(json.loads(done.stdout))
+    assert found.memory is not None
+    small = 64 * 32 + 32 + 3 * (32 * 32 + 32) + 32 * 10 + 10
+    assert found.memory.kinds()["gradients"] == pytest.approx(4 * small, rel=0.05)
+    assert "1.0-2, each of 3" in as_text(explanation_sections(found), 100)
+
+
+def test_half_a_batch_is_marked_where_it_trains_something_else(tmp_path: Path) -> None:
+    done = explain(tmp_path, NORMALISED)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "batch 256 x2; trains something else" in said
+    assert "no global batch is given, so every step takes one batch" in said

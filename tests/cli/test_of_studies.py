@@ -30,11 +30,11 @@ def study(tmp_path: Path) -> Path:
     return write_study(tmp_path / "gpt.db")
 
 
-def answer_with(study: Path, samples_per_s: float) -> None:
-    """Let the study's answer have been so fast."""
-    result = load_study(study).answer().to_dict()
+def answer_with(study: Path, samples_per_s: float, **asked: int) -> None:
+    """Let the study's answer have been so fast, and asked for so."""
+    result = load_study(study, study="gpt").answer().to_dict()
     kept = optuna.load_study(study_name="gpt", storage=f"sqlite:///{study}")
-    kept.set_user_attr("result", {**result, "samples_per_s": samples_per_s})
+    kept.set_user_attr("result", {**result, "samples_per_s": samples_per_s, "asked": asked})
 
 
 def test_a_report_is_a_page_named_after_the_study_or_as_one_says(
@@ -57,14 +57,33 @@ def test_answers_are_compared_as_a_table_or_as_json(study: Path, capsys: pytest.
     assert len(json.loads(capsys.readouterr().out)["answers"]) == 2
 
 
+def test_each_file_has_a_study_of_its_own_name(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_study(study, name="bert", with_probes=False)
+    other = write_study(tmp_path / "vit.db", name="vit", with_probes=False)
+    named = [word for name in ("gpt", "bert", "vit") for word in ("--study", name)]
+    assert main(["compare", str(study), str(study), str(other), *named]) == 0
+    configs = capsys.readouterr().out.partition("Configs")[2]
+    assert all(f"{name}: " in configs for name in ("gpt", "bert", "vit"))
+    assert main(["compare", str(study), str(study), str(other), *named[2:]]) == 2
+    assert "--study was given 2 times for 3 files" in capsys.readouterr().err
+
+
 def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model.py"
-    model.write_text(MODEL)
-    command = ["verify", str(model), "--against", str(study), "--steps", "3", "--device", "cpu"]
-    answer_with(study, 0.1)
-    assert main(command) == 0
-    answer_with(study, 1e12)
+    write_study(study, name="other", with_probes=False)
+    command = ["verify", str(model), "--against", str(study), "--study", "gpt", "--steps", "3", "--device", "cpu"]
+    answer_with(study, 0.1, global_batch=GLOBAL_BATCH)
+    model.write_text(MODEL.replace(f"GLOBAL_BATCH = {GLOBAL_BATCH}", f"GLOBAL_BATCH = {GLOBAL_BATCH // 2}"))
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["holds"] and told["expected_samples_per_s"] == pytest.approx(0.095)
+    answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
     assert main([*command, "--max-regression", "10%"]) == 1
     assert "no longer holds" in capsys.readouterr().err
+
+
+def test_what_is_asked_of_a_study_needs_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "model.py", "--config", "{}", "--steps", "3", "--max-regression", "10%"]) == 2
+    assert "--against STUDY" in capsys.readouterr().err

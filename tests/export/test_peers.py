@@ -88,7 +88,7 @@ def test_a_trainer_of_lightning_steps_once_a_global_batch_in_the_precision(tmp_p
     }
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **quiet, **said["trainer"])
     trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), **said["dataloader"]))
-    assert seen == [(24, torch.bfloat16)] * 40
+    assert said["dataloader"]["shuffle"] and seen == [(24, torch.bfloat16)] * 40
     assert trainer.global_step == 960 // GLOBAL_BATCH
 
 
@@ -122,6 +122,7 @@ def test_accelerate_launches_a_script_with_what_is_exported(tmp_path: Path) -> N
     pytest.importorskip("accelerate")
     exported = export(answered(), "accelerate").text
     (tmp_path / "config.yaml").write_text(exported)
+    assert "with accelerator.accumulate(model):" in exported
     calls = [line.partition(": ")[2] for line in exported.splitlines() if line.startswith("# In train.py")]
     script = SCRIPT.replace("ACCELERATOR", calls[0]).replace("LOADER", calls[1])
     (tmp_path / "train.py").write_text(script)
