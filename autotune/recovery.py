@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,10 +27,10 @@ RAISE: Literal["raise"] = "raise"
 _LOG = logging.getLogger("autotune")
 
 
-class Halves(Protocol):
-    """The two halves of a step, as `Session` has them."""
+class StepPhases(Protocol):
+    """The two phases of a step, as `Session` has them."""
 
-    position: int  # of the micro batch that `accumulate` has come to
+    _position: int  # of the micro batch that `accumulate` has come to
 
     def accumulate(self, batch: Any) -> torch.Tensor:
         """Add the gradient of the mean loss over `batch` to the parameters' gradients."""
@@ -43,11 +43,12 @@ class Recovery:
     """Takes the steps of one session.
 
     Before a step it takes note of what the step will change: the random state, and the buffers that forward passes were
-    seen to change. Nothing is copied from a GPU for that, and nothing waits for it, but in the first step, which copies all
-    buffers to the host to see which of them change.
+    seen to change. Nothing is copied from a GPU for that, and nothing waits for it. Only the first step copies all buffers
+    to the host, to see which of them change. A failure to take note never fails the step.
 
     What ran out of memory is remembered by its bytes: from then on each micro batch of as many bytes or more is halved until
     it has fewer. So a rare long input costs the others nothing, and a neighbour who stays costs no failed attempt each step.
+    Of two with as many bytes (none, where a batch has no tensors) that with more samples is the larger.
     """
 
     def __init__(self, build: Build) -> None:
@@ -56,14 +57,15 @@ class Recovery:
         self._model = build.model
         self._parameters = tuple(build.model.parameters())
         self._buffers = _Buffers(build.model)
-        self._too_large_bytes = math.inf
+        self._too_large: tuple[float, int] = (math.inf, 0)  # bytes, samples
+        self._has_warned = False  # of a gradient that is not cleared
         self._never = build.unrepeatable or build.one_micro_batch
         if build.task.takes_whole_steps:
             self._never = "the task's own step is one unit, which may have updated parameters already"
         elif uses_batch_statistics(build.model):
             self._never = _BATCH_STATISTICS
 
-    def step(self, session: Halves, micro_batches: StepBatch) -> torch.Tensor:
+    def step(self, session: StepPhases, micro_batches: StepBatch) -> torch.Tensor:
         """Take one optimizer step, in smaller micro batches where these do not fit; returns the loss, as `Session.step` does.
 
         Raises:
@@ -71,7 +73,7 @@ class Recovery:
         """
         while True:
             cut = self._cut(micro_batches)
-            start = None if self._never else _Start(self, cut)
+            start = self._note(cut)
             try:
                 loss = session.accumulate(cut)
                 break
@@ -80,12 +82,14 @@ class Recovery:
                     raise
                 reason = self._never
                 if start is not None:
-                    reason = self._why_not(start) or self._remember(cut, session.position, error)
+                    reason = self._why_not(start) or self._remember(cut, session._position, error)
                 if start is None or reason:
                     error.add_note(f"autotune cannot take the step again in smaller micro batches: {reason}")
                     raise
             self._undo(start)  # the error is gone by now, and with it the frames that held what the attempt took
-        self._buffers.learn()
+        if start is not None:
+            with self._never_failing():
+                self._buffers.learn()
         try:
             session.update()
         except Exception as error:
@@ -97,16 +101,39 @@ class Recovery:
             raise
         return loss
 
+    def _note(self, batch: StepBatch) -> _Start | None:
+        """What the step can be undone by; None where it cannot be."""
+        if self._never:
+            return None
+        start = None
+        with self._never_failing():
+            start = _Start(self, batch)
+            if start.with_gradient is not None and not self._has_warned:
+                self._has_warned = True
+                _LOG.warning(
+                    "should memory run out in a step like this, autotune cannot take it again: %s", self._why_not(start)
+                )
+        return start
+
+    @contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        """Around taking note: where that fails, this step and all later ones go on without it."""
+        try:
+            yield
+        except Exception as error:
+            self._never = f"what steps change could not be noted ({type(error).__name__}: {error})"
+            _LOG.warning("should memory run out, autotune cannot take the step again: %s", self._never)
+
     def _cut(self, micro_batches: StepBatch) -> StepBatch:
         """Micro batches of which none is known to be too large."""
-        if self._too_large_bytes == math.inf:
+        if self._too_large[0] == math.inf:
             return micro_batches
         pairs = zip(micro_batches, micro_batches.sizes, strict=True)
         return StepBatch(part for micro, size in pairs for part in self._fitting(micro, size))
 
     def _fitting(self, micro: Any, num_samples: int) -> Iterator[tuple[Any, int]]:
         parts = StepBatch([(micro, num_samples)])
-        if num_samples > 1 and _bytes_of(micro) >= self._too_large_bytes:
+        if num_samples > 1 and (_bytes_of(micro), num_samples) >= self._too_large:
             with suppress(CannotCutError):
                 parts = self._halves(micro, num_samples)
         for part, size in zip(parts, parts.sizes, strict=True):
@@ -130,10 +157,10 @@ class Recovery:
             return _BATCH_STATISTICS
         if any(parameter._post_accumulate_grad_hooks for parameter in self._model.parameters()):
             return "a hook of a parameter may have used its gradient during the backward pass"
-        if any(tensor._version != version for tensor, version in start.inputs):
+        if any(_version_of(tensor) != version for tensor, version in start.inputs):
             return "the training code changed its batch in place"
         if lost := self._buffers.lost():
-            return f"the buffer {lost} changed for the first time, and its value from before was not kept"
+            return f"the buffer {lost} changed, and its value from before was not kept"
         return ""
 
     def _remember(self, batch: StepBatch, position: int, error: Exception) -> str:
@@ -145,15 +172,17 @@ class Recovery:
             return f"only the task itself can make smaller batches, since one holds {cannot}"
         if len(halves) == 1:
             return "one sample alone does not fit"
-        self._too_large_bytes = _bytes_of(micro)
+        micro_bytes = _bytes_of(micro)
+        self._too_large = micro_bytes, num_samples
         attempted = attempted_bytes(error)
         _LOG.warning(
             "out of memory in a micro batch of %s%s: the same optimizer step is taken again in micro batches of %d, and from "
-            "now on every micro batch of as much data (%s) or more is cut so; smaller ones stay whole",
+            "now on every micro batch of as much data%s or more is cut so; smaller ones stay whole. A loss that compares the "
+            "samples of a batch with each other sees fewer of them and learns something else: use on_oom='raise' for it",
             plural(num_samples, "sample"),
             f" (an allocation of {format_bytes(attempted)} failed)" if attempted else "",
             halves.sizes[0],
-            format_bytes(self._too_large_bytes),
+            f" ({format_bytes(micro_bytes)})" if micro_bytes else "",
         )
         return ""
 
@@ -185,74 +214,99 @@ class _Start:
 
     def __init__(self, recovery: Recovery, batch: StepBatch) -> None:
         self.with_gradient = next((p for p in recovery._parameters if p.grad is not None), None)
-        self.inputs = [(tensor, tensor._version) for tensor in tensors(batch)]
+        self.inputs = [(tensor, _version_of(tensor)) for tensor in tensors(batch)]
         self.random = RandomState(recovery._device.torch_device)
         recovery._buffers.note()
 
 
 class _Buffers:
-    """The buffers of a model, and the values that those had before a step which forward passes change.
-
-    Which these are, the first step tells by comparing values: some code changes them behind torch's back (`buffer.data`).
-    Later, a buffer that was constant until then is known to have changed by its version.
-    """
+    """The buffers of a model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
-        self._model = model
-        self._changing: set[tuple[torch.nn.Module, str]] | None = None  # None before the first step
-        self._before: dict[tuple[torch.nn.Module, str], tuple[torch.Tensor, int, torch.Tensor | None]] = {}
+        self._all = [
+            _Buffer(f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+        ]
+        self._has_learned = False
 
     def note(self) -> None:
         """Remember the buffers as they are now."""
-        present = {(module, name): module._buffers.get(name) for module, name in self._places}
-        if self._changing is not None:
-            self._changing |= {place for place in self._before if self._has_changed(place, present[place])}
-        self._before = {
-            place: (buffer, buffer._version, self._copy(place, buffer))
-            for place, buffer in present.items()
-            if buffer is not None
-        }
+        for buffer in self._all:
+            buffer.note()
 
     def learn(self) -> None:
         """After the first step: find out which buffers it changed."""
-        if self._changing is not None or not self._before:
-            return
-        self._changing = set()
-        for place, (_, _, copy) in self._before.items():
-            buffer = place[0]._buffers.get(place[1])
-            if copy is None or buffer is None or self._has_changed(place, buffer) or not _equal(copy, buffer):
-                self._changing.add(place)
+        if not self._has_learned:
+            self._has_learned = True
+            for buffer in self._all:
+                buffer.learn()
 
     def lost(self) -> str:
         """A buffer that cannot be restored; empty where all can."""
-        for module, name in self._before:
-            buffer, version, copy = self._before[module, name]
-            if copy is None and buffer._version != version:
-                path = next(path for path, found in self._model.named_modules() if found is module)
-                return f"{path}.{name}" if path else name
-        return ""
+        return next((buffer.path for buffer in self._all if buffer.is_lost()), "")
 
     def restore(self) -> None:
         """Give every buffer the value that it had."""
         with torch.no_grad():
-            for (module, name), (buffer, _, copy) in self._before.items():
-                if copy is not None:
-                    buffer.copy_(copy)
-                module._buffers[name] = buffer
-
-    def _has_changed(self, place: tuple[torch.nn.Module, str], buffer: torch.Tensor | None) -> bool:
-        before, version, _ = self._before[place]
-        return buffer is not before or before._version != version
-
-    def _copy(self, place: tuple[torch.nn.Module, str], buffer: torch.Tensor) -> torch.Tensor | None:
-        if self._changing is None:
-            return buffer.detach().to("cpu", copy=True)
-        return buffer.detach().clone() if place in self._changing else None
+            for buffer in self._all:
+                buffer.restore()
 
 
-def _equal(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return copy.shape == buffer.shape and torch.equal(copy, buffer.to("cpu"))
+class _Buffer:
+    """A buffer, and the value that it had before a step, where forward passes change it.
+
+    Whether they do, the first step tells by comparing values: some code changes them behind torch's back (`buffer.data`).
+    Later, a buffer that was constant until then is known to have changed by its version. Of a sparse or nested one, nothing
+    but its version is looked at.
+    """
+
+    def __init__(self, path: str, module: torch.nn.Module, name: str) -> None:
+        self.path = path
+        self._module = module
+        self._name = name
+        self._changes: bool | None = None  # None before the first step
+        self._before: torch.Tensor | None = None
+        self._version: int | None = None
+        self._copy: torch.Tensor | None = None
+
+    def note(self) -> None:
+        if self._changes is not None and self._has_changed():
+            self._changes = True
+        if self._changes is False:
+            return
+        self._before = before = self._module._buffers.get(self._name)
+        self._version = _version_of(before)
+        self._copy = None
+        if before is not None and before.layout is torch.strided and not before.is_nested and not before.is_inference():
+            self._copy = before.detach().clone() if self._changes else before.detach().to("cpu", copy=True)
+
+    def learn(self) -> None:
+        self._changes = self._has_changed() or self._differs()
+        if not self._changes:
+            self._copy = None
+
+    def is_lost(self) -> bool:
+        return self._copy is None and _version_of(self._before) != self._version
+
+    def restore(self) -> None:
+        if self._before is not None and self._copy is not None and self._differs():
+            self._before.copy_(self._copy)
+        self._module._buffers[self._name] = self._before
+
+    def _has_changed(self) -> bool:
+        return self._module._buffers.get(self._name) is not self._before or _version_of(self._before) != self._version
+
+    def _differs(self) -> bool:
+        """Whether the noted tensor has another value by now."""
+        if self._before is None or self._copy is None:
+            return False
+        return not torch.equal(self._copy.to("cpu"), self._before.to("cpu"))
+
+
+def _version_of(tensor: torch.Tensor | None) -> int | None:
+    """Grows with each change in place. Tensors made in inference mode have none."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _bytes_of(micro_batch: Any) -> int:

@@ -78,6 +78,7 @@ def test_a_step_taken_again_is_bit_for_bit_the_step_of_the_smaller_micro_batches
     assert len(said) == 2, "16 to 8 and 8 to 4; the fourth step begins with 4"
     assert "out of memory in a micro batch of 16 samples (an allocation of 1024 TiB failed)" in said[0]
     assert "taken again in micro batches of 8" in said[0]
+    assert "compares the samples of a batch with each other sees fewer of them" in said[0]
     expected_losses, expected_state = trained(MOST)
     assert_equal(losses, expected_losses)
     assert_equal(state, expected_state)
@@ -110,6 +111,84 @@ def test_without_random_masks_it_is_the_step_of_the_whole_batch_up_to_rounding()
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for ours, theirs in zip(parameters, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
+
+
+def model_with(buffer):
+    model = model_of()
+    model.register_buffer("constant", buffer)
+    return model
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(1, 4).expand(3, 4),
+    ],
+    ids=["COO", "CSR", "jagged", "expanded"],
+)
+def test_buffers_of_every_layout_let_a_first_step_be_taken_again(buffer):
+    """`torch.equal` knows no sparse tensors, and nothing can be copied into an expanded one."""
+    session = session_of({"batch_size": 2 * MOST}, build_model=lambda: model_with(buffer))
+    session.step(pairs(2 * MOST))
+    session.step(pairs(MOST))
+    assert session.model[1].seen == 3 * MOST
+
+
+def not_saved(model, batch):  # for the backward pass, which inference tensors cannot be
+    return nn.functional.cross_entropy(model(batch[0] + 0), batch[1] + 0)
+
+
+def test_tensors_made_in_inference_mode_let_a_step_be_taken_again():
+    with torch.inference_mode():
+        batch, buffer = pairs(2 * MOST), torch.ones(3)
+    session = session_of({"batch_size": 2 * MOST}, build_model=lambda: model_with(buffer), training_step=not_saved)
+    session.step(batch)
+    session.step(batch)
+    assert session.model[1].seen == 4 * MOST
+
+
+class Uncopyable(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.to and (kwargs or {}).get("copy"):
+            raise NotImplementedError("no copies")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_failure_to_take_note_of_a_step_does_not_fail_it(caplog):
+    buffer = torch.ones(3).as_subclass(Uncopyable)
+    session = session_of({"batch_size": 2 * MOST}, build_model=lambda: model_with(buffer))
+    for _ in range(2):
+        session.step(pairs(MOST))
+    assert [record.getMessage() for record in caplog.records] == [
+        "should memory run out, autotune cannot take the step again: what steps change could not be noted "
+        "(NotImplementedError: no copies)"
+    ]
+
+
+def test_batches_without_tensors_are_halved_only_until_they_fit():
+    sizes = []
+
+    def of_texts(model, texts):
+        sizes.append(len(texts))
+        x = torch.tensor([[float(text)] * 6 for text in texts])
+        return nn.functional.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64))
+
+    session = session_of({"batch_size": 16}, make_batch=lambda n: [str(i) for i in range(n)], training_step=of_texts)
+    for num_samples in (16, 16, 3):
+        session.step(session.task.batch(num_samples))
+    assert sizes == [16, 8, *[4] * 8, 3]
+
+
+def test_a_gradient_that_is_never_cleared_is_told_before_memory_runs_out(caplog):
+    session = session_of({"batch_size": MOST}, configure_optimizers=lambda model: adam(model[0]))
+    for _ in range(3):
+        session.step(pairs(MOST))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "2.weight had a gradient before the step" in said
 
 
 class OutOfMemory(torch.optim.SGD):
