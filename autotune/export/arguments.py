@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import REGISTRY
+from autotune.techniques import REGISTRY, trained
 from autotune.techniques.frameworks import BATCH, DATALOADER
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
@@ -18,7 +18,8 @@ def arguments(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Say an answer's config in the words of one or several frameworks.
 
-    A technique that is off is said too where there are words for it, since the framework's default may differ.
+    A technique that is off is said too where there are words for it, since the framework's default may differ. What the
+    user's own file trains needs no words.
 
     Args:
         space: technique -> choices that were searched; may lack some or all.
@@ -30,6 +31,7 @@ def arguments(
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
+    users_own = trained({}).keys() - result.trained.keys()
     for name, choice in result.config.items():
         words = {framework: _words(framework, name, result, space) for framework in frameworks}
         for framework, found in words.items():
@@ -37,7 +39,7 @@ def arguments(
         if all(found is None for found in words.values()):
             if name not in REGISTRY:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
-            elif choice != REGISTRY[name].off:
+            elif choice != REGISTRY[name].off and name not in users_own:
                 unsaid[name] = f"{REGISTRY[name].label(choice)}: {no_words}"
     return said, unsaid
 

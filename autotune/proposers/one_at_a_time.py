@@ -61,10 +61,10 @@ class Untried:
             for name, technique in techniques.REGISTRY.items()
             if not technique.ordered or config[name] != technique.off
         }
-        told = set()
-        for switch, config in _worth_a_probe(_unseen(history, probed), history, self._cost_model):
-            if switch[0] not in told:
-                yield switch, config
+        told: set[str] = set()
+        unseen = ((before, switch) for before, switch in _unseen(history, probed) if switch[0] not in told)
+        for switch, config in _worth_a_probe(unseen, history, self._cost_model):
+            yield switch, config
             if techniques.is_ordered(switch[0]):
                 told.add(switch[0])
 

@@ -90,7 +90,9 @@ class LocalRunner(Runner):
                 self._import_log.unlink(missing_ok=True)
                 raise
             self._resources = stack.pop_all()
-        self.stated = Stated(model=self._source.spec, global_batch=hello["global_batch"], baseline=hello["baseline"])
+        self.stated = Stated(
+            model=self._source.spec, **{key: hello[key] for key in ("global_batch", "baseline", "trained")}
+        )
         if hello["no_fork"]:
             self.notes = (f"every probe starts a new interpreter: {hello['no_fork']}",)
         return self

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from autotune import techniques
 from autotune.predict.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
@@ -57,7 +58,9 @@ class ReplayRunner(InstantRunner):
         header = self._table.header
         self.task_name = header.task
         self.stated = Stated(
-            global_batch=header.global_batch, baseline=header.baseline if header.baseline_given else None
+            global_batch=header.global_batch,
+            baseline=header.baseline if header.baseline_given else None,
+            trained=techniques.trained(header.baseline),
         )
 
     @property

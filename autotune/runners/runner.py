@@ -49,11 +49,13 @@ class Stated:
         model: names the task to a command, `model.py` or `model.py:task`; empty for a task that was built in Python.
         global_batch: samples per optimizer step; None where the author leaves it open.
         baseline: the config that the author runs today, as a partial dict; None when not stated.
+        trained: what that config trains (`techniques.trained`), under the names that the task has for it.
     """
 
     model: str = ""
     global_batch: int | None = None
     baseline: Mapping[str, Any] | None = None
+    trained: Mapping[str, Choice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,7 @@ class Inbox:
 
 def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
+    from autotune import techniques
     from autotune.errors import AutotuneError
     from autotune.task.source import TaskSource
     from autotune.units import plural
@@ -102,7 +103,8 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     baseline = None if task.baseline is None else dict(task.baseline)
-    hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline}
+    trained = techniques.trained_by(task, task.baseline or {})
+    hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline, "trained": trained}
     return hello, None if no_fork else task
 
 

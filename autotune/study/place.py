@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import filelock
 
+from autotune import techniques
 from autotune.errors import StudyError
 from autotune.records.config import Choice
 
@@ -21,11 +22,25 @@ RANKED_BESIDE = "ranked_beside"  # attribute of a study in which something else 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a study is kept."""
+    """Where a study is kept.
 
-    storage: str  # a URL
-    study: str
-    file: Path | None  # of an SQLite database
+    Attributes:
+        storage: a URL.
+        name: of the study in which the task's own baseline is trained.
+        file: of an SQLite database.
+        trained: what is trained, as far as the task's own baseline does not train it.
+    """
+
+    storage: str
+    name: str
+    file: Path | None
+    trained: Mapping[str, Choice] = field(default_factory=dict)
+
+    @property
+    def study(self) -> str:
+        """Name of the study: the same whatever the order in which it was said what is trained."""
+        said = (f"{name}={self.trained[name]}" for name in techniques.trained({}) if name in self.trained)
+        return " ".join([self.name, *said])
 
     @property
     def play_off(self) -> str:
@@ -34,7 +49,7 @@ class Place:
 
     def training(self, choices: Mapping[str, Choice]) -> Place:
         """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's."""
-        return replace(self, study=" ".join([self.study, *(f"{name}={choice}" for name, choice in choices.items())]))
+        return replace(self, trained={**self.trained, **choices})
 
     @property
     def logs(self) -> Path:
@@ -62,9 +77,9 @@ def place_of(storage: str | None, study: str | None, task: str) -> Place:
         storage = str(Path(DEFAULT_FOLDER) / f"{name}.db")
     if "://" not in storage:
         file = Path(storage).absolute()
-        return Place(storage=f"sqlite:///{file}", study=name, file=file)
+        return Place(storage=f"sqlite:///{file}", name=name, file=file)
     file_url = storage.startswith("sqlite:///") and ":memory:" not in storage
-    return Place(storage=storage, study=name, file=Path(storage.removeprefix("sqlite:///")) if file_url else None)
+    return Place(storage=storage, name=name, file=Path(storage.removeprefix("sqlite:///")) if file_url else None)
 
 
 @contextlib.contextmanager

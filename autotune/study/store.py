@@ -265,11 +265,13 @@ def require_comparable(place: Place, stored: Mapping[str, Any], **wanted: Any) -
 
 
 def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differences = [
-        f"{MEMORIES.get(key, key)} was {_shown(known, key)} and is {_shown(wanted, key)}"
-        for key in sorted({*known, *wanted})
-        if known.get(key) != wanted.get(key)
-    ]
+    differences = []
+    for key in sorted({*known, *wanted}):
+        if known.get(key) != wanted.get(key):
+            was, now = _shown(known, key), _shown(wanted, key)
+            if was == now:  # a few bytes apart
+                was, now = f"{known[key]} bytes", f"{wanted[key]} bytes"
+            differences.append(f"{MEMORIES.get(key, key)} was {was} and is {now}")
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "

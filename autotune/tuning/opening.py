@@ -42,7 +42,7 @@ from autotune.version import __version__
 
 MAX_TRACE_SHARE = 0.05  # of the budget
 STEP_SHARE = 0.02  # of the budget, that a micro step may take
-OWN_SHARE = 0.5  # of the budget for what the user trains, where something else is ranked beside it
+OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
 
 
 @contextlib.contextmanager
@@ -58,16 +58,16 @@ def opened(
         source = source.with_global_batch(options.global_batch)
     if options.sampler not in sampler_names():
         raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
-    require_possible(options.fix, options.include, options.exclude)  # before anything takes seconds
+    fixed = require_possible(options.fix, options.include, options.exclude)  # before anything takes seconds
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     task_name = runner.task_name if runner is not None else _required(source).name
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        place = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
-        place = place.training({name: options.fix[name] for name in techniques.trained({}) if name in options.fix})
-        stack.enter_context(locked(place))
+        plain = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
+        place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
+        stack.enter_context(locked(plain))
         stack.enter_context(storage_errors(place))
         if runner is None:
             patience_s = max(MIN_TIMEOUT_S, options.budget_s)
@@ -76,9 +76,12 @@ def opened(
         stored = stored_attributes(place)
         with budget.split("import"):
             device = runner.device()
-            limit_bytes = _memory_limit(options, place, stored, device.free_bytes)
+            earlier = stored or stored_attributes(plain)  # of which it is a ranking beside
+            limit_bytes = _memory_limit(options, place if stored else plain, earlier, device.free_bytes)
             require_comparable(place, stored, **_known_early(options, limit_bytes, runner))
             stack.enter_context(runner)
+        own = techniques.complete(runner.stated.trained)
+        place = plain.training({name: choice for name, choice in place.trained.items() if choice != own[name]})
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
@@ -89,7 +92,7 @@ def opened(
             runner=runner,
             limit_bytes=limit_bytes,
             calibration=calibration,
-            asked=_asked(options, source, stored),
+            asked=_asked(options, source, earlier),
             listener=listener,
             interrupted=interruption,
         )
@@ -106,16 +109,17 @@ def opened_beside(search: Search, choice: Mapping[str, Choice], budget_s: float)
         TaskError, ConfigError, StudyError: as `opened`.
     """
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
+    own = search.store.place
+    place = own.training(choice)
+    stored = stored_attributes(place)
     shared = _Shared(
         runner=search.runner,
-        limit_bytes=search.history.objective.memory_limit_bytes,
+        limit_bytes=_memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
         calibration=search.calibration,
-        asked=search.asked,
+        asked={**search.asked, **_asked(options, None, stored)},
         listener=search.listener,
         interrupted=search.interrupted,
     )
-    own = search.store.place
-    place = own.training(choice)
     with (
         storage_errors(place),
         _over(shared, place, options, _budget(options, search.runner, search.listener), own) as other,
@@ -166,7 +170,7 @@ def _over(
         space, notes = build_space(inspection, **wanted)
         others = trained_beside(inspection, **wanted) if own is None else []
         if others:
-            budget.budget_s *= OWN_SHARE
+            budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
         attributes = {
             "task": inspection.facts["name"],
             "model": runner.stated.model,
@@ -177,7 +181,7 @@ def _over(
             "space": {name: list(choices) for name, choices in space.choices.items()},
             "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
             "baseline_config": space.baseline.as_dict(),
-            **({RANKED_BESIDE: own.study} if own is not None else {}),
+            **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
         }
         early = _known_early(options, limit_bytes, runner)
         store = Store(place, {**_fingerprint(inspection), **early}, attributes)

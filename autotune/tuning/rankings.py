@@ -26,17 +26,22 @@ def with_rankings(search: Search, answer: Answer) -> Result:
 
     Raises:
         NothingFeasible: what the user trains does not fit; the message says what else does.
-        Interrupted: as `answer` raises it; its result has the rankings so far.
+        Interrupted: as `answer` raises it; its result has the rankings so far, those of earlier searches of the study included.
     """
     if not search.others:
         return answer(search)
     own = {name: search.history.space.baseline[name] for choice in search.others for name in choice}
+    before = _kept(search)
     result: Result | None = None
     failure = ""
     try:
         result = answer(search)
     except NothingFeasible as error:  # something else may fit
         failure = str(error)
+    except Interrupted as ended:
+        if ended.result is None:
+            raise
+        result = ended.result
     rankings = [_ranking(search, own, result, failure)]
     try:
         for number, choice in enumerate(search.others):
@@ -51,12 +56,22 @@ def with_rankings(search: Search, answer: Answer) -> Result:
         said = "; ".join([failure, *found])
         search.store.set_attribute(NO_ANSWER, said)
         raise NothingFeasible(said)
+    if search.interrupted() and before is not None:
+        reached = {ranking.study for ranking in rankings}
+        rankings += [ranking for ranking in before.rankings if ranking.study not in reached]
+    if (kept := _kept(search)) is not None:
+        shown = rankings if kept == result else [*kept.rankings[:1], *rankings[1:]]  # an earlier answer that stays
+        search.store.set_attribute("result", replace(kept, rankings=tuple(shown)).to_dict())
     result = replace(result, rankings=tuple(rankings))
-    if "result" in (kept := search.store.attributes()):
-        search.store.set_attribute("result", {**kept["result"], "rankings": result.to_dict()["rankings"]})
     if search.interrupted():
         raise Interrupted(result)
     return result
+
+
+def _kept(search: Search) -> Result | None:
+    """The answer that the study keeps."""
+    kept = search.store.attributes().get("result")
+    return Result.from_dict(kept) if kept else None
 
 
 def in_words(choice: Mapping[str, Choice]) -> str:

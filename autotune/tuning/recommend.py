@@ -127,6 +127,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         optimizer=search.inspection.facts.get("optimizer", ""),
         asked=dict(search.asked),
         warnings=tuple(search.warnings),
+        trained=dict(search.store.place.trained),
     )
 
 

@@ -86,10 +86,12 @@ def test_every_command_takes_a_config_that_says_what_is_trained(searched: tuple[
     assert predicted["parameters_bytes"] == 4 * PARAMETERS["small"]
 
 
-@pytest.mark.slow  # four commands
+@pytest.mark.slow  # five commands
 def test_one_alone_is_searched_swept_and_replayed(searched: tuple[Path, dict[str, Any]]) -> None:
-    """The search goes on with the study of the ranking."""
+    """The search goes on with the study of the ranking. What the file's baseline trains is no other."""
     folder, _ = searched
+    base = ("--fix", "variant=base", "--fix", "freeze=none", "--budget", "10s", "--json")
+    assert json.loads(run("search", "variants.py", *OPTIONS, *base, cwd=folder))["study"] == "variants"
     options = (*OPTIONS, "--budget", "10s", "--fix", "variant=small", "--json")
     alone = json.loads(run("search", "variants.py", *options, cwd=folder))
     assert (alone["study"], alone["config"]["variant"], alone["rankings"]) == ("variants variant=small", "small", [])

@@ -97,6 +97,13 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
     }
 
 
+def test_only_a_training_that_is_not_the_files_own_is_listed() -> None:
+    config = {**RESULT.config, "variant": "base", "freeze": "0"}
+    result = Result(**{**vars(RESULT), "config": config, "trained": {"freeze": "0"}})
+    for name in ("transformers", "accelerate", "lightning", "deepspeed"):
+        assert export(result, name).unsaid.keys() & {"variant", "freeze"} == {"freeze"}
+
+
 def test_an_optimizer_of_another_class_is_not_called_adamw() -> None:
     exported = export(Result(**{**vars(RESULT), "optimizer": "SGD"}), "transformers")
     assert "optim" not in json.loads(exported.text)

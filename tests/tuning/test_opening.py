@@ -92,6 +92,7 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
     ("options", "difference"),
     [
         ({"memory_limit": "500MiB"}, "memory limit was 1.00 GiB and is 500 MiB"),
+        ({"memory_limit": GIB + 1}, "memory limit was 1073741824 bytes and is 1073741825 bytes"),
         ({"headroom": "10%"}, "headroom was 0.05 and is 0.1"),
         ({"objective": "memory"}, "objective was 'throughput' and is 'memory'"),
     ],

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
-from autotune.runners.runner import InspectJob, Job, JobResult
+from autotune.runners.runner import InspectJob, Job, JobResult, Stated
+from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
@@ -61,6 +63,7 @@ class Variants(ClosedFormRunner):
 def ranked(folder: Path, *names: str, runner: Variants | None = None, **options: Any) -> Result:
     runner = runner or Variants()
     runner.names = names
+    runner.stated = Stated(trained={"variant": names[0], "freeze": "none"})
     storage = str(folder / "closed.db")
     return search(None, SearchOptions(**{"num_trials": 4, "storage": storage, **options}), runner=runner)
 
@@ -82,6 +85,41 @@ def test_what_is_fixed_or_excluded_is_not_ranked(tmp_path: Path) -> None:
     fixed = ranked(tmp_path, "base", "small", fix={"variant": "small"})
     assert (fixed.config["variant"], fixed.study, fixed.rankings) == ("small", "closed variant=small", ())
     assert ranked(tmp_path, "base", "small", exclude=("variant",)).rankings == ()
+
+
+def test_what_is_fixed_as_the_baseline_has_it_is_the_users_own(tmp_path: Path) -> None:
+    assert ranked(tmp_path, "base", "small", fix={"freeze": "none", "variant": "base"}).study == "closed"
+    assert load_study(tmp_path / "closed.db").name == "closed"
+
+
+def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is_trained() -> None:
+    place = place_of("closed.db", None, "closed")
+    expected = "closed variant=small freeze=0"
+    assert place.training({"freeze": "0"}).training({"variant": "small"}).study == expected
+
+
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_what_is_searched_alone_is_the_ranking_beside_the_users_own(tmp_path: Path, alone_first: bool) -> None:
+    """Whatever is free at the time: each search finds another memory limit, and goes on with the one of its study."""
+
+    class Elsewhere(Variants):
+        free_bytes = 900 * MIB
+
+        def device(self) -> DeviceInfo:
+            Elsewhere.free_bytes += 1
+            return replace(super().device(), free_bytes=self.free_bytes)
+
+    fix = {"variant": "small"}
+    if alone_first:
+        alone = ranked(tmp_path, "base", "small", runner=Elsewhere(), fix=fix)
+        assert load_study(tmp_path / "closed.db").name == alone.study == "closed variant=small"
+        assert alone.trained == fix
+    for fixed in ({}, fix, {}):
+        result = ranked(tmp_path, "base", "small", runner=Elsewhere(), fix=fixed)
+    _, small = result.rankings
+    assert (small.study, small.failure) == ("closed variant=small", "")
+    study = load_study(tmp_path / "closed.db")
+    assert (study.name, study.result) == ("closed", result)
 
 
 def test_a_training_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -113,10 +151,26 @@ def test_an_interrupted_search_keeps_the_rankings_so_far(tmp_path: Path) -> None
     assert load_study(tmp_path / "closed.db").result == raised.value.result
 
 
+def test_a_search_that_is_interrupted_before_its_answer_keeps_the_rankings_of_earlier_ones(tmp_path: Path) -> None:
+    class Interrupting(Variants):
+        def outcome_of(self, config: Any, settings: Any) -> Outcome:
+            if not self.configs:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().outcome_of(config, settings)
+
+    first = ranked(tmp_path, "base", "small")
+    with pytest.raises(Interrupted) as raised:
+        ranked(tmp_path, "base", "small", runner=Interrupting())
+    own, small = raised.value.result.rankings
+    assert (own.config, own.confirmed) == (raised.value.result.config, False)
+    assert small == first.rankings[1]
+    assert load_study(tmp_path / "closed.db").result == first
+
+
 def test_a_ranking_without_time_says_how_to_get_it(tmp_path: Path) -> None:
     class Slow(Variants):
         def now_s(self) -> float:
-            return 2.0 * len(self.configs)
+            return 10.0 * len(self.configs)
 
     *_, last = ranked(tmp_path, "base", "small", runner=Slow(), budget_s=10.0).rankings
     assert last.failure == "the budget was spent; give a larger --budget, or search it alone with --fix variant=small"
