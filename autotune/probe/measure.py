@@ -59,7 +59,6 @@ class Run:
     _slowdowns: Counter[str] = field(default_factory=Counter)  # what slowed the device down, by the number of blocks
 
     def __post_init__(self) -> None:
-        self._began_s = time.perf_counter()
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
@@ -87,6 +86,7 @@ class Run:
             NonFiniteError: the loss or a gradient is not finite.
             Exception: whatever the user's code or an allocation raises.
         """
+        self._began_s = time.perf_counter() - setup_s
         self._reporter.enter("warmup")
         self._warm_up()
         warmup_s = self.train_s
@@ -133,10 +133,13 @@ class Run:
             memory=detail,
             telemetry=telemetry.values,
         )
-        return replace(measured, leaks=self._leaks()) if growth else measured
+        return replace(measured, leaks=self._leaks()) if growth and not self._has_spent(0.5) else measured
 
     def _leaks(self) -> tuple[Kept, ...]:
-        """What each micro batch leaves behind. Whatever goes wrong here (memory runs out), the run was measured."""
+        """What each micro batch leaves behind. Whatever goes wrong here (memory runs out), the run was measured.
+
+        A time-out would lose that, so this is left out where the run took so long that its few steps might not end in time.
+        """
         with suppress(Exception):
             return kept(self._micro_step)
         return ()
@@ -255,7 +258,11 @@ class Run:
         return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
 
     def _is_late(self, blocks: Blocks) -> bool:
-        return bool(blocks.samples_per_s) and time.perf_counter() - self._began_s > LATE * self.settings.timeout_s
+        return bool(blocks.samples_per_s) and self._has_spent(LATE)
+
+    def _has_spent(self, share: float) -> bool:
+        """Whether that share of the time-out is over, setup included."""
+        return time.perf_counter() - self._began_s > share * self.settings.timeout_s
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""

@@ -111,7 +111,7 @@ def enter(request: dict[str, Any]) -> None:
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
-    from autotune.probe.measure import Run
+    from autotune.probe.measure import LATE, Run
     from autotune.probe.overflow import first_overflow
     from autotune.recovery import RAISE
     from autotune.session import Session, prepare
@@ -129,13 +129,15 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     except BaseException as error:
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
         outcome = failed_job(error, device, stage, train_s)
-    if outcome.kind is Kind.NONFINITE and device is not None and run is not None:
+    in_time_s = LATE * settings.timeout_s
+    # A time-out of the second run, which takes as long again, would hide what is known by now.
+    again = 2 * (time.perf_counter() - started) < in_time_s
+    if outcome.kind is Kind.NONFINITE and again and device is not None and run is not None:
         before = run.progress
         session = run = None  # the second run needs what they hold
         gc.collect()
         with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
-            until_s = started + settings.timeout_s / 2
-            overflow = first_overflow(task, arguments["config"], device, settings, report, before, until_s)
+            overflow = first_overflow(task, arguments["config"], device, settings, report, before, started + in_time_s)
             outcome = replace(
                 outcome, overflow=overflow, cause=f"{outcome.cause}; {overflow}"[:500] if overflow else outcome.cause
             )

@@ -22,8 +22,12 @@ class LengthBucketing(Technique):
     """Samples in random order; of every fifty batches those of similar length share a batch.
 
     The batches of a window come in random order. So any stretch of training, such as the one that a probe times, has short
-    and long batches as the whole has. In the first epoch each sample is read once more, for its length; the reading is
-    spread evenly over the batches, so that what a probe times has its share of it.
+    and long batches as the whole has.
+
+    In the first epoch the training process itself reads each sample once more, for its length, whatever `num_workers` is.
+    The first batch waits until the first window is read. From then on the reading is spread evenly over the batches, so that
+    what a probe times has its share of it. A file that the dataset opens when it is first read, such as HDF5, is open
+    then before workers are forked, and they inherit its handle: such a dataset should open the file anew in each process.
     """
 
     name: ClassVar[str] = "length_bucketing"

@@ -8,9 +8,10 @@ from torch import nn
 
 from autotune.devices import open_device
 from autotune.probe.overflow import first_overflow
-from autotune.records.outcome import Overflow
+from autotune.records.outcome import Kind, Outcome, Overflow
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
+from autotune.runners import worker
 from autotune.task import Task
 
 torch.set_num_threads(1)
@@ -113,6 +114,23 @@ def test_what_is_outside_of_modules_is_said_to_be():
     assert found(nn.GELU, training_step=training_step) == Overflow(phase="loss", value="inf")
     overflow = found(nn.GELU, make_batch=lambda n: (pairs(n)[0] / 0, pairs(n)[1]))
     assert (overflow.phase, overflow.kind) == ("input", "Net")
+
+
+@pytest.mark.parametrize(("timeout_s", "num_runs"), [(600.0, 2), (1e-3, 1)])
+def test_a_probe_runs_again_only_where_time_is_left(monkeypatch, timeout_s, num_runs):
+    monkeypatch.setattr(worker, "hide_gpus", lambda: None)  # from the tests that follow
+    built = []
+
+    def build_model():
+        built.append(Net(Exp(100)))
+        return built[-1]
+
+    task = Task(build_model=build_model, make_batch=pairs)
+    settings = ProbeSettings(memory_limit_bytes=None, timeout_s=timeout_s)
+    arguments = {"config": {"batch_size": 4}, "device": "cpu", "settings": settings.to_dict()}
+    outcome = Outcome.from_dict(worker.JOBS["probe"](task, arguments, lambda progress: None)["outcome"])
+    assert outcome.kind is Kind.NONFINITE and len(built) == num_runs
+    assert (outcome.overflow is not None) == (num_runs == 2)
 
 
 def test_training_that_is_finite_has_no_overflow():

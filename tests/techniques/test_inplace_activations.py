@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from torch import nn
 
 from autotune import prepare
 from autotune.task import Task
-from autotune.techniques import UnsupportedError, complete
+from autotune.techniques import UnsupportedError, activation_offload, complete
 from autotune.techniques.inplace_activations import InplaceActivations
 from tests.predict.real_memory import real_peak_bytes
 from tests.predict.test_tracing import traced
@@ -113,6 +114,26 @@ class OfAParameter(Model):
         return hidden + self.relu(self.last.weight[0]) * self.leaky(self.first.bias)
 
 
+class AddedLaterNowAndThen(Model):
+    """As where layers are dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = random.Random(0)
+
+    def middle(self, hidden: Any, x: Any) -> Any:
+        after = self.last(self.relu(hidden))
+        return after + hidden if self.drawn.random() < 0.3 else after  # first in the fourth pass
+
+
+class AddedLaterInEvaluation(Model):
+    safe = ("relu",)
+
+    def middle(self, hidden: Any, x: Any) -> Any:
+        after = self.last(self.relu(hidden))
+        return after if self.training else after + hidden
+
+
 class SafeInOneOfTwoPlaces(Model):
     def middle(self, hidden: Any, x: Any) -> Any:
         hidden = self.relu(hidden)
@@ -167,6 +188,38 @@ def test_the_wrong_module_in_place_would_not_be_noticed() -> None:
     assert losses[0] != losses[1]
 
 
+def test_evaluation_and_a_copy_of_the_model_overwrite_nothing_in_between() -> None:
+    found = []
+    for on in (False, True):
+        session, _ = trained(task_of(AddedLaterInEvaluation), on)
+        torch.manual_seed(2)
+        batch = session.task.batch(2)
+        evaluated = [model.eval()(batch[0]) for model in (copy.deepcopy(session.model), session.model)]
+        session.model.train()
+        found.append([*evaluated, session.step(batch)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+    assert in_place(session.model) == ("relu",)
+
+
+class Branching(nn.Module):
+    """What its layer saves is the input of `relu`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.relu, self.leaky = linear(), linear(), nn.ReLU(), nn.LeakyReLU(0.1)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x)
+        return self.leaky(self.last(hidden) + self.relu(hidden))
+
+
+def test_what_waits_in_host_memory_is_not_overwritten_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "_SMALLEST_BYTES", 0)
+    for offloaded in (0, 3):
+        session, _ = trained(task_of(lambda: blocks(Branching)), True, activation_offload=offloaded)
+        assert in_place(session.model) == ("0.0.leaky", "1.0.leaky", "2.0.leaky")
+
+
 def blocks(*layers: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(*(layer() for layer in layers)) for _ in range(3)))
 
@@ -213,6 +266,8 @@ def test_a_model_that_takes_no_two_samples_is_tried_with_its_own_batch() -> None
 def test_it_says_where_it_does_not_apply(make_setting: Any) -> None:
     support = InplaceActivations().support(make_setting(task_of(lambda: nn.Sequential(linear(), nn.SiLU()))))
     assert support.choices == (False,) and "LeakyReLU" in support.reason
+    with pytest.raises(UnsupportedError, match="LeakyReLU"):
+        prepare(task_of(linear), {"inplace_activations": True}, device="cpu")
     compiled: Any = SimpleNamespace(config=complete({"inplace_activations": True, "compile": "default"}))
     assert InplaceActivations().is_redundant(compiled.config)
     with pytest.raises(UnsupportedError, match="compiler"):

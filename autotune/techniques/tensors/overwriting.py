@@ -1,4 +1,4 @@
-"""Finds the modules whose input nobody needs after them, so that they may compute in place."""
+"""Finds the modules whose input no operator of a training pass reads after them, so that they may compute in place."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _READ_DEVICE = torch.ops.prim.device.default  # which fake tensors dispatch, and
 
 
 def overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) -> list[torch.nn.Module]:
-    """Those of `modules`, functions of one tensor, that may overwrite it, by what one training pass does.
+    """Those of `modules`, functions of one tensor, that may overwrite it, by what training passes do.
 
     A module may where, in each of its calls, no operator reads or writes the storage of its input afterwards, in the
     forward or in the backward pass; none writes that of its output, which its own backward pass needs; and nobody holds the
-    input when the pass is over, such as a parameter, a batch or a constant. The values of the tensors do not matter.
+    input when the passes are over, such as a parameter, a batch or a constant. The values of the tensors do not matter.
 
     Args:
-        train: runs a forward and a backward pass, and keeps nothing of them.
+        train: runs one forward and backward pass, or several, and keeps nothing of them.
     """
     watch = _Watch()
     with ExitStack() as hooks:
