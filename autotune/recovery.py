@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from autotune.devices.oom import attempted_bytes
-from autotune.devices.randomness import RandomState
+from autotune.randomness import RandomState
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques.build import Build

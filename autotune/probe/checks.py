@@ -11,10 +11,10 @@ import torch
 from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
-from autotune.devices.randomness import restored_randomness
 from autotune.probe.differences import Difference, difference, worst
 from autotune.probe.runs import SEED, Runs
 from autotune.probe.seed import seed_everything
+from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check

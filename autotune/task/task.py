@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
+from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
@@ -329,9 +330,13 @@ class Task:
         return batch
 
     def _known(self) -> _Known:
+        """Facts that a built model tells. Where one has to be built for them, nobody's random numbers change."""
+        import torch
+
         known = _KNOWN.setdefault(self, _Known())
         if known.last_model is None:
-            self.model()
+            with restored_randomness(torch.device("cpu")):
+                self.model()
         return known
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.devices.randomness import restored_randomness
+from autotune.randomness import restored_randomness
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError

@@ -58,7 +58,7 @@ def test_a_long_input_under_a_real_limit_is_trained_as_its_halves_would_have_bee
 
 
 def test_reading_the_random_state_does_not_wait_for_the_gpu():
-    from autotune.devices.randomness import RandomState
+    from autotune.randomness import RandomState
 
     torch.cuda.init()
     before = torch.cuda.get_sync_debug_mode()

@@ -281,3 +281,13 @@ def test_a_hugging_face_model_keeps_no_cache_while_it_trains():
 def test_a_hugging_face_batch_without_labels_is_refused():
     task = Task(build_model=gpt2, make_batch=lambda n: {"input_ids": torch.randint(20, (n, 6))})
     refused(lambda: check_task(task, CPU), "input_ids", "are the labels in the batch?", "def training_step")
+
+
+def test_asking_whether_a_task_takes_whole_steps_draws_no_random_numbers():
+    task = Task(build_model=lambda: nn.Linear(3, 3), make_batch=lambda n: torch.randn(n, 3))
+    torch.manual_seed(0)
+    expected = task.model().weight
+    torch.manual_seed(0)
+    fresh = dataclasses.replace(task)
+    assert not fresh.takes_whole_steps
+    assert torch.equal(fresh.model().weight, expected)
