@@ -141,10 +141,13 @@ class Technique(ABC):
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """What `choice` is expected to do to time and memory; asked only for `choice != off`.
 
+        A technique that does not say may act on anything: what acts on nothing that takes time here is never probed.
+
         Args:
             choices: all that are searched, in order.
         """
-        return Expectation(compute=Factor(spread=1.1), update=Factor(spread=1.1), activations=Factor(spread=1.1))
+        anything = Factor(spread=1.1)
+        return Expectation(compute=anything, launch=anything, update=anything, activations=anything)
 
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
         """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
