@@ -7,20 +7,18 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AutotuneError
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.result import Measured
 from autotune.report.figures import measured_rate
+from autotune.report.plots import COLOURS, FAR_LIMIT, techniques_of
 from autotune.study.reading import Study
-from autotune.techniques.labels import AnyConfig, as_dict, describe
+from autotune.techniques.labels import describe
 from autotune.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 GREY, INK = "#9aa4af", "#7b8794"  # seen on white and on black
-# Okabe and Ito: told apart without red and green
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-FAR_LIMIT = 3.0  # times the largest peak: a limit far away would press everything to the left edge
 
 
 def pictures(study: Study) -> Iterator[tuple[str, Figure]]:
@@ -61,7 +59,7 @@ def _throughput(go: Any, measured: Sequence[Measured]) -> Figure:
     """A line for each combination of techniques, the fastest in colour."""
     lines: dict[str, list[Measured]] = {}
     for one in measured:
-        lines.setdefault(_techniques(one.config), []).append(one)
+        lines.setdefault(techniques_of(one.config), []).append(one)
     ranked = sorted(lines, key=lambda group: -max(m.samples_per_s for m in lines[group]))
     figure = go.Figure()
     for place, group in enumerate(ranked):
@@ -120,11 +118,6 @@ def _points(
         visible=True if found else "legendonly",
         **{"mode": "markers", **look},
     )
-
-
-def _techniques(config: AnyConfig) -> str:
-    """The techniques, without the batch."""
-    return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 
 def _finish(figure: Figure, x: str, y: str) -> Figure:

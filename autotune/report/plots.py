@@ -71,7 +71,7 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
     ax = ax if ax is not None else _new_axes()
     lines: dict[str, list[Measured]] = {}
     for measured in study.measured_configs():
-        lines.setdefault(_group(measured.config), []).append(measured)
+        lines.setdefault(techniques_of(measured.config), []).append(measured)
 
     def rank(group: str) -> tuple[bool, float]:
         return len(lines[group]) > 1, max(m.samples_per_s for m in lines[group])
@@ -83,7 +83,9 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
         sizes, colour = [int(m.config["batch_size"]) for m in points], colours.get(group, GREY)
         ax.plot(sizes, [m.samples_per_s for m in points], color=colour, zorder=2 if group in colours else 1)
         _errorbars(ax, points, colour, group if group in colours else "", over_batch=True)
-    failed = {(_group(p.config), int(p.config["batch_size"])) for p in study.probes if p.outcome.kind is Kind.OOM}
+    failed = {
+        (techniques_of(p.config), int(p.config["batch_size"])) for p in study.probes if p.outcome.kind is Kind.OOM
+    }
     _mark_out_of_memory(ax, failed, colours)
     sizes = sorted({int(probe.config["batch_size"]) for probe in study.probes})
     if sizes:
@@ -107,7 +109,7 @@ def _new_axes() -> Axes:
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
-def _group(config: AnyConfig) -> str:
+def techniques_of(config: AnyConfig) -> str:
     """The techniques, without the batch: they stay the same along a line."""
     return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
