@@ -8,17 +8,23 @@ import pytest
 import torch
 
 from autotune.predict.job import trace_plan
+from autotune.predict.memory import MemoryModel
 from autotune.predict.plan import plan_traces
 from autotune.predict.roofline import Roofline
 from autotune.predict.time import TimeModel
 from autotune.predict.traces import Traces
+from autotune.proposers.acquisition import Acquisition
 from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Support
+from autotune.records.objective import Objective
+from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.task import Task
 from autotune.task.lengths import LengthDistribution
-from autotune.techniques import complete
-from tests.closed_form import inspection
+from autotune.techniques import REGISTRY, Phase, Technique, complete
+from autotune.techniques.build import Build, Setting
+from tests.closed_form import inspection, measurement
 
 ROWS, HIDDEN, SIZE = 6, 32, 8
 
@@ -177,6 +183,40 @@ def test_launching_and_updating_are_expected_to_take_what_operators_and_bytes_sa
     )
     assert expected_ratio(calm, twice, space.baseline) < 1.1
     assert expected_ratio(launching, twice, space.baseline) > 1.4
+
+
+def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_step_spends_its_time_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent(Technique):
+        name = "silent"
+        summary = listed_choices = applies = ""
+        off = False
+        phase = Phase.MODEL
+
+        def support(self, setting: Setting) -> Support:
+            return Support(choices=(False, True))
+
+        def apply(self, build: Build, choice: Choice) -> None:
+            pass
+
+    monkeypatch.setitem(REGISTRY._techniques, "silent", Silent())
+    support = dict(inspection().support) | {"silent": Support(choices=(False, True))}
+    space = build_space(inspection(support=support), fix={}, include=(), exclude=())[0]
+    phases_s = {"data": 1e-6, "forward": 0.5, "backward": 0.5, "optimizer": 1e-6}
+    measured = replace(measurement(space.baseline, space.baseline.samples_per_step, 2**29), phases_s=phases_s)
+    probes = [(space.baseline, Outcome(kind=Kind.OK, measurement=measured))]
+    for launch_s in (1e-12, 1.0):  # a second for each operator: nothing else counts
+        calibration = replace(rates(fp32=(1, 1)), launch_s=launch_s)
+        roofline = Roofline.of(calibration, traced(matrices()))
+        acquisition = Acquisition(
+            space,
+            Objective(name="throughput", memory_limit_bytes=2**34, headroom=0.05).with_baseline(probes[0][1]),
+            TimeModel(space, probes, roofline=roofline),
+            MemoryModel(None, 2**28, space, probes),
+            probes,
+        )
+        assert not acquisition.is_idle(space.baseline, "silent")
 
 
 def test_traces_that_were_kept_before_work_was_counted_still_open() -> None:
