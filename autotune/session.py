@@ -273,6 +273,7 @@ def _apply(build: Build, phase: techniques.Phase) -> None:
     for technique in techniques.REGISTRY.values():
         choice = build.config[technique.name]
         if technique.phase is phase and choice != technique.off:
-            if technique.reaches_into_step and build.task.takes_whole_steps:
-                raise techniques.UnsupportedError(f"{technique.name}={choice}: {techniques.REACHES_INTO_STEP}")
+            into_step = technique.reaches_into_step and build.task.takes_whole_steps
+            if reason := techniques.REACHES_INTO_STEP if into_step else technique.conflict(build.config):
+                raise techniques.UnsupportedError(f"{technique.name}={choice}: {reason}")
             technique.apply(build, choice)

@@ -81,10 +81,9 @@ class InspectJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeJob:
-    """Train a few steps of a config and measure them."""
+class ConfigJob:
+    """What runs a config itself."""
 
-    name: ClassVar[str] = "probe"
     config: Config
     settings: ProbeSettings
 
@@ -95,18 +94,18 @@ class ProbeJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckJob:
+class ProbeJob(ConfigJob):
+    """Train a few steps of a config and measure them."""
+
+    name: ClassVar[str] = "probe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckJob(ConfigJob):
     """Compare a config's gradients with plain fp32's, on `batch_size` samples."""
 
     name: ClassVar[str] = "check"
-    config: Config
-    settings: ProbeSettings
     batch_size: int
-
-    @property
-    def timeout_s(self) -> float:
-        """The process is killed then."""
-        return self.settings.timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +131,10 @@ class AnatomyJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModulesJob:
+class ModulesJob(ConfigJob):
     """Measure where a config's time goes, module by module."""
 
     name: ClassVar[str] = "modules"
-    config: Config
-    settings: ProbeSettings
-
-    @property
-    def timeout_s(self) -> float:
-        """The process is killed then."""
-        return self.settings.timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)

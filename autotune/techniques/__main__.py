@@ -19,9 +19,14 @@ def table(registry: Mapping[str, Technique] = REGISTRY) -> str:
             gradients = "exact" if technique.exact else "reduced precision"
             if technique.changes_learning:
                 gradients = "of another training"
-            yield f"`{name}`", technique.listed_choices, technique.summary, gradients, technique.applies
+            yield f"`{name}`", _choices(technique), technique.summary, gradients, technique.applies
 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines())
+
+
+def _choices(technique: Technique) -> str:
+    listed = (f"{c}" if type(c) is int else f"`{str(c).lower()}`" for c in technique.choices)
+    return technique.listed_choices or " ".join(listed)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, whole_number
+from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.block_chains import is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import blocks_of, thinned
@@ -29,15 +29,16 @@ class ActivationOffload(Technique):
     queued where the backward pass needs it.
     """
 
-    name: ClassVar[str] = "activation_offload"
-    summary: ClassVar[str] = "blocks keep their activations in host memory: less on the GPU, copies over the bus"
-    listed_choices: ClassVar[str] = "0 to the number of blocks"
-    applies: ClassVar[str] = "repeated blocks on a GPU, without `checkpoint_segments`"
-    off: ClassVar[Choice] = 0
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 40
-    ordered: ClassVar[bool] = True
-    keeps_random_masks: ClassVar[bool] = True
+    name = "activation_offload"
+    summary = "blocks keep their activations in host memory: less on the GPU, copies over the bus"
+    listed_choices = "0 to the number of blocks"
+    applies = "repeated blocks on a GPU, without `checkpoint_segments`"
+    off = 0
+    phase = Phase.MODEL
+    order = 40
+    untraced = "how much is on its way to host memory at the peak is not traced"
+    ordered = True
+    keeps_random_masks = True
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks on CUDA, thinned when there are many."""
@@ -52,8 +53,6 @@ class ActivationOffload(Technique):
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks."""
         blocks, number = _blocks(build.task, build.model), int(choice)
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"activation_offload={choice}: {reason}")
         if number > len(blocks):
             raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
         store = _Store(build.device.torch_device)
@@ -65,13 +64,9 @@ class ActivationOffload(Technique):
         """`2 blocks offloaded`, `nothing offloaded`."""
         return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """Recomputed blocks have next to nothing to offload."""
-        return bool(_why_not_beside(config))
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Every block offloaded; nothing of this where blocks can be recomputed, which saves as much and needs no bus."""
-        return None
+        return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """The bus is slower than recomputing in many models and faster in some."""
@@ -79,21 +74,9 @@ class ActivationOffload(Technique):
         moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
         return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
 
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: how long a tensor is still on the device depends on the speed of the copy."""
-        return "how much is on its way to host memory at the peak is not traced"
-
-    def validate(self, choice: Any) -> Choice:
-        """An integer of at least 0."""
-        return whole_number(choice, 0)
-
 
 def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for block in blocks_of(task, model).blocks if not is_layer(block)]
-
-
-def _why_not_beside(config: Config) -> str:
-    return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
 
 
 class _Offloaded:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TRANSFORMERS, Table, Words
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from autotune.devices.base import Device
 
-_CHOICES = ("off", "bf16", "fp16")
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
 WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
 
@@ -29,15 +28,15 @@ WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
 class Amp(Technique):
     """`torch.autocast` around the forward pass; float16 with gradient scaling as well."""
 
-    name: ClassVar[str] = "amp"
-    summary: ClassVar[str] = "shorter arithmetic: faster, smaller activations; fp16 with gradient scaling"
-    listed_choices: ClassVar[str] = "`off` `bf16` `fp16`"
-    applies: ClassVar[str] = "where the measured rate of the device is worth it (emulated: if included)"
-    off: ClassVar[Choice] = "off"
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 10
-    exact: ClassVar[bool] = False
-    likely: ClassVar[tuple[Choice, ...]] = ("bf16", "fp16")
+    name = "amp"
+    summary = "shorter arithmetic: faster, smaller activations; fp16 with gradient scaling"
+    choices = ("off", "bf16", "fp16")
+    applies = "where the measured rate of the device is worth it (emulated: if included)"
+    off = "off"
+    phase = Phase.MODEL
+    order = 10
+    exact = False
+    likely = ("bf16", "fp16")
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table(
             {
@@ -77,7 +76,7 @@ class Amp(Technique):
         """
         choices, optional, reasons = [self.off], [], []
         flops = forward_flops(setting)
-        for choice in _CHOICES[1:]:
+        for choice in self.choices[1:]:
             found = worth(setting.calibration, flops, str(choice))
             if choice == "fp16" and setting.task.takes_whole_steps:
                 reasons.append(f"fp16 needs gradient scaling: {REACHES_INTO_STEP}")
@@ -139,10 +138,6 @@ class Amp(Technique):
         if device_kind == "cpu" and not _has_arithmetic(str(choice)):
             return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
         return ""
-
-    def validate(self, choice: Any) -> Choice:
-        """One of `off`, `bf16`, `fp16`."""
-        return one_of(choice, _CHOICES)
 
 
 def _hint(device: Device, choice: str) -> str:

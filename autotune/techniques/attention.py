@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, one_of
+from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-_CHOICES = ("default", "sdpa", *_BACKENDS, "math")
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
 _CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
 _TAKE_NO_MASK = ("flash",)
@@ -30,17 +29,17 @@ class Attention(Technique):
     are the process's and no context around the forward pass, since recomputation in the backward pass must use them, too.
     """
 
-    name: ClassVar[str] = "attention"
-    summary: ClassVar[str] = "which kernel computes attention; `sdpa` in place of a model's own softmax of all scores"
-    listed_choices: ClassVar[str] = "`default` `sdpa` `flash` `efficient` `cudnn` `math`"
-    applies: ClassVar[str] = (
+    name = "attention"
+    summary = "which kernel computes attention; `sdpa` in place of a model's own softmax of all scores"
+    choices = ("default", "sdpa", *_BACKENDS, "math")
+    applies = (
         "`sdpa`: Hugging Face models with eager attention; kernels: `scaled_dot_product_attention` on GPUs "
         "(on CPUs, and `math`: if included)"
     )
-    off: ClassVar[Choice] = "default"
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 5
-    likely: ClassVar[tuple[Choice, ...]] = ("sdpa",)
+    off = "default"
+    phase = Phase.MODEL
+    order = 5
+    likely = ("sdpa",)
 
     def support(self, setting: Setting) -> Support:
         """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
@@ -118,10 +117,6 @@ class Attention(Technique):
             if (choice, device_kind) == ("math", "cuda")
             else ""
         )
-
-    def validate(self, choice: Any) -> Choice:
-        """One of `default`, `sdpa`, `flash`, `efficient`, `cudnn`, `math`."""
-        return one_of(choice, _CHOICES)
 
 
 def _eager(model: torch.nn.Module) -> list[Any]:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from autotune.task import Task
 
 MANTISSA_BITS = {FP32: 24, TF32: 11, FP16: 11, BF16: 8}  # the hidden one included; the longest type first
-
-
+_ANYTHING = Factor(spread=1.1)
 REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run as it is"
 
 
@@ -58,9 +57,12 @@ class Technique(ABC):
     Attributes:
         name: the key in the config dict.
         summary: what it does and what it trades, in one line of the README's table.
-        listed_choices: its choices, in the README's table.
+        listed_choices: its choices, in the README's table, where `choices` does not list them.
         applies: where it applies, in the README's table.
+        choices: those that can be listed whatever the task.
         off: the choice that is plain training.
+        least: the smallest choice, where choices are numbers.
+        leanest: choices that are there to save memory, the one that saves the most first.
         order: place among the techniques of its phase, in which they are applied and listed; names decide between equals.
         exact: its gradients equal plain fp32's up to rounding.
         changes_learning: it trains something else than the user does. Searched only when included, and labelled.
@@ -69,6 +71,9 @@ class Technique(ABC):
             gradients can keep dropout on.
         check_steps: optimizer steps that a comparison with plain training takes; more than 1 for what acts on the optimizer.
         traced_in_whole_steps: a trace of whole steps at one batch size shows its memory, whatever `untraceable` says.
+        untraced: why its memory cannot be traced without running it, where that is so for all choices but `off`.
+        expected: what every choice but `off` is expected to do to time and memory. A technique that does not say may act on
+            anything: what acts on nothing that takes time here is never probed.
         likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
         said_of: the class of torch.optim that the words of `frameworks` name as well; empty where they name none.
@@ -76,9 +81,12 @@ class Technique(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    listed_choices: ClassVar[str]
+    listed_choices: ClassVar[str] = ""
     applies: ClassVar[str]
+    choices: ClassVar[tuple[Choice, ...]] = ()
     off: ClassVar[Choice]
+    least: ClassVar[int] = 0
+    leanest: ClassVar[tuple[Choice, ...]] = ()
     phase: ClassVar[Phase]
     order: ClassVar[int] = 100
     exact: ClassVar[bool] = True
@@ -87,6 +95,10 @@ class Technique(ABC):
     keeps_random_masks: ClassVar[bool] = False
     check_steps: ClassVar[int] = 1
     traced_in_whole_steps: ClassVar[bool] = False
+    untraced: ClassVar[str] = ""
+    expected: ClassVar[Expectation] = Expectation(
+        compute=_ANYTHING, launch=_ANYTHING, update=_ANYTHING, activations=_ANYTHING
+    )
     likely: ClassVar[tuple[Choice, ...]] = ()
     frameworks: ClassVar[Mapping[str, Words]] = {}
     said_of: ClassVar[str] = ""
@@ -118,6 +130,10 @@ class Technique(ABC):
         Raises:
             ValueError: the message says what was expected.
         """
+        if type(self.off) is int:
+            return whole_number(choice, self.least)
+        if isinstance(self.off, str) and self.choices:
+            return one_of(choice, [str(listed) for listed in self.choices])
         if type(choice) is not type(self.off):
             raise ValueError(f"expected {type(self.off).__name__}")
         return choice
@@ -128,11 +144,15 @@ class Technique(ABC):
 
     def is_redundant(self, config: Config) -> bool:
         """Whether `config` need not be searched: it trains as with this technique off, or its choices cannot be combined."""
-        return False
+        return bool(self.conflict(config))
+
+    def conflict(self, config: Config) -> str:
+        """Why this technique cannot be combined with another choice of `config`, which has it on; empty where it can."""
+        return ""
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
         """The one of `choices` that saves the most memory; None for a technique that is not there to save memory."""
-        return None
+        return next((choice for choice in self.leanest if choice in choices), None)
 
     def arithmetic(self, choice: Choice) -> str:
         """The type in which matrix products and convolutions are computed, as far as this technique decides it."""
@@ -141,13 +161,10 @@ class Technique(ABC):
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """What `choice` is expected to do to time and memory; asked only for `choice != off`.
 
-        A technique that does not say may act on anything: what acts on nothing that takes time here is never probed.
-
         Args:
             choices: all that are searched, in order.
         """
-        anything = Factor(spread=1.1)
-        return Expectation(compute=anything, launch=anything, update=anything, activations=anything)
+        return self.expected
 
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
         """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
@@ -162,7 +179,7 @@ class Technique(ABC):
         Args:
             device_kind: torch's type of the device that is to train: `cpu` or `cuda`.
         """
-        return ""
+        return self.untraced
 
     @property
     def reaches_into_step(self) -> bool:
@@ -200,6 +217,13 @@ class Technique(ABC):
         """The choice that a framework's arguments make; None where they do not say. The inverse of `write`."""
         words = self.frameworks.get(framework)
         return None if words is None else words.read(arguments)
+
+
+class Switch(Technique):
+    """A technique that is on or off."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (False, True)
+    off: ClassVar[Choice] = False
 
 
 class UnsupportedError(Exception):

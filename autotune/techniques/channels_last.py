@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique
+from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
     import torch
 
 
-class ChannelsLast(Technique):
+class ChannelsLast(Switch):
     """Four-dimensional parameters and inputs in `torch.channels_last`."""
 
-    name: ClassVar[str] = "channels_last"
-    summary: ClassVar[str] = "images with the channels innermost, as convolution kernels prefer: often faster"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "2-D convolutions"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 20
-    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    name = "channels_last"
+    summary = "images with the channels innermost, as convolution kernels prefer: often faster"
+    applies = "2-D convolutions"
+    phase = Phase.MODEL
+    order = 20
+    likely = (True,)
+    # Most fast convolutions use this layout, yet some kernels do not have it.
+    expected = Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
 
     def support(self, setting: Setting) -> Support:
         """It applies to 2-D convolutions, unless the model's code calls `view` in the old layout.
@@ -53,10 +52,6 @@ class ChannelsLast(Technique):
             for parameter, data in layouts:
                 parameter.data = data
         return Support(choices=(False, True))
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Most fast convolutions use this layout, yet some kernels do not have it."""
-        return Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
 
     @property
     def reaches_into_step(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import CheckpointSegments, blocks_of
 from autotune.techniques.expectation import Expectation, Factor
@@ -17,7 +17,6 @@ from autotune.techniques.recomputed import Recomputed
 if TYPE_CHECKING:
     import torch
 
-_CHOICES = ("full", "selective")
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
@@ -31,14 +30,21 @@ _ATTENTION = (
 class CheckpointPolicy(Technique):
     """`create_selective_checkpoint_contexts` around each recomputed block."""
 
-    name: ClassVar[str] = "checkpoint_policy"
-    summary: ClassVar[str] = "recomputed blocks keep matrix products and attention: less computing, more memory"
-    listed_choices: ClassVar[str] = "`full` `selective`"
-    applies: ClassVar[str] = "with `checkpoint_segments`, on GPUs (CPUs: if included)"
-    off: ClassVar[Choice] = "full"
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 35  # what is recomputed is known then
-    keeps_random_masks: ClassVar[bool] = True
+    name = "checkpoint_policy"
+    summary = "recomputed blocks keep matrix products and attention: less computing, more memory"
+    choices = ("full", "selective")
+    applies = "with `checkpoint_segments`, on GPUs (CPUs: if included)"
+    off = "full"
+    phase = Phase.MODEL
+    order = 35  # what is recomputed is known then
+    untraced = "what a recomputed block keeps in part is not traced"
+    # Most of a forward pass is matrix products, and about half of what it keeps.
+    expected = Expectation(
+        compute=Factor(typical=0.87, spread=1.08),
+        launch=Factor(spread=1.1),
+        activations=Factor(typical=1.5, spread=1.4),
+    )
+    keeps_random_masks = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to models with blocks to recompute that do not change what they keep in place."""
@@ -50,7 +56,7 @@ class CheckpointPolicy(Technique):
             reason = "fewer checkpoint segments give about the same on a CPU"
             return Support(choices=("full",), optional=("selective",), reason=reason)
         self._try(setting)
-        return Support(choices=_CHOICES)
+        return Support(choices=self.choices)
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let every recomputed block keep the results of costly operators."""
@@ -83,19 +89,6 @@ class CheckpointPolicy(Technique):
     def is_redundant(self, config: Config) -> bool:
         """Without recomputation it does nothing."""
         return config["checkpoint_segments"] == 0
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Most of a forward pass is matrix products, and about half of what it keeps."""
-        again = Factor(typical=0.87, spread=1.08)
-        return Expectation(compute=again, launch=Factor(spread=1.1), activations=Factor(typical=1.5, spread=1.4))
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: traces of recomputation are put together from blocks that keep all or nothing."""
-        return "what a recomputed block keeps in part is not traced"
-
-    def validate(self, choice: Any) -> Choice:
-        """`full` or `selective`."""
-        return one_of(choice, _CHOICES)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError, whole_number
+from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
@@ -30,15 +30,15 @@ class CheckpointSegments(Technique):
     Only the instances' `forward` is replaced: classes, parameter names and the state dict stay as they are.
     """
 
-    name: ClassVar[str] = "checkpoint_segments"
-    summary: ClassVar[str] = "blocks run again in the backward pass: far less memory, more computing"
-    listed_choices: ClassVar[str] = "0 to the number of blocks"
-    applies: ClassVar[str] = "a `Sequential` or `ModuleList` of blocks, found anywhere in the model"
-    off: ClassVar[Choice] = 0
-    phase: ClassVar[Phase] = Phase.MODEL
-    ordered: ClassVar[bool] = True
-    order: ClassVar[int] = 30
-    keeps_random_masks: ClassVar[bool] = True
+    name = "checkpoint_segments"
+    summary = "blocks run again in the backward pass: far less memory, more computing"
+    listed_choices = "0 to the number of blocks"
+    applies = "a `Sequential` or `ModuleList` of blocks, found anywhere in the model"
+    off = 0
+    phase = Phase.MODEL
+    ordered = True
+    order = 30
+    keeps_random_masks = True
     frameworks: ClassVar[Mapping[str, Words]] = {TRANSFORMERS: Table({0: {"gradient_checkpointing": False}})}
 
     def support(self, setting: Setting) -> Support:
@@ -104,10 +104,6 @@ class CheckpointSegments(Technique):
         share = int(choice) / max(int(other) for other in choices)
         again = Factor(typical=1 + 0.3 * share, spread=1.06 + 0.06 * share)
         return Expectation(compute=again, launch=again, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
-
-    def validate(self, choice: Any) -> Choice:
-        """An integer of at least 0."""
-        return whole_number(choice, 0)
 
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique
+from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import LIGHTNING, Argument, Words
 
 
-class CudnnBenchmark(Technique):
+class CudnnBenchmark(Switch):
     """`torch.backends.cudnn.benchmark`, for the whole process."""
 
-    name: ClassVar[str] = "cudnn_benchmark"
-    summary: ClassVar[str] = "the fastest convolution kernels are found by trying: often faster, may take more memory"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "convolutions on a GPU"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.PROCESS
-    order: ClassVar[int] = 20
-    keeps_random_masks: ClassVar[bool] = True
-    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    name = "cudnn_benchmark"
+    summary = "the fastest convolution kernels are found by trying: often faster, may take more memory"
+    applies = "convolutions on a GPU"
+    phase = Phase.PROCESS
+    order = 20
+    # Faster where cuDNN's guess was poor. The workspaces of the fastest kernels cannot be foreseen.
+    expected = Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))
+    keeps_random_masks = True
+    likely = (True,)
     frameworks: ClassVar[Mapping[str, Words]] = {LIGHTNING: Argument("benchmark")}
 
     def support(self, setting: Setting) -> Support:
@@ -57,7 +57,3 @@ class CudnnBenchmark(Technique):
             yield
         finally:
             torch.backends.cudnn.benchmark = before
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Faster where cuDNN's guess was poor. The workspaces of the fastest kernels cannot be foreseen."""
-        return Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))

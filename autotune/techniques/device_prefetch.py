@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     import torch
 
 
-class DevicePrefetch(Technique):
+class DevicePrefetch(Switch):
     """The session's loader yields batches that are on the device already, or on their way there."""
 
-    name: ClassVar[str] = "device_prefetch"
-    summary: ClassVar[str] = "the next batch is copied while the GPU computes: hides the copy, holds one batch more"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "with a dataset, without accumulation, on a GPU"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.LOADER
-    order: ClassVar[int] = 25
-    keeps_random_masks: ClassVar[bool] = True
+    name = "device_prefetch"
+    summary = "the next batch is copied while the GPU computes: hides the copy, holds one batch more"
+    applies = "with a dataset, without accumulation, on a GPU"
+    phase = Phase.LOADER
+    order = 25
+    # Training waits less for the copy; one batch more is on the device.
+    expected = Expectation(
+        launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
+    )
+    keeps_random_masks = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to tasks with a dataset on CUDA."""
@@ -38,26 +40,14 @@ class DevicePrefetch(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let the loader run one micro batch ahead."""
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"device_prefetch: {reason}")
         on_gpu = build.device.kind == "cuda"
         copier = _OnSideStream(build.device.torch_device) if on_gpu else _Copier(build.device.torch_device)
         build.batch_streams.append(partial(ahead, copier))
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """It is not combined with accumulation."""
-        return bool(_why_not_beside(config))
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Training waits less for the copy; one batch more is on the device."""
-        return Expectation(
-            launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
-        )
-
-
-def _why_not_beside(config: Config) -> str:
-    accumulates = config.accumulation_steps > 1
-    return "all micro batches of a step would be on the device at once" if accumulates else ""
+        accumulates = config.accumulation_steps > 1
+        return "all micro batches of a step would be on the device at once" if accumulates else ""
 
 
 def ahead(copier: _Copier, batches: Iterator[Any]) -> Iterator[Any]:

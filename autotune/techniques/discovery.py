@@ -10,7 +10,7 @@ from autotune.records.batch_plan import BATCH_KEYS
 from autotune.techniques.base import Technique
 
 GROUP = "autotune.techniques"  # entry points: `name = "module:Class"`
-_REQUIRED = ("name", "summary", "listed_choices", "applies", "off", "phase")
+_REQUIRED = ("name", "summary", "applies", "off", "phase")
 
 
 class Registry(Mapping[str, Technique]):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -17,21 +16,27 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is 
 _ON = "expandable_segments:True"
 
 
-class ExpandableSegments(Technique):
+class ExpandableSegments(Switch):
     """`expandable_segments` of torch's CUDA allocator, for the whole process.
 
     The allocator reads the setting whenever it needs a new segment. So it is set when a session is prepared, also where
     CUDA is initialised already; the environment variable would be read too early.
     """
 
-    name: ClassVar[str] = "expandable_segments"
-    summary: ClassVar[str] = "the CUDA allocator's blocks grow in place: less memory lost in fragments"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "GPUs"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.PROCESS
-    order: ClassVar[int] = 30
-    keeps_random_masks: ClassVar[bool] = True
+    name = "expandable_segments"
+    summary = "the CUDA allocator's blocks grow in place: less memory lost in fragments"
+    applies = "GPUs"
+    phase = Phase.PROCESS
+    order = 30
+    leanest = (True,)
+    # Fragments are a tenth to a third of what the allocator holds; growing a block costs little.
+    expected = Expectation(
+        compute=Factor(spread=1.02),
+        launch=Factor(spread=1.05),
+        activations=Factor(typical=0.93, spread=1.07),
+        state=Factor(typical=0.93, spread=1.07),
+    )
+    keeps_random_masks = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to CUDA, unless the environment switches it on already."""
@@ -56,15 +61,6 @@ class ExpandableSegments(Technique):
         finally:
             if _settings() != before:
                 _set(before)
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Switched on."""
-        return True if True in choices else None
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Fragments are a tenth to a third of what the allocator holds; growing a block costs little."""
-        fewer = Factor(typical=0.93, spread=1.07)
-        return Expectation(compute=Factor(spread=1.02), launch=Factor(spread=1.05), activations=fewer, state=fewer)
 
 
 def _settings() -> str:

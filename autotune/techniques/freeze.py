@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
@@ -36,13 +36,13 @@ class Freeze(Partition):
     blocks of the model's chain and what it registers before them (an embedding, a stem).
     """
 
-    name: ClassVar[str] = "freeze"
-    summary: ClassVar[str] = (
+    name = "freeze"
+    summary = (
         "a part of the model is not trained, and has no gradients and no optimizer state: one ranking for each choice"
     )
-    listed_choices: ClassVar[str] = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
-    applies: ClassVar[str] = "if included: named modules, or a chain of blocks"
-    order: ClassVar[int] = 20
+    listed_choices = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
+    applies = "if included: named modules, or a chain of blocks"
+    order = 20
 
     def support(self, setting: Setting) -> Support:
         """What the task names, else up to four leading parts of its chain of blocks."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.randomness import restored_randomness
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.recomputed import buffers_of, copies_stand_in
@@ -26,7 +26,7 @@ _NUM_SAMPLES = 2
 _NUM_PASSES = 5  # they miss a branch that a third of all passes take in 13 % of cases
 
 
-class InplaceActivations(Technique):
+class InplaceActivations(Switch):
     """`inplace = True` while a module trains, module by module.
 
     A module whose input is read later would make training silently wrong, or an error. So each config finds out by
@@ -38,18 +38,17 @@ class InplaceActivations(Technique):
     added later, and a read that is no operator of torch (`h.detach().numpy()`) may find an input overwritten.
     """
 
-    name: ClassVar[str] = "inplace_activations"
-    summary: ClassVar[str] = "activation functions overwrite their input where it is not needed again: less memory"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = (
-        "modules `ReLU`, `LeakyReLU`, `ELU`, `SELU`, `CELU`, each where training passes show it safe"
-    )
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.MODEL
+    name = "inplace_activations"
+    summary = "activation functions overwrite their input where it is not needed again: less memory"
+    applies = "modules `ReLU`, `LeakyReLU`, `ELU`, `SELU`, `CELU`, each where training passes show it safe"
+    phase = Phase.MODEL
     # What is recomputed, and so reads its input again, is known then. What waits in host memory is not moved yet: the
     # backward pass would read the copy, and the tensor, which is still being copied, would seem free to be overwritten.
-    order: ClassVar[int] = 38
-    keeps_random_masks: ClassVar[bool] = True
+    order = 38
+    leanest = (True,)
+    # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
+    expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
+    keeps_random_masks = True
 
     def support(self, setting: Setting) -> Support:
         """It applies where at least one module may overwrite its input, and training so raises no error."""
@@ -65,8 +64,6 @@ class InplaceActivations(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch the safe modules on."""
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"inplace_activations: {reason}")
         with restored_randomness(build.device.torch_device):
             try:
                 safe = _safe_in(build, min(_NUM_SAMPLES, build.config.batch_size))
@@ -78,17 +75,9 @@ class InplaceActivations(Technique):
         for module in safe:
             module.register_forward_pre_hook(_only_in_training)
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """It is not combined with a compiler."""
-        return bool(_why_not_beside(config))
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Switched on."""
-        return True if True in choices else None
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept."""
-        return Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
+        return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
 
 
 def _candidates(model: torch.nn.Module) -> list[Any]:
@@ -166,7 +155,3 @@ def _train(
         loss = task.loss(model, batch)
     if loss.requires_grad:
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-
-
-def _why_not_beside(config: Config) -> str:
-    return "the compiler decides what is overwritten" if config["compile"] != "off" else ""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.task.samples import NUM_SAMPLED, width
-from autotune.techniques.base import Phase, Technique
+from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
@@ -18,7 +18,7 @@ from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 _WINDOW = 50  # batches among which samples are put together by length, as in transformers' LengthGroupedSampler
 
 
-class LengthBucketing(Technique):
+class LengthBucketing(Switch):
     """Samples in random order; of every fifty batches those of similar length share a batch.
 
     The batches of a window come in random order. So any stretch of training, such as the one that a probe times, has short
@@ -30,16 +30,16 @@ class LengthBucketing(Technique):
     then before workers are forked, and they inherit its handle: such a dataset should open the file anew in each process.
     """
 
-    name: ClassVar[str] = "length_bucketing"
-    summary: ClassVar[str] = "samples of similar length share a batch: less padding, another order of samples"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "if included: a dataset with samples of unequal length, which batches pad"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.LOADER
-    order: ClassVar[int] = 50
-    changes_learning: ClassVar[bool] = True
-    keeps_random_masks: ClassVar[bool] = True
-    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    name = "length_bucketing"
+    summary = "samples of similar length share a batch: less padding, another order of samples"
+    applies = "if included: a dataset with samples of unequal length, which batches pad"
+    phase = Phase.LOADER
+    order = 50
+    # What padding took is saved, a few percent or most of it; the largest batch stays as it is.
+    expected = Expectation(compute=Factor(typical=0.6, spread=1.8), data=Factor(spread=1.2))
+    changes_learning = True
+    keeps_random_masks = True
+    likely = (True,)
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table(
             {True: {"train_sampling_strategy": "group_by_length"}},
@@ -64,10 +64,6 @@ class LengthBucketing(Technique):
     def is_redundant(self, config: Config) -> bool:
         """A sample alone is not padded."""
         return config.batch_size == 1
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """What padding took is saved, a few percent or most of it; the largest batch stays as it is."""
-        return Expectation(compute=Factor(typical=0.6, spread=1.8), data=Factor(spread=1.2))
 
 
 def _why_not(setting: Setting) -> str:

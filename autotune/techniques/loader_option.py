@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
 
 
 class LoaderOption(Technique):
@@ -17,14 +15,11 @@ class LoaderOption(Technique):
 
     Attributes:
         choices: where the task has a dataset.
-        waiting: what it does to the time that training waits for samples.
         needs_workers: DataLoader refuses it without worker processes.
     """
 
-    phase: ClassVar[Phase] = Phase.LOADER
-    keeps_random_masks: ClassVar[bool] = True
-    choices: ClassVar[tuple[Choice, ...]]
-    waiting: ClassVar[Factor]
+    phase = Phase.LOADER
+    keeps_random_masks = True
     needs_workers: ClassVar[bool] = False
 
     def support(self, setting: Setting) -> Support:
@@ -37,10 +32,6 @@ class LoaderOption(Technique):
         """Set the option."""
         if not self.needs_workers or build.config["num_workers"]:
             build.loader_options[self.name] = choice
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Training waits less for samples."""
-        return Expectation(data=self.waiting)
 
     def is_redundant(self, config: Config) -> bool:
         """Without workers it does nothing where it needs them."""

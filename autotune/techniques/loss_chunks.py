@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 _FEWEST_CLASSES = 4096  # with fewer, the scores are no large part of what a model keeps
 
 
-class LossChunks(Technique):
+class LossChunks(Switch):
     """A large last layer gives scores that are computed when `cross_entropy` asks for them, in pieces.
 
     The gradient is computed with the loss, so that nothing is computed twice and no piece outlives it.
     """
 
-    name: ClassVar[str] = "loss_chunks"
-    summary: ClassVar[str] = "scores of a large vocabulary in pieces, gradient included: never held as a whole"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "if included: `Linear` layers of 4096 outputs or more straight into `cross_entropy`"
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 50
-    keeps_random_masks: ClassVar[bool] = True
-    traced_in_whole_steps: ClassVar[bool] = True
-    likely: ClassVar[tuple[Choice, ...]] = (True,)
+    name = "loss_chunks"
+    summary = "scores of a large vocabulary in pieces, gradient included: never held as a whole"
+    applies = "if included: `Linear` layers of 4096 outputs or more straight into `cross_entropy`"
+    phase = Phase.MODEL
+    order = 50
+    untraced = "a loss that is computed in pieces is not traced"
+    leanest = (True,)
+    # The scores, their logarithms and their gradient are a large part of what a language model holds.
+    expected = Expectation(compute=Factor(spread=1.1), activations=Factor(typical=0.6, spread=1.6))
+    keeps_random_masks = True
+    traced_in_whole_steps = True
+    likely = (True,)
 
     def support(self, setting: Setting) -> Support:
         """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
@@ -54,26 +56,14 @@ class LossChunks(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"loss_chunks: {reason}")
         heads = _heads(build.model)
         build.batch_transforms.append(_PutBack(heads, _replace(heads)))
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """It is not combined with what sees no tensor of its kind, or scales the loss afterwards."""
-        return bool(_why_not_beside(config))
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Switched on."""
-        return True if True in choices else None
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """The scores, their logarithms and their gradient are a large part of what a language model holds."""
-        return Expectation(compute=Factor(spread=1.1), activations=Factor(typical=0.6, spread=1.6))
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not."""
-        return "a loss that is computed in pieces is not traced"
+        if config["amp"] == "fp16":
+            return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
+        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
 
 
 def _heads(model: torch.nn.Module) -> list[Any]:
@@ -107,12 +97,6 @@ class _PutBack:
                 del head.forward
         self.pieces = [(head, use) for head, use in self.pieces if "forward" in vars(head)]
         return batch
-
-
-def _why_not_beside(config: Config) -> str:
-    if config["amp"] == "fp16":
-        return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
-    return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
 
 
 class _InPieces:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, one_of
+from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 from autotune.techniques.precision import worth
 
-_CHOICES = ("highest", "tf32")
 _TF32_CAPABILITY = (8, 0)
 WORTH = 1.05  # of fp32's rate
 
@@ -27,15 +26,17 @@ class MatmulPrecision(Technique):
     convolutions included. Only a comparison of gradients switches it off (`autotune.probe.exact_convolutions`).
     """
 
-    name: ClassVar[str] = "matmul_precision"
-    summary: ClassVar[str] = "fp32 matrix products on tensor cores, inputs rounded to 10 bits of mantissa: faster"
-    listed_choices: ClassVar[str] = "`highest` `tf32`"
-    applies: ClassVar[str] = "GPUs from compute capability 8.0"
-    off: ClassVar[Choice] = "highest"
-    phase: ClassVar[Phase] = Phase.PROCESS
-    order: ClassVar[int] = 10
-    exact: ClassVar[bool] = False
-    likely: ClassVar[tuple[Choice, ...]] = ("tf32",)
+    name = "matmul_precision"
+    summary = "fp32 matrix products on tensor cores, inputs rounded to 10 bits of mantissa: faster"
+    choices = ("highest", "tf32")
+    applies = "GPUs from compute capability 8.0"
+    off = "highest"
+    phase = Phase.PROCESS
+    order = 10
+    # Matrix products are faster. Nothing is left to gain where they are computed in bf16 or fp16 already.
+    expected = Expectation(compute=Factor(typical=0.85, spread=1.2))
+    exact = False
+    likely = ("tf32",)
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"highest": {"tf32": False}, "tf32": {"tf32": True}}),
     }
@@ -57,7 +58,7 @@ class MatmulPrecision(Technique):
             )
         if _precision() != "highest":
             return Support(choices=("highest",), reason="the model file sets the precision of fp32 products itself")
-        return Support(choices=_CHOICES)
+        return Support(choices=self.choices)
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch TF32 on for the rest of the process.
@@ -88,14 +89,6 @@ class MatmulPrecision(Technique):
     def arithmetic(self, choice: Choice) -> str:
         """TF32, where it is chosen."""
         return TF32 if choice == "tf32" else FP32
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Matrix products are faster. Nothing is left to gain where they are computed in bf16 or fp16 already."""
-        return Expectation(compute=Factor(typical=0.85, spread=1.2))
-
-    def validate(self, choice: Any) -> Choice:
-        """`highest` or `tf32`."""
-        return one_of(choice, _CHOICES)
 
 
 def _precision() -> str | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from autotune.devices import cgroup
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import whole_number
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
@@ -21,16 +20,17 @@ from autotune.techniques.loader_option import LoaderOption
 class NumWorkers(LoaderOption):
     """`DataLoader(num_workers=...)`."""
 
-    name: ClassVar[str] = "num_workers"
-    summary: ClassVar[str] = "processes that load data: hide loading, take host memory and processors"
-    listed_choices: ClassVar[str] = "0, 1, 2, 4 ... processors"
-    applies: ClassVar[str] = "with a dataset"
-    off: ClassVar[Choice] = 0
-    ordered: ClassVar[bool] = True
-    order: ClassVar[int] = 10
-    likely: ClassVar[tuple[Choice, ...]] = (2, 1)
-    choices: ClassVar[tuple[Choice, ...]] = (0, 1)
-    waiting: ClassVar[Factor] = Factor(typical=0.4, spread=2.0)
+    name = "num_workers"
+    summary = "processes that load data: hide loading, take host memory and processors"
+    listed_choices = "0, 1, 2, 4 ... processors"
+    applies = "with a dataset"
+    off = 0
+    ordered = True
+    order = 10
+    likely = (2, 1)
+    choices = (0, 1)
+    # Workers hide the loading, unless they take the processors that train.
+    expected = Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_num_workers"),
         DATALOADER: Argument("num_workers"),
@@ -64,11 +64,3 @@ class NumWorkers(LoaderOption):
     def label(self, choice: Choice) -> str:
         """`2 workers`."""
         return f"{choice} worker{'' if choice == 1 else 's'}"
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Workers hide the loading, unless they take the processors that train."""
-        return Expectation(compute=Factor(spread=1.05), data=self.waiting, state=Factor(spread=1.2))
-
-    def validate(self, choice: Any) -> Choice:
-        """An integer of at least 0."""
-        return whole_number(choice, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
@@ -27,18 +27,18 @@ _FUSED_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fuse
 class OptimizerImpl(Technique):
     """The `foreach` and `fused` flags of torch's own optimizers."""
 
-    name: ClassVar[str] = "optimizer_impl"
-    summary: ClassVar[str] = "the update in one kernel, in tensor lists, or one parameter at a time"
-    listed_choices: ClassVar[str] = "`default` `for-loop` `foreach` `fused`"
-    applies: ClassVar[str] = "torch's own optimizers"
-    off: ClassVar[Choice] = "default"
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
-    order: ClassVar[int] = 10
-    keeps_random_masks: ClassVar[bool] = True
-    check_steps: ClassVar[int] = 3  # its first step is the gradient's sign in many optimizers
-    likely: ClassVar[tuple[Choice, ...]] = ("fused", "foreach")
+    name = "optimizer_impl"
+    summary = "the update in one kernel, in tensor lists, or one parameter at a time"
+    choices = ("default", *_FLAGS)
+    applies = "torch's own optimizers"
+    off = "default"
+    phase = Phase.OPTIMIZER
+    order = 10
+    keeps_random_masks = True
+    check_steps = 3  # its first step is the gradient's sign in many optimizers
+    likely = ("fused", "foreach")
     # TrainingArguments name optimizer and implementation in one word.
-    said_of: ClassVar[str] = "AdamW"
+    said_of = "AdamW"
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
     }
@@ -87,10 +87,6 @@ class OptimizerImpl(Technique):
             update=Factor(typical=typical, spread=1.4),
             state=Factor(spread=1.15),
         )
-
-    def validate(self, choice: Any) -> Choice:
-        """`default`, `for-loop`, `foreach` or `fused`."""
-        return one_of(choice, ("default", *_FLAGS))
 
 
 def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> str:

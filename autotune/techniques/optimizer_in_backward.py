@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
@@ -17,27 +16,29 @@ if TYPE_CHECKING:
     from autotune.task import Task
 
 
-class OptimizerInBackward(Technique):
+class OptimizerInBackward(Switch):
     """`register_post_accumulate_grad_hook` on each parameter, which runs the task's own optimizer on that parameter alone.
 
     Optimizer object, parameter groups (whose learning rate a scheduler sets) and state stay as they are. The step after
     the backward pass then finds no gradients and does nothing.
     """
 
-    name: ClassVar[str] = "optimizer_in_backward"
-    summary: ClassVar[str] = (
-        "parameters are updated during the backward pass: gradients are not held, more small kernels"
+    name = "optimizer_in_backward"
+    summary = "parameters are updated during the backward pass: gradients are not held, more small kernels"
+    applies = "torch's own optimizers, without accumulation, fp16 or gradient clipping; on GPUs (CPUs: if included)"
+    phase = Phase.OPTIMIZER
+    order = 20
+    untraced = "gradients that are freed in the backward pass are not traced"
+    leanest = (True,)
+    # Gradients are a quarter of Adam's state; the update is as many kernels as there are parameters.
+    expected = Expectation(
+        compute=Factor(spread=1.03),
+        update=Factor(typical=1.2, spread=1.6),
+        state=Factor(typical=0.8, spread=1.1),
     )
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = (
-        "torch's own optimizers, without accumulation, fp16 or gradient clipping; on GPUs (CPUs: if included)"
-    )
-    off: ClassVar[Choice] = False
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
-    order: ClassVar[int] = 20
-    keeps_random_masks: ClassVar[bool] = True
-    check_steps: ClassVar[int] = 3
-    traced_in_whole_steps: ClassVar[bool] = True
+    keeps_random_masks = True
+    check_steps = 3
+    traced_in_whole_steps = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""
@@ -50,7 +51,7 @@ class OptimizerInBackward(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Hook the update to the parameters that the optimizer has."""
-        reason = _why_not(build.task, build.optimizer) or _why_not_beside(build.config)
+        reason = _why_not(build.task, build.optimizer)
         if reason:
             raise UnsupportedError(f"optimizer_in_backward: {reason}")
         build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
@@ -60,25 +61,11 @@ class OptimizerInBackward(Technique):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(update)
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """What needs all gradients of a step at once cannot be combined with it."""
-        return bool(_why_not_beside(config))
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Switched on."""
-        return True if True in choices else None
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Gradients are a quarter of Adam's state; the update is as many kernels as there are parameters."""
-        return Expectation(
-            compute=Factor(spread=1.03),
-            update=Factor(typical=1.2, spread=1.6),
-            state=Factor(typical=0.8, spread=1.1),
-        )
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: a trace of the micro batch knows no optimizer."""
-        return "gradients that are freed in the backward pass are not traced"
+        if config.accumulation_steps > 1:
+            return "gradients that accumulate over several micro batches must be kept"
+        return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""
 
 
 class _Update:
@@ -109,9 +96,3 @@ def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
     if task.max_grad_norm is not None:
         return "clipping by the norm of all gradients needs all of them at once"
     return ""
-
-
-def _why_not_beside(config: Config) -> str:
-    if config.accumulation_steps > 1:
-        return "gradients that accumulate over several micro batches must be kept"
-    return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.compile import why_not_on
 from autotune.techniques.expectation import Expectation, Factor
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from autotune.devices.base import Device
-_CHOICES = ("default", "8bit", "4bit", "cpu")
 TORCHAO_MISSING = "torchao is not installed; `pip install 'autotune-torch[lean]'` installs it"
 _COMPILING_S = 90.0  # torchao compiles its step for each shape of a parameter: 18 s were seen for one on a CPU
 
@@ -30,21 +29,20 @@ class OptimizerState(Technique):
     the state of parameters with fewer than 4096 values as it is, and rounds a parameter in bf16 stochastically.
     """
 
-    name: ClassVar[str] = "optimizer_state"
-    summary: ClassVar[str] = (
-        "Adam's state in 2 or 1 bytes a parameter in place of 8; or any in host memory, with the update there"
-    )
-    listed_choices: ClassVar[str] = "`default` `8bit` `4bit` `cpu`"
-    applies: ClassVar[str] = (
+    name = "optimizer_state"
+    summary = "Adam's state in 2 or 1 bytes a parameter in place of 8; or any in host memory, with the update there"
+    choices = ("default", "8bit", "4bit", "cpu")
+    applies = (
         "if included: torch's `Adam` and `AdamW` with torchao (extra `lean`); `cpu`: torch's own optimizers on a GPU"
     )
-    off: ClassVar[Choice] = "default"
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
-    order: ClassVar[int] = 30  # its way of stepping is the last word
-    exact: ClassVar[bool] = False
-    keeps_random_masks: ClassVar[bool] = True
-    likely: ClassVar[tuple[Choice, ...]] = ("8bit", "cpu")
-    said_of: ClassVar[str] = "AdamW"
+    off = "default"
+    phase = Phase.OPTIMIZER
+    order = 30  # its way of stepping is the last word
+    leanest = ("cpu", "4bit", "8bit")
+    exact = False
+    keeps_random_masks = True
+    likely = ("8bit", "cpu")
+    said_of = "AdamW"
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table(
             {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
@@ -79,21 +77,18 @@ class OptimizerState(Technique):
         optimizer = build.optimizer
         on_host = choice == "cpu"
         reason = _why_not_on_host(optimizer) if on_host else _why_not_low_bit(optimizer, build.device)
-        if reason := reason or _why_not_beside(build.config):
+        if reason:
             raise UnsupportedError(f"optimizer_state={choice}: {reason}")
         take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, str(choice)))
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """Steps that torchao takes have one implementation."""
-        return bool(_why_not_beside(config))
+        other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
+        return "torchao's steps have one implementation: leave optimizer_impl at its default" if other else ""
 
     def label(self, choice: Choice) -> str:
         """`8bit optimizer state`, `optimizer on the CPU`."""
         return "optimizer on the CPU" if choice == "cpu" else f"{choice} optimizer state"
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """On the host, else the fewest bits."""
-        return next((choice for choice in ("cpu", "4bit", "8bit") if choice in choices), None)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Of 16 bytes a parameter with its gradient and Adam's state in fp32, 8 are state; SGD has 4 or none.
@@ -114,10 +109,6 @@ class OptimizerState(Technique):
         return (
             "state on the host is not traced" if choice == "cpu" else "what torchao's compiled step holds is not traced"
         )
-
-    def validate(self, choice: Any) -> Choice:
-        """One of `default`, `8bit`, `4bit`, `cpu`."""
-        return one_of(choice, _CHOICES)
 
 
 def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
@@ -160,8 +151,3 @@ def _why_not_on_host(optimizer: torch.optim.Optimizer) -> str:
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "an optimizer with capturable=True steps on a GPU"
     return why_not_apart(optimizer)
-
-
-def _why_not_beside(config: Config) -> str:
-    other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
-    return "torchao's steps have one implementation: leave optimizer_impl at its default" if other else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from autotune.records.calibration import BF16
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
+from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import ACCELERATE, Table, Words
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from autotune.devices.base import Device
-_CHOICES = ("fp32", "bf16", "fp8")
 _FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
 EMULATED = False  # whether fp8 is rounded to and computed otherwise, which runs anywhere
@@ -34,19 +33,19 @@ class ParamDtype(Technique):
     The names of parameters stay. A checkpoint of the model has its weights in bf16.
     """
 
-    name: ClassVar[str] = "param_dtype"
-    summary: ClassVar[str] = (
-        "weights and gradients in bf16, updated in fp32 (14 bytes a parameter with Adam, not 16); matrix products in fp8"
-    )
-    listed_choices: ClassVar[str] = "`fp32` `bf16` `fp8`"
-    applies: ClassVar[str] = (
+    name = "param_dtype"
+    summary = "weights and gradients in bf16, updated in fp32 (14 bytes a parameter with Adam, not 16); matrix products in fp8"
+    choices = ("fp32", "bf16", "fp8")
+    applies = (
         "if included, in place of `amp`; `bf16`: torch's own optimizers; `fp8`: torchao (extra `lean`), capability 8.9"
     )
-    off: ClassVar[Choice] = "fp32"
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
-    order: ClassVar[int] = 5  # before anything is hooked to the parameters
-    exact: ClassVar[bool] = False
-    likely: ClassVar[tuple[Choice, ...]] = ("bf16",)
+    off = "fp32"
+    phase = Phase.OPTIMIZER
+    order = 5  # before anything is hooked to the parameters
+    untraced = "parameters that change their type after the optimizer is built are not traced"
+    leanest = ("bf16",)
+    exact = False
+    likely = ("bf16",)
     frameworks: ClassVar[Mapping[str, Words]] = {ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}})}
 
     def support(self, setting: Setting) -> Support:
@@ -72,7 +71,7 @@ class ParamDtype(Technique):
 
         model, optimizer = build.model, build.optimizer
         reason = _why_not_bf16(model, optimizer) if choice == "bf16" else _why_not_fp8(model, build.device)
-        if reason := reason or _why_not_beside(build.config):
+        if reason:
             raise UnsupportedError(f"param_dtype={choice}: {reason}")
         build.forward_contexts.append(partial(_autocast, build.device))
         if choice == "fp8":
@@ -81,17 +80,13 @@ class ParamDtype(Technique):
             _convert(_weights(model))
             take_steps_by(optimizer, CopySteps())
 
-    def is_redundant(self, config: Config) -> bool:
+    def conflict(self, config: Config) -> str:
         """It is autocast already, and to another type."""
-        return bool(_why_not_beside(config))
+        return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""
 
     def label(self, choice: Choice) -> str:
         """`bf16 parameters`, `fp8 matrix products`."""
         return f"{choice} matrix products" if choice == "fp8" else f"{choice} parameters"
-
-    def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """bf16."""
-        return "bf16" if "bf16" in choices else None
 
     def arithmetic(self, choice: Choice) -> str:
         """bf16, also beside fp8: what is not a linear layer computes in it."""
@@ -108,14 +103,6 @@ class ParamDtype(Technique):
             activations=Factor(typical=0.7, spread=1.3),
             untraced=Factor(spread=2.0),
         )
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: traces of a micro batch know no technique that is applied beside the optimizer."""
-        return "parameters that change their type after the optimizer is built are not traced"
-
-    def validate(self, choice: Any) -> Choice:
-        """One of `fp32`, `bf16`, `fp8`."""
-        return one_of(choice, _CHOICES)
 
 
 def _autocast(device: Device) -> torch.autocast:
@@ -183,7 +170,3 @@ def _why_not_fp8(model: torch.nn.Module, device: Device) -> str:
     if not _linear_layers(model):
         return f"no Linear layer has numbers of inputs and outputs that are multiples of {_FP8_MULTIPLE}"
     return TORCHAO_MISSING if find_spec("torchao") is None else ""
-
-
-def _why_not_beside(config: Config) -> str:
-    return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice
 from autotune.techniques.base import Phase, Technique
@@ -21,9 +21,9 @@ class Partition(Technique):
     what it offers as optional only if the user includes it.
     """
 
-    phase: ClassVar[Phase] = Phase.TASK
-    changes_learning: ClassVar[bool] = True
-    off: ClassVar[Choice] = "none"
+    phase = Phase.TASK
+    changes_learning = True
+    off = "none"
 
     @abstractmethod
     def narrow(self, task: Task, choice: Choice) -> Task:

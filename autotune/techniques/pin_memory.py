@@ -7,23 +7,21 @@ from typing import ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
+from autotune.techniques.base import Switch
 from autotune.techniques.build import Setting
-from autotune.techniques.expectation import Factor
+from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
 from autotune.techniques.loader_option import LoaderOption
 
 
-class PinMemory(LoaderOption):
+class PinMemory(Switch, LoaderOption):
     """`DataLoader(pin_memory=True)`; the session copies without waiting."""
 
-    name: ClassVar[str] = "pin_memory"
-    summary: ClassVar[str] = "batches in page-locked memory: copies to the GPU overlap with computing"
-    listed_choices: ClassVar[str] = "`false` `true`"
-    applies: ClassVar[str] = "with a dataset, on a GPU"
-    off: ClassVar[Choice] = False
-    order: ClassVar[int] = 20
-    choices: ClassVar[tuple[Choice, ...]] = (False, True)
-    waiting: ClassVar[Factor] = Factor(typical=0.9, spread=1.15)
+    name = "pin_memory"
+    summary = "batches in page-locked memory: copies to the GPU overlap with computing"
+    applies = "with a dataset, on a GPU"
+    order = 20
+    expected = Expectation(data=Factor(typical=0.9, spread=1.15))
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_pin_memory"),
         DATALOADER: Argument("pin_memory"),

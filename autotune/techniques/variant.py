@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Variant(Partition):
     """The argument of the task's `build_model`."""
 
-    name: ClassVar[str] = "variant"
-    summary: ClassVar[str] = "architectures side by side: one ranking for each, no winner among them"
-    listed_choices: ClassVar[str] = "the names in `VARIANTS`; `none` is the first"
-    applies: ClassVar[str] = "where the model file names them, and has `build_model(variant)`"
-    order: ClassVar[int] = 10
+    name = "variant"
+    summary = "architectures side by side: one ranking for each, no winner among them"
+    listed_choices = "the names in `VARIANTS`; `none` is the first"
+    applies = "where the model file names them, and has `build_model(variant)`"
+    order = 10
 
     def support(self, setting: Setting) -> Support:
         """The names that the task gives."""
