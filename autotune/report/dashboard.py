@@ -18,6 +18,7 @@ from autotune.records.config import Config
 from autotune.records.front import pareto_front
 from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
+from autotune.records.trial import Trial
 from autotune.report.figures import counts, expected, measured_rate, times
 from autotune.report.live import advanced, best_speed, introduction, is_best, summary
 from autotune.techniques.labels import describe
@@ -100,7 +101,7 @@ class Dashboard(Listener):
                 for seen in (self._feasible, self._last, self._outcomes):  # of a search before it
                     seen.clear()
                 for trial in event.known:
-                    self._count(trial.config, trial.outcome, feasible=trial.feasible)
+                    self._count(trial)
                 self._say(*map(Text, introduction(event)))
             case ProbeStarted():
                 self._began = time.monotonic() - event.elapsed_s
@@ -111,19 +112,19 @@ class Dashboard(Listener):
             case ProbeEnded():
                 self._running, self._best, self._baseline = None, event.best, event.baseline
                 self._last.append(event)
-                self._count(event.config, event.outcome, feasible=event.feasible)
+                self._count(event.trial)
             case Working():
                 self._purpose = event.purpose
             case Note():
                 style = "yellow" if event.warning else "dim"
                 self._say(Text(f"{'warning: ' if event.warning else ''}{event.text}", style=style))
 
-    def _count(self, config: Config, outcome: Outcome, *, feasible: bool) -> None:
-        self._outcomes[outcome.kind] += 1
-        if feasible:
-            self._feasible[config] = outcome
+    def _count(self, trial: Trial) -> None:
+        self._outcomes[trial.outcome.kind] += 1
+        if trial.feasible:
+            self._feasible[trial.config] = trial.outcome
         else:
-            self._feasible.pop(config, None)
+            self._feasible.pop(trial.config, None)
 
     def _say(self, *lines: Text) -> None:
         """Print what stays above the table."""
@@ -196,13 +197,11 @@ class Dashboard(Listener):
     def _last_table(self, last: list[ProbeEnded]) -> Table:
         table = _table("last")
         for event in last:
-            cause = (
-                event.outcome.cause if event.outcome.measurement is None else "" if event.feasible else "not feasible"
-            )
-            what = Text.assemble(
-                describe(event.config), (f"  {cause}", "red"), (f"  {expected(event.prediction)}", "dim")
-            )
-            _add(table, f"#{event.number}", event.outcome, what, good=is_best(event))
+            trial, outcome = event.trial, event.trial.outcome
+            cause = outcome.cause if outcome.measurement is None else "" if trial.feasible else "not feasible"
+            before = (f"  {expected(trial.prediction)}", "dim")
+            what = Text.assemble(describe(trial.config), (f"  {cause}", "red"), before)
+            _add(table, f"#{trial.number}", outcome, what, good=is_best(event))
         return table
 
     def _clock(self) -> RenderableType:

@@ -68,10 +68,11 @@ class Lines(WarningsOnly):
 
     def _probe(self, event: ProbeEnded) -> str:
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
-        found = f"{describe(event.config)}: {summary(event.outcome, feasible=event.feasible)}"
-        best = " (best)" if is_best(event) and event.stage != "baseline" else ""
-        before = f" [{expected(event.prediction)}]" if expected(event.prediction) else ""
-        return f"{clock} #{event.number} {event.stage:8} {found}{best}{before}"
+        trial = event.trial
+        found = f"{describe(trial.config)}: {summary(trial.outcome, feasible=trial.feasible)}"
+        best = " (best)" if is_best(event) and trial.stage != "baseline" else ""
+        before = f" [{expected(trial.prediction)}]" if expected(trial.prediction) else ""
+        return f"{clock} #{trial.number} {trial.stage:8} {found}{best}{before}"
 
 
 def introduction(event: SearchStarted) -> list[str]:
@@ -105,7 +106,7 @@ def advanced(progress: Progress) -> str:
 
 def is_best(event: ProbeEnded) -> bool:
     """Whether this very probe is the best so far."""
-    return event.best is not None and event.best == (event.config, event.outcome)
+    return event.best is not None and event.best == (event.trial.config, event.trial.outcome)
 
 
 def best_speed(best: tuple[Config, Outcome] | None, baseline: Outcome | None) -> float | None:

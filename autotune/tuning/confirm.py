@@ -74,7 +74,7 @@ def _opened(search: Search) -> PlayOff:
         assert search.play_off is not None
         timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
         trial = None
-        while trial is None and not search.interrupted() and search.probing.left_s > 0:  # once more after a fault
+        while trial is None and not search.interrupted() and search.left_s > 0:  # once more after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
             trial = search.probe(proposal, timed)
         return trial.outcome if trial is not None else None

@@ -58,14 +58,9 @@ class ProbeAdvanced:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEnded:
-    """A probe ended. `feasible` includes the headroom; `prediction` is what was predicted before it ran."""
+    """A probe ended."""
 
-    number: int
-    stage: str
-    config: Config
-    outcome: Outcome
-    prediction: Prediction | None
-    feasible: bool
+    trial: Trial
     best: tuple[Config, Outcome] | None  # the best feasible so far
     baseline: Outcome | None
     elapsed_s: float

@@ -54,46 +54,46 @@ def _is_too_much(outcome: Outcome, history: History) -> bool:
 
 def _probe_baseline(search: Search, reason: str) -> None:
     """Probe the baseline, again after each fault of the machinery: its time bounds that of the other probes."""
-    history, probing, faults = search.history, search.probing, -1
-    while probing.num_faults != faults:
-        faults = probing.num_faults
+    history, faults = search.history, -1
+    while search.num_faults != faults:
+        faults = search.num_faults
         if search.interrupted() or not history.admissible()(history.space.baseline):
             return
-        with probing.nothing_left_running():
-            probing.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
+        with search.nothing_left_running():
+            search.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
             _trace_beside(search)
-            while probing.is_running:
-                probing.finish_next()
+            while search.is_running:
+                search.finish_next()
 
 
 def explore(search: Search, proposer: Proposer) -> None:
     """Probe the proposer's configs, as many at a time as the runner has slots."""
-    probing, history = search.probing, search.history
-    with probing.nothing_left_running():
+    history = search.history
+    with search.nothing_left_running():
         while True:
             _trace_between(search)
             _trace_beside(search)
             while _may_start_another(search) and not shortage.is_hopeless(search):
                 if (proposal := proposer.propose(history)) is None:
                     break
-                probing.start(proposal)
-            if not probing.is_running:
+                search.start(proposal)
+            if not search.is_running:
                 return
-            _end_if_everything_fails_alike(history, probing.finish_next())
+            _end_if_everything_fails_alike(history, search.finish_next())
 
 
 def _may_start_another(search: Search) -> bool:
     """Whether to start another probe. As long as tracing would disturb their timing, one runs at a time."""
-    probing, tracing = search.probing, search.tracing
-    waits_for_tracing = probing.is_running and not tracing.is_done and tracing.beside is None
+    tracing = search.tracing
+    waits_for_tracing = search.is_running and not tracing.is_done and tracing.beside is None
     may_go_on = not search.interrupted() and search.budget.allows_a_probe(search.history)
-    return may_go_on and probing.has_free_slot and not waits_for_tracing
+    return may_go_on and search.has_free_slot and not waits_for_tracing
 
 
 def _trace_between(search: Search) -> None:
     """Trace more configs, if no probe runs and another one is to come."""
     tracing = search.tracing
-    if tracing.beside is None and not tracing.is_done and not search.probing.is_running and _may_start_another(search):
+    if tracing.beside is None and not tracing.is_done and not search.is_running and _may_start_another(search):
         with search.budget.split("tracing"):
             tracing.advance()
         _note_traces(search)

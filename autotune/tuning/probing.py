@@ -209,26 +209,10 @@ class Probing:
             self.store.fail(flight.number, "cut short by the end of the search")
             return None
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
-        trial = self.store.finish(
-            flight.number,
-            outcome,
-            objective,
-            disturbed=flight.disturbed is not None,
-        )
+        trial = self.store.finish(flight.number, outcome, objective, disturbed=flight.disturbed is not None)
         self.history.append(trial)
-        self.listener.on(
-            ProbeEnded(
-                number=trial.number,
-                stage=trial.stage,
-                config=trial.config,
-                outcome=outcome,
-                prediction=flight.prediction,
-                feasible=trial.feasible,
-                best=self.history.best,
-                baseline=self.history.baseline,
-                elapsed_s=self.budget.elapsed_s,
-            )
-        )
+        best, baseline = self.history.best, self.history.baseline
+        self.listener.on(ProbeEnded(trial=trial, best=best, baseline=baseline, elapsed_s=self.budget.elapsed_s))
         return trial
 
     def _fault(self, lost: list[Flight], fault: ProbeFault) -> None:

@@ -2,73 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.proposers.base import Proposer
-from autotune.proposers.cost_model import CostModel
 from autotune.proposers.one_at_a_time import Untried
 from autotune.proposers.registry import proposer_named
 from autotune.proposers.undo import UndoChanges
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
-from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import Proposal, Trial
-from autotune.runners.runner import Runner
-from autotune.study.history import History
-from autotune.study.store import Store
-from autotune.tuning.budget import Budget
-from autotune.tuning.events import Listener, Note
+from autotune.tuning.events import Note
 from autotune.tuning.playoff import PlayOff
 from autotune.tuning.probing import Probing
 from autotune.tuning.tracing import Tracing
 
 
 @dataclass(kw_only=True)
-class Search:
-    """One search over one task.
+class Search(Probing):
+    """One search over one task, with what it probes by.
 
     Attributes:
         calibration: of the device.
         asked: the options that must be given again to run the answer.
         warnings: the warnings of the answer.
-        interrupted: whether the user wants the search to end.
         play_off: None before it was opened.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
     """
 
-    runner: Runner
-    store: Store
-    history: History
-    inspection: Inspection
     options: SearchOptions
-    settings: ProbeSettings
-    budget: Budget
     tracing: Tracing
-    cost_model: CostModel
-    listener: Listener
-    interrupted: Callable[[], bool]
     calibration: Calibration = NOT_MEASURED
     asked: Mapping[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     play_off: PlayOff | None = None
     others: Sequence[Mapping[str, Choice]] = ()
-
-    def __post_init__(self) -> None:
-        self.probing = Probing(
-            runner=self.runner,
-            store=self.store,
-            history=self.history,
-            inspection=self.inspection,
-            cost_model=self.cost_model,
-            budget=self.budget,
-            settings=self.settings,
-            listener=self.listener,
-            interrupted=self.interrupted,
-        )
 
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
@@ -81,10 +50,6 @@ class Search:
     def untried(self) -> Untried:
         """A proposer of what no probe has run yet."""
         return Untried(self.cost_model)
-
-    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
-        """Run one proposal to its end."""
-        return self.probing.probe(proposal, settings)
 
     def warn(self, text: str) -> None:
         """Warn the user now and in the answer. A repeated warning is given once."""

@@ -173,9 +173,9 @@ class Watch(Listener):
         self.num_oom = 0
 
     def on(self, event: Event) -> None:
-        if isinstance(event, ProbeEnded) and event.stage != PLAY_OFF:
-            self.configs.append(event.config)
-            self.num_oom += event.outcome.kind is Kind.OOM
+        if isinstance(event, ProbeEnded) and event.trial.stage != PLAY_OFF:
+            self.configs.append(event.trial.config)
+            self.num_oom += event.trial.outcome.kind is Kind.OOM
 
 
 def searches(

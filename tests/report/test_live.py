@@ -71,12 +71,14 @@ def _events() -> Iterator[Event]:
         if chosen == ANSWER:
             best = (chosen, outcome)
         yield ProbeEnded(
-            number=number,
-            stage=stage,
-            config=chosen,
-            outcome=outcome,
-            prediction=PREDICTION if stage == "search" else None,
-            feasible=outcome.ok,
+            trial=Trial(
+                number=number,
+                stage=stage,
+                config=chosen,
+                outcome=outcome,
+                prediction=PREDICTION if stage == "search" else None,
+                feasible=outcome.ok,
+            ),
             best=best,
             baseline=base,
             elapsed_s=4.0 * number + 3,
@@ -166,12 +168,7 @@ def test_a_cause_of_several_lines_takes_one() -> None:
     outcome = Outcome(kind=Kind.ERROR, cause="RuntimeError: first\n  second")
     Lines(stream).on(
         ProbeEnded(
-            number=7,
-            stage="search",
-            config=BASELINE,
-            outcome=outcome,
-            prediction=None,
-            feasible=False,
+            trial=Trial(number=7, stage="search", config=BASELINE, outcome=outcome, feasible=False),
             best=None,
             baseline=None,
             elapsed_s=1,
@@ -183,12 +180,7 @@ def test_a_cause_of_several_lines_takes_one() -> None:
 def test_a_probe_beyond_the_limit_is_marked() -> None:
     stream = io.StringIO()
     ended = ProbeEnded(
-        number=7,
-        stage="search",
-        config=BASELINE,
-        outcome=measured(BASELINE),
-        prediction=None,
-        feasible=False,
+        trial=Trial(number=7, stage="search", config=BASELINE, outcome=measured(BASELINE), feasible=False),
         best=None,
         baseline=None,
         elapsed_s=1,
@@ -334,12 +326,7 @@ def test_an_odd_event_ends_neither_view_nor_search(event: Any, terminal: tuple[T
 
 def test_a_measurement_of_nothing_is_drawn(terminal: tuple[TextIO, Callable[[], str]]) -> None:
     odd = ProbeEnded(
-        number=1,
-        stage="search",
-        config=config(2),
-        outcome=Outcome(kind=Kind.OK),
-        prediction=None,
-        feasible=True,
+        trial=Trial(number=1, stage="search", config=config(2), outcome=Outcome(kind=Kind.OK), feasible=True),
         best=(config(2), Outcome(kind=Kind.OK)),
         baseline=Outcome(kind=Kind.OOM),
         elapsed_s=1e9,

@@ -175,7 +175,7 @@ def test_a_baseline_that_is_killed_for_want_of_time_is_not_said_to_fail(tmp_path
 
     def explore_for_long(search, proposer):
         explore(search, proposer)
-        runner.waited_s += made.probing.left_s - 5
+        runner.waited_s += made.left_s - 5
 
     monkeypatch.setattr("autotune.tuning.search.explore", explore_for_long)
     assert_unconfirmed(answer(made), made)

@@ -73,7 +73,7 @@ def test_a_fault_loses_the_probes_that_it_names_and_no_others(tmp_path, loses_bo
     runner = Losing()
     runner.loses_both = loses_both
     search = explored(tmp_path, runner, num_trials=8)
-    assert search.probing.num_faults == 1 and len(search.history.searched) == 8
+    assert search.num_faults == 1 and len(search.history.searched) == 8
     study = load_study(tmp_path / "closed.db")
     assert study.num_running == 0 and study.num_lost == 1 + loses_both
 
