@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from autotune.devices import oom
+
 if TYPE_CHECKING:
     import torch
 
@@ -74,7 +76,11 @@ class Device(Protocol):
         """
 
     def is_crowded(self, attempted_bytes: int) -> bool:
-        """Whether an allocation of so many bytes (0: unknown) failed just now although the limit allows it: others hold the memory."""
+        """Whether an allocation of so many bytes (0: unknown) failed just now although the limit allows it: others hold the memory.
+
+        Never on a CPU: the limit is the process's own, and the kernel kills where the machine has no memory left.
+        """
+        return False
 
     def memory_detail(self) -> dict[str, float]:
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""
@@ -84,6 +90,11 @@ class Device(Protocol):
 
     def slowdowns(self) -> tuple[str, ...]:
         """Why the device is slower than it can be for long now (heat, say), in words; a cap on its power is no reason."""
+        return ()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a real failed allocation."""
+        """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a failed allocation, on the device or on the host."""
+        return oom.is_out_of_memory(error, scarce=self._is_scarce)
+
+    def _is_scarce(self) -> bool:
+        """Whether the process stands at its limit, or other evidence says that memory has run short."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from autotune.devices import cgroup, oom, procfs
-from autotune.devices.base import Telemetry
+from autotune.devices.base import Device, Telemetry
 from autotune.devices.contention import ProcessorWatch
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """This machine's processors and memory, as far as this process's control group and affinity allow.
 
     The limit is `RLIMIT_DATA`. It bounds all private writable memory of each process (`VmData`), touched or not, including
@@ -152,10 +152,6 @@ class CpuDevice:
         by_limit_bytes = 0 if self._limit_bytes is None else self._limit_bytes - attempted_bytes
         return max(self.current_bytes(), by_limit_bytes)
 
-    def is_crowded(self, attempted_bytes: int) -> bool:
-        """Never: the limit is the process's own, and the kernel kills where the machine has no memory left."""
-        return False
-
     def memory_detail(self) -> dict[str, float]:
         """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`
         (peak).
@@ -175,14 +171,6 @@ class CpuDevice:
     def contention(self) -> float:
         """Share of the wall time since `start_measuring` in which others held the processors this process wanted."""
         return self._watch.share(num_threads())
-
-    def slowdowns(self) -> tuple[str, ...]:
-        """Always empty: a processor's clock is not read."""
-        return ()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error`, or anything in its chain, is a real failed allocation."""
-        return oom.is_out_of_memory(error, scarce=self._is_scarce)
 
     def _is_scarce(self) -> bool:
         """The process stands at its limit, or the kernel has killed a process of the group for memory."""

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from autotune.devices import oom
-from autotune.devices.base import Telemetry
+from autotune.devices.base import Device, Telemetry
 from autotune.devices.instruments import Instruments, has_context
 from autotune.devices.outside import OutsideMemory
 from autotune.errors import DeviceError
@@ -24,7 +24,7 @@ _RELEASED_BYTES = 64 * MIB  # the card's use is back where it was, within so muc
 _NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what no neighbour needs to explain
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU.
 
     The limit and the peak cover everything that this process has on the card: what torch's allocator has reserved, and
@@ -193,10 +193,6 @@ class CudaDevice:
     def slowdowns(self) -> tuple[str, ...]:
         """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
         return self._instruments.slowdowns()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error`, or anything in its chain, is a real failed allocation, on the card or on the host."""
-        return oom.is_out_of_memory(error, scarce=self._is_scarce)
 
     def _is_scarce(self) -> bool:
         """The process stands at its limit, the card is full, or the kernel has killed a process for memory.

@@ -192,3 +192,12 @@ def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
 def test_where_the_time_went_is_told(result: Result) -> None:
     text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "checks": 0.0, "training": 99.1})))
     assert "took 1m58s (import 3 s, training 1m39s). The first probe began after 4.2 s." in text
+
+
+def test_a_front_without_the_answer_does_not_say_that_nothing_beats_it(result: Result) -> None:
+    assert "no config beats these in both" in _flat(text_of(result))
+    only = next(measured for measured in result.front if measured.config == result.config)
+    assert "no other config is faster or takes less memory" in _flat(text_of(replace(result, front=(only,))))
+    lucky = replace(only, config={**only.config, "batch_size": 4})
+    text = _flat(text_of(replace(result, front=(lucky,))))
+    assert "the answer is not among them" in text and "no other config" not in text
