@@ -122,7 +122,7 @@ PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
             "probes",
         ),
         (verdicts.judge_study, {"error": "OSError: [Errno 30] Read-only file system"}, State.DIFFERS, "--storage"),
-        (verdicts.judge_compiler, {"gpu": True, "triton": False, "compiler": True}, State.UNAVAILABLE, "torch.compile"),
+        (verdicts.judge_compiler, {"missing": "torch.compile needs triton"}, State.UNAVAILABLE, "torch.compile"),
         (
             verdicts.judge_release,
             {"gpu": True, "held_bytes": GIB, "while_bytes": 2 * GIB, "after_bytes": 2 * GIB, "released_s": 5.0},

@@ -87,7 +87,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             judges = TRAINING_CHECKS if task is TASKS[0] else {}
             yield from (_line(line, facts, judge) for line, judge in judges.items())
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
-    yield _line("compiler", processes.compiler(gpu), verdicts.judge_compiler)
+    yield _line("compiler", processes.compiler(name), verdicts.judge_compiler)
     yield _line("study", processes.study(), verdicts.judge_study)
 
 

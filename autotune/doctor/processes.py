@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import shutil
 import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from autotune.devices import open_device
+from autotune.devices.compiler import why_not_on
 from autotune.devices.selftest import TESTS, Facts, first_line
 from autotune.units import format_seconds
 
@@ -95,13 +94,9 @@ def killed(name: str) -> Facts:
     return {**facts, "after_bytes": after_bytes, "released_s": time.monotonic() - started}
 
 
-def compiler(gpu: bool) -> Facts:
-    """What there is of what `torch.compile` needs."""
-    return {
-        "compiler": bool(shutil.which("g++") or shutil.which("clang++")),
-        "triton": util.find_spec("triton") is not None,
-        "gpu": gpu,
-    }
+def compiler(device: str) -> Facts:
+    """What is missing of what `torch.compile` needs."""
+    return {"missing": why_not_on(open_device(device))}
 
 
 def study() -> Facts:

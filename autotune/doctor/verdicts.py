@@ -191,9 +191,8 @@ def judge_prediction(facts: Facts) -> Verdict:
 
 def judge_compiler(facts: Facts) -> Verdict:
     """`torch.compile` finds what it needs."""
-    missing = "no Triton" if facts["gpu"] and not facts["triton"] else "" if facts["compiler"] else "no C++ compiler"
-    if missing:
-        return State.UNAVAILABLE, missing, "a model that calls torch.compile fails"
+    if facts["missing"]:
+        return State.UNAVAILABLE, facts["missing"], "a model that calls torch.compile fails"
     return State.OK, "what torch.compile needs is there", ""
 
 

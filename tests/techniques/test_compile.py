@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from autotune import prepare, techniques
+from autotune.devices import compiler, open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
@@ -138,26 +140,36 @@ def test_a_cpu_needs_a_compiler_and_pythons_headers(make_setting: Any, monkeypat
     support = Compile().support(setting)
     assert "no-such-compiler" in support.reason and not support.optional
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     assert "/nowhere/Python.h" in Compile().support(setting).reason
 
 
 def test_it_is_searched_if_included(make_setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_no_compiler", lambda: "")
+    monkeypatch.setattr(compiler, "_no_compiler", lambda *what: "")
     support = Compile().support(make_setting(KINDS["transformer"]()))
     assert support.choices == ("off",) and support.optional == ("default",)
     assert "minutes" in support.reason
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (9, 0)])
-def test_a_gpu_needs_triton(make_setting: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def test_a_gpu_needs_triton_and_a_c_compiler(
+    make_setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int]
+) -> None:
     info = DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=capability)
     setting = make_setting(KINDS["transformer"](), device=AbsentGpu(info))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     assert "triton" in Compile().support(setting).reason
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: name)
+    monkeypatch.delenv("CC", raising=False)
+    found = {"clang": "/usr/bin/clang"}
+    monkeypatch.setattr(compiler.shutil, "which", found.get)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": tmp_path})
     support = Compile().support(setting)
     assert len(support.optional) == (3 if capability >= (7, 0) else 0)
+    found.clear()
+    reason = Compile().support(setting).reason
+    assert ("no gcc or clang" in reason) == (capability >= (7, 0))
 
 
 def test_selective_checkpointing_is_not_combined_with_it(make_task: Any) -> None:
@@ -175,7 +187,7 @@ def test_a_search_gives_its_probe_the_time_to_compile() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_code_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := module._no_compiler():
+    if reason := compiler.why_not_on(open_device("cpu")):
         pytest.skip(reason)
     monkeypatch.setattr(module, "BACKEND", "inductor")
     plain, session = (trained(KINDS[kind](), config) for config in ({}, ON))
