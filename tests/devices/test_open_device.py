@@ -255,6 +255,17 @@ def test_contention_is_unknown_where_this_process_cannot_be_told_from_others(mon
     assert CudaDevice(0).contention() == 0
 
 
+@pytest.mark.parametrize(("pid", "others"), [(os.getpid(), (7,)), (31_337, ())])
+def test_with_process_numbers_of_another_namespace_nobody_is_said_to_be_another_process(monkeypatch, pid, others):
+    import torch
+
+    install(monkeypatch, FakeGpu("GPU-1", processes=[(7, GIB), (pid, GIB)]))
+    device = CudaDevice(0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("autotune.devices.instruments.describe", lambda torch, index: seen_by_torch("NVIDIA H200", "1"))
+    assert tuple(other for other, _, _ in device.telemetry().processes) == others
+
+
 @pytest.fixture
 def allocator(monkeypatch):
     """Says what torch's CUDA allocator has reserved, now and at most, and lets no call reach CUDA."""

@@ -398,6 +398,14 @@ def test_what_torch_cannot_use_is_the_devices_fault(monkeypatch: pytest.MonkeyPa
     assert isinstance(as_error(outcome), DeviceError)
 
 
+def test_what_every_training_run_loads_is_loaded_before_the_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        cuda._load_libraries(torch.device("cpu"))
+    ran = {event.key for event in profiler.key_averages()}
+    assert {"aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward"} <= ran
+
+
 def test_judging_scarcity_makes_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, Card())
     assert not CudaDevice(0).is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling"))

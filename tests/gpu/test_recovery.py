@@ -15,9 +15,6 @@ from tests.devices.processes import in_process
 
 pytestmark = pytest.mark.gpu
 ROOM_MIB = 240  # the long input takes 330 MiB beside the model, its half 165
-    330,
-    240,
-)  # what the long input takes beside the model, at the least, and what there is: its half fits
 
 
 def make_batch(batch_size, length=256):

@@ -260,6 +260,19 @@ def test_random_states_are_put_back():
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_convolutions_are_compared_without_the_rounding_to_tf32_that_they_are_trained_with():
+    seen = set()
+
+    class Watching(Model):
+        def forward(self, x):
+            seen.add(torch.backends.cudnn.allow_tf32)
+            return super().forward(x)
+
+    assert torch.backends.cudnn.allow_tf32
+    run_checks(task_of(Watching), {"checkpoint_segments": 2}, "cpu", batch_size=4)
+    assert seen == {False}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",

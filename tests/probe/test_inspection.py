@@ -160,3 +160,16 @@ def test_that_others_hold_the_memory_is_neither_a_shortage_nor_a_reason_against_
     monkeypatch.setattr(ChannelsLast, "support", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         inspect_task(on_images(), device=Shared(), memory_limit_bytes=None)
+
+
+def test_a_device_is_described_once_it_is_entered_since_cuda_says_only_then_which_gpu_it_is():
+    class Second(CpuDevice):
+        entered = False
+
+        def enter(self):
+            self.entered = True
+
+        def info(self):
+            return dataclasses.replace(super().info(), model="the fastest" if self.entered else "the first on the bus")
+
+    assert inspect_task(on_images(), device=Second(), memory_limit_bytes=None)["device"]["model"] == "the fastest"

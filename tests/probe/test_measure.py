@@ -216,6 +216,16 @@ def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, p
     assert made == list(range(prepared))
 
 
+@pytest.mark.parametrize(("device", "where"), [("cuda", "page-locked"), ("cpu", "anywhere")])
+def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: "page-locked")
+    monkeypatch.setattr(batches, "map_tensors", lambda change, micro: change(torch.ones(1)))
+    session = SimpleNamespace(
+        loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
+    )
+    assert batches._prepared(session) == [(where, 4)] * 4
+
+
 def test_timing_stops_when_something_is_surely_faster_in_no_more_memory():
     run = run_of(task_of(), {"batch_size": 4}, front=((0.0, 110.0),))
     blocks = Blocks(interval=0.02, max_timed_s=1.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
+from autotune.devices.targets import CPU
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind, Overflow
@@ -218,6 +219,16 @@ def test_cancelling_what_has_ended_does_no_harm_to_the_next(runner):
     runner.cancel(ticket)
     assert runner.collect().result.ok
     assert run(runner, 8).ok
+
+
+def test_whatever_uses_the_device_waits_for_what_its_predecessor_still_holds(runner, monkeypatch):
+    waits = []
+    monkeypatch.setattr(runner._device, "settle", lambda: waits.append(1))
+    run(runner, 8)
+    assert waits
+    waits.clear()
+    runner.trace([techniques.complete({"batch_size": 8})], CPU, 60)
+    assert not waits
 
 
 def test_there_is_one_slot(runner):
