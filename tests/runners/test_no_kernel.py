@@ -16,7 +16,7 @@ MODEL = Path(__file__).parent.parent / "predict" / "models" / "recurrent.py"
 
 def test_an_lstm_in_bf16_is_unsupported_with_avx2(avx2, tmp_path):
     settings = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
-    with LocalRunner(TaskSource.of(MODEL), logs=tmp_path) as prober:
+    with LocalRunner(TaskSource.of(MODEL), device="cpu", logs=tmp_path) as prober:
         plain, short = (
             prober.probe(techniques.complete({"amp": amp}, global_batch=32), settings) for amp in ("off", "bf16")
         )
