@@ -209,14 +209,15 @@ def build_space(
     optional_here: list[str] = []
     for name in (*BATCH_KEYS, *techniques.REGISTRY):
         support = inspection.support_of(name)
-        optional = support.optional if name in include else ()
+        is_asked_for = name in include or (inspection.shortage and techniques.acts_against_shortage(name))
+        optional = support.optional if is_asked_for else ()
         everything = _in_order(name, (*support.choices, *support.optional, baseline[name]))
         searched = _in_order(name, (*support.choices, *optional, baseline[name]))
         if name in fixed:
             searched = (_possible(name, fixed[name], everything, inspection),)
         elif name in exclude:
             searched = (baseline[name],)
-        elif support.optional and name not in include and support.reason:
+        elif support.optional and not is_asked_for and support.reason:
             others = [f"{name}={choice}" for choice in support.optional if choice not in searched]
             optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:

@@ -62,6 +62,20 @@ def test_optional_choices_need_to_be_included():
     assert "fp16" in {config["amp"] for config in space_of(support=support, include=("amp",))}
 
 
+def test_what_saves_memory_without_changing_results_is_searched_where_plain_training_does_not_fit():
+    support = support_with(
+        loss_chunks=Support(choices=(False,), optional=(True,), reason="no time"),
+        param_dtype=Support(choices=("fp32",), optional=("bf16",), reason="rounds"),
+    )
+    short = space_of(support=support, shortage="an allocation of 2.00 GiB failed")
+    assert {config["loss_chunks"] for config in short} == {False, True}
+    assert {config["param_dtype"] for config in short} == {"fp32"}
+    assert {config["loss_chunks"] for config in space_of(support=support)} == {False}
+    assert {
+        config["loss_chunks"] for config in space_of(support=support, shortage="2 GiB", exclude=("loss_chunks",))
+    } == {False}
+
+
 def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
     baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
     kept = space_of(batch=NORMALISED, baseline=baseline)

@@ -85,6 +85,11 @@ def known(name: str) -> str:
     return name
 
 
+def acts_against_shortage(name: str) -> bool:
+    """Whether a technique's optional choices are searched where plain training ran out of memory."""
+    return name in REGISTRY and REGISTRY[name].against_shortage
+
+
 def is_ordered(name: str) -> bool:
     """Whether the choices of a key of a config are numbers on a scale."""
     return name in BATCH_KEYS or REGISTRY[name].ordered

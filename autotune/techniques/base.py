@@ -74,6 +74,7 @@ class Technique(ABC):
         untraced: why its memory cannot be traced without running it, where that is so for all choices but `off`.
         expected: what every choice but `off` is expected to do to time and memory. A technique that does not say may act on
             anything: what acts on nothing that takes time here is never probed.
+        against_shortage: its optional choices are searched as well where plain training ran out of memory at inspection.
         likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
         said_of: the class of torch.optim that the words of `frameworks` name as well; empty where they name none.
@@ -99,6 +100,7 @@ class Technique(ABC):
     expected: ClassVar[Expectation] = Expectation(
         compute=_ANYTHING, launch=_ANYTHING, update=_ANYTHING, activations=_ANYTHING
     )
+    against_shortage: ClassVar[bool] = False
     likely: ClassVar[tuple[Choice, ...]] = ()
     frameworks: ClassVar[Mapping[str, Words]] = {}
     said_of: ClassVar[str] = ""

@@ -27,7 +27,10 @@ class LossChunks(Switch):
 
     name = "loss_chunks"
     summary = "scores of a large vocabulary in pieces, gradient included: never held as a whole"
-    applies = "if included: `Linear` layers of 4096 outputs or more straight into `cross_entropy`"
+    applies = (
+        "`Linear` layers of 4096 outputs or more straight into `cross_entropy`; "
+        "on GPUs (CPUs: if memory is short or if included)"
+    )
     phase = Phase.MODEL
     order = 50
     untraced = "a loss that is computed in pieces is not traced"
@@ -36,6 +39,7 @@ class LossChunks(Switch):
     expected = Expectation(compute=Factor(spread=1.1), activations=Factor(typical=0.6, spread=1.6))
     keeps_random_masks = True
     traced_in_whole_steps = True
+    against_shortage = True
     likely = (True,)
 
     def support(self, setting: Setting) -> Support:
@@ -50,9 +54,9 @@ class LossChunks(Switch):
                 del head.forward
         if not any(use.losses for use in uses):
             return Support(choices=(False,), reason="the scores do not go straight into torch's cross_entropy")
-        on_cpu = setting.device.kind == "cpu"
-        reason = "on a CPU it saves memory, and no time" if on_cpu else "how the scores are used was seen in one batch"
-        return Support(choices=(False,), optional=(True,), reason=reason)
+        if setting.device.kind == "cpu":
+            return Support(choices=(False,), optional=(True,), reason="on a CPU it saves memory, and no time")
+        return Support(choices=(False, True))
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""

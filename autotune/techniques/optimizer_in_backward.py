@@ -25,7 +25,10 @@ class OptimizerInBackward(Switch):
 
     name = "optimizer_in_backward"
     summary = "parameters are updated during the backward pass: gradients are not held, more small kernels"
-    applies = "torch's own optimizers, without accumulation, fp16 or gradient clipping; on GPUs (CPUs: if included)"
+    applies = (
+        "torch's own optimizers, without accumulation, fp16 or gradient clipping; "
+        "on GPUs (CPUs: if memory is short or if included)"
+    )
     phase = Phase.OPTIMIZER
     order = 20
     untraced = "gradients that are freed in the backward pass are not traced"
@@ -39,6 +42,7 @@ class OptimizerInBackward(Switch):
     keeps_random_masks = True
     check_steps = 3
     traced_in_whole_steps = True
+    against_shortage = True
 
     def support(self, setting: Setting) -> Support:
         """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""

@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-CHUNK_BYTES = 32 * 2**20  # of scores that are there at once
+# Of scores that are there at once: as many as the hidden states take (Liger Kernel's rule), within bounds. Fewer than the least
+# are slow products; on a CPU more than that would let glibc keep pieces in its heap, whose holes then take what was saved.
+CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 _T = torch.Tensor
 _FACTS = {_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.__len__} | {
     getattr(_T, name).__get__
@@ -193,7 +195,7 @@ class _LossInPieces(torch.autograd.Function):
     def forward(
         context: Any, hidden: _T, weight: _T, bias: _T | None, rows: _T, targets: _T, dtype: Any, options: Any
     ) -> _T:
-        """Rows in pieces of at most `CHUNK_BYTES` in fp32."""
+        """Rows in pieces of about `CHUNK_BYTES` in fp32."""
         inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         wanted = [tensor.requires_grad for tensor in inputs]
         # a row's gradient is found in one piece; the layer's is a sum over all
@@ -203,7 +205,8 @@ class _LossInPieces(torch.autograd.Function):
             for tensor, kind, want in zip(inputs, types, wanted, strict=True)
         ]
         layer = [tensor.detach().requires_grad_(want) for tensor, want in zip(inputs[1:], wanted[1:], strict=True)]
-        size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_bytes = min(max(4 * hidden.numel(), CHUNK_BYTES[0]), CHUNK_BYTES[1])
+        size = max(1, chunk_bytes // (4 * weight.shape[0]))
         losses = []
         for these, labels in zip(rows.split(size), targets.split(size), strict=True):
             piece = hidden.detach()[these].requires_grad_(wanted[0])
