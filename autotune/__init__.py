@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from autotune.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from autotune.api import explain, predict, search
+    from autotune.api import explain, predict, search, search_command
     from autotune.session import Session, prepare
     from autotune.study.reading import load_study
     from autotune.task import Task, load_task
 
-__all__ = ["Session", "Task", "explain", "load_study", "load_task", "predict", "prepare", "search"]
+__all__ = ["Session", "Task", "explain", "load_study", "load_task", "predict", "prepare", "search", "search_command"]
 
 _HOMES = {
     "Session": "autotune.session",
@@ -31,6 +31,7 @@ _HOMES = {
     "predict": "autotune.api",
     "prepare": "autotune.session",
     "search": "autotune.api",
+    "search_command": "autotune.api",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (
+    CommandOptions,
     ExplainOptions,
     PredictOptions,
     ProbeOptions,
@@ -32,10 +34,12 @@ from autotune.records.options import (
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
 from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner, Stated
 from autotune.space import build_space
+from autotune.study.place import place_of
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -71,6 +75,34 @@ def search(
     total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
     return run_search(TaskSource.of(task), asked, runner=runner, listener=listener)
+
+
+@takes(CommandOptions)
+def search_command(command: str, *, listener: Listener | None = None, **options: Any) -> Result:
+    """Find how a training script runs fastest, by its own arguments: each probe runs `command` for a few optimizer steps.
+
+    The script is not changed. Its gradients are not seen, so nothing is said of them.
+
+    Args:
+        command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, one `{NAME}` for each of `choices`,
+            and `{output_dir}` for a folder to write to.
+        listener: watches the search.
+        **options
+
+    Raises:
+        AutotuneError: as `search` does.
+    """
+    asked = CommandOptions.of(options, total_bytes=_total_bytes)
+    template = Command(command, asked.choices)
+    runner = CommandRunner(
+        template,
+        logs=place_of(asked.storage, asked.study, template.name).logs,
+        device=asked.device,
+        global_batch=asked.global_batch,
+        baseline=asked.baseline,
+    )
+    with techniques.REGISTRY.only(runner.switches):
+        return run_search(None, replace(asked, device="auto", global_batch=None), runner=runner, listener=listener)
 
 
 @takes(ProbeOptions)

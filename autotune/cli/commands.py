@@ -15,6 +15,7 @@ from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import UsageError, given
 from autotune.errors import ConfigError
 from autotune.records.options import (
+    CommandOptions,
     ExplainOptions,
     PredictOptions,
     ProbeOptions,
@@ -41,13 +42,13 @@ def search(options: argparse.Namespace) -> int:
         _require_writable(Path(options.out))
     result: Result | None
     code = ANSWERED
+    _require_one_task(options)
+    listener = live_listener(sys.stderr, quiet=options.quiet)
     try:
-        result = api.search(
-            options.model,
-            listener=live_listener(sys.stderr, quiet=options.quiet),
-            **_runner(options),
-            **given(options, SearchOptions),
-        )
+        if options.script is not None:
+            result = api.search_command(options.script, listener=listener, **given(options, CommandOptions))
+        else:
+            result = api.search(options.model, listener=listener, **_runner(options), **given(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
@@ -58,8 +59,18 @@ def search(options: argparse.Namespace) -> int:
     if options.json:
         print(text)
     elif result is not None:
-        _print(answer_sections(result, model=options.model))
+        _print(answer_sections(result, model=options.model or ""))
     return code
+
+
+def _require_one_task(options: argparse.Namespace) -> None:
+    """Refuse a search of nothing, or of two things."""
+    if options.script is None and options.model is None:
+        raise UsageError('a search needs MODEL, a model file, or --command "python train.py --batch {batch_size}"')
+    if options.script is None and (own := given(options, CommandOptions).keys() - given(options, SearchOptions).keys()):
+        raise UsageError(f"--{min(own)} is of a script's own arguments; give the script's command line by --command")
+    if options.script is not None and (options.model or options.replay):
+        raise UsageError(f"--command and {options.model or options.replay} are two things to search; leave one out")
 
 
 def _runner(options: argparse.Namespace) -> dict[str, Any]:
@@ -96,6 +107,10 @@ def verify(options: argparse.Namespace) -> int:
         config = _config(options.config)
         return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
     answer = load_study(options.against, study=options.study).answer()
+    if answer.command:
+        raise ConfigError(
+            f"the answer of {options.against} is a command line, whose script MODEL is not; run it: {answer.command}"
+        )
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
     outcome = api.verify(options.model, answer.config, on_warning=_warn, **{**answer.asked, **asked})

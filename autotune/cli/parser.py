@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 from autotune.errors import AutotuneError
 from autotune.records.option_kinds import SHARE
 from autotune.records.options import (
+    CommandOptions,
     ExplainOptions,
     Option,
     PredictOptions,
     ProbeOptions,
     RunOptions,
-    SearchOptions,
     SweepOptions,
     VerifyOptions,
     table,
@@ -75,12 +75,22 @@ def build_parser() -> Parser:
     def command(name: str, help: str, options: type[RunOptions] | None = None) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
         if options is not None:
-            made.add_argument("model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it")
+            nargs = "?" if options is CommandOptions else None
+            made.add_argument(
+                "model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it", nargs=nargs
+            )
             _add_table(made, options)
         made.add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
         return made
 
-    search = command("search", "find the best config of a model file", SearchOptions)
+    search = command("search", "find the best config of a model file, or of a training script", CommandOptions)
+    search.add_argument(
+        "--command",
+        dest="script",
+        metavar="COMMAND",
+        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
+        "{NAME} of each --choices are filled in",
+    )
     search.add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
     search.add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
     search.add_argument("--quiet", action="store_true", help="only warnings on stderr")

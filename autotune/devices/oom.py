@@ -42,6 +42,9 @@ _HANDED_LINE = re.compile(
     r"|(?:RuntimeError|AcceleratorError): (?P<message>.*))$",
     re.MULTILINE,
 )
+_PRINTED = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA out of memory\. Tried to allocate"
+)
 _ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
@@ -56,6 +59,11 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
     """
     links = list(chain(error))
     return any(_is_failed_allocation(link) for link in links) or (any(map(_is_suspect, links)) and scarce())
+
+
+def failed_allocation(printed: str) -> str:
+    """The first line of what a program printed in which torch tells of a failed allocation; empty where there is none."""
+    return next((line.strip() for line in printed.splitlines() if _PRINTED.search(line)), "")
 
 
 def attempted_bytes(error: BaseException) -> int:

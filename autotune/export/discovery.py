@@ -33,8 +33,13 @@ def export(result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | N
             only on and off, so that it matters whether the answer is the furthest that there was.
 
     Raises:
-        ConfigError: there is no exporter of that name.
+        ConfigError: there is no exporter of that name, or the answer is a command line.
     """
+    if result.command:
+        raise ConfigError(
+            f"the answer of {result.study} is a command line, whose script has words of its own, so it cannot be exported; "
+            f"run it: {result.command}"
+        )
     known = exporters()
     if to not in known:
         there = "; ".join(f"{name}: {exporter.summary}" for name, exporter in known.items())

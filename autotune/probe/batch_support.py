@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autotune.records.batch_plan import BatchPlan, divisors
 from autotune.records.inspection import BatchSupport
-from autotune.task.facts import uses_batch_statistics
 from autotune.units import plural
-
-if TYPE_CHECKING:
-    import torch
 
 # Each octave is cut at 1, 1.25 and 1.5: steps of 1.2x to 1.33x, multiples of 8 from 32 on (tensor cores want those).
 _OCTAVE_QUARTERS = (4, 5, 6)
@@ -19,23 +14,24 @@ _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # searched: baseline / 16 to baseline x 64
 
 
 def batch_support(
-    model: torch.nn.Module,
     baseline: BatchPlan,
     *,
     global_batch: int | None,
-    dataset_size: int | None,
-    whole_step: bool = False,
+    dataset_size: int | None = None,
+    normalises: bool = False,
+    whole_step: str = "",
 ) -> BatchSupport:
     """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
 
-    A task's own `train_step` (`whole_step`) does not accumulate.
+    Args:
+        normalises: the model has batch normalisation.
+        whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
     micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice.
     """
     if whole_step and global_batch is not None:
-        reason = "the task's own step takes the whole global batch at once"
-        return BatchSupport(sizes=(global_batch,), sizes_reason=reason, reason=reason)
+        return BatchSupport(sizes=(global_batch,), sizes_reason=whole_step, reason=whole_step)
     if global_batch is not None:
         sizes = divisors(global_batch)
     else:
@@ -51,7 +47,7 @@ def batch_support(
         return replace(found, reason="no global batch is given, so every step takes one batch")
     steps = divisors(global_batch)
     most = baseline.accumulation_steps
-    if not uses_batch_statistics(model) or most >= steps[-1]:
+    if not normalises or most >= steps[-1]:
         return replace(found, accumulation_steps=tuple(steps))
     return replace(
         found,

@@ -46,7 +46,7 @@ def inspect_task(
     from autotune.devices.absent import AbsentGpu
     from autotune.probe.batch_support import batch_support
     from autotune.task.batches import to_device
-    from autotune.task.facts import gather_facts
+    from autotune.task.facts import gather_facts, uses_batch_statistics
 
     opened = open_device(device) if isinstance(device, str) else device
     opened.enter()  # from here on CUDA itself says which GPU this is
@@ -74,11 +74,11 @@ def inspect_task(
         calibration=Calibration.from_dict(calibration or {}),
     )
     batch = batch_support(
-        model,
         baseline.plan,
         global_batch=task.global_batch,
         dataset_size=facts.dataset_size,
-        whole_step=task.takes_whole_steps,
+        normalises=uses_batch_statistics(model),
+        whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
     )
     return {
         "facts": asdict(facts),

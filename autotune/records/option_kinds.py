@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +122,20 @@ def _choices(written: str) -> tuple[Any, ...]:
     return tuple(_choice(part) for part in written.split(","))
 
 
+def _texts(value: Any) -> dict[str, dict[Any, str]]:
+    """`amp:off=,bf16=--bf16`: a comma before the next `choice=` separates, any other belongs to the text."""
+    if isinstance(value, Mapping):
+        return {name: dict(texts) for name, texts in value.items()}
+    found = {}
+    for item in [value] if isinstance(value, str) else value:
+        name, _, listed = item.partition(":")
+        texts = [part.partition("=") for part in re.split(r",(?=[\w.]+=)", listed)]
+        if not name.isidentifier() or not all(choice and separator for choice, separator, _ in texts):
+            raise ValueError(f"{item!r} is not NAME:CHOICE=TEXT,...; expected for example fused:off=,on=--fused")
+        found[name] = {_choice(choice): text for choice, _, text in texts}
+    return found
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:g}%"
 
@@ -152,3 +167,4 @@ CHOICES_OF = Kind(
     metavar="NAME=A,B,...",
     repeated=True,
 )
+TEXTS_OF = Kind(read=_texts, python="Mapping[str, Mapping[Choice, str]]", metavar="NAME:CHOICE=TEXT,...", repeated=True)

@@ -17,6 +17,7 @@ from autotune.units import parse_bytes
 
 OBJECTIVES = ("throughput", "memory", "balanced")
 TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
+SCRIPT = "a training script as it is, in place of MODEL"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -76,6 +77,12 @@ FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a techniqu
 INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
 EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
 GRID = _option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
+CHOICES = _option(
+    "choices", kinds.TEXTS_OF, SCRIPT, "the words that stand for {NAME} in the command; the first is what you run today"
+)
+BASELINE = _option(
+    "baseline", kinds.CHOICE_OF, SCRIPT, "what you run today, e.g. batch_size=8, where it is no first choice"
+)
 SAMPLER = _option(
     "sampler",
     kinds.text("NAME"),
@@ -175,6 +182,14 @@ class SearchOptions(RunOptions):
     probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
     study: str | None = STUDY.default(None)
     storage: str | None = STORAGE.default(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(SearchOptions):
+    """The options of a search whose probes are runs of a command."""
+
+    choices: Mapping[str, Any] = CHOICES.default({})
+    baseline: Mapping[str, Any] = BASELINE.default({})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,7 @@ class Result(Record):
         optimizer: class of the task's optimizer, as in `TaskFacts`.
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
+        command: the command line of the answer, where the search ran one for each probe; empty otherwise.
         trained: what is trained that the task's own baseline does not train.
         rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
             learned differs between them and was not compared, so none of them is better than another. `probes`, `outcomes`,
@@ -179,6 +180,7 @@ class Result(Record):
     optimizer: str = ""
     asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    command: str = ""
     trained: dict[str, Choice] = field(default_factory=dict)
     rankings: tuple[Ranking, ...] = ()
     format: int = FORMAT

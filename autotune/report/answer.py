@@ -37,6 +37,9 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
         yield warnings_section(result.warnings)
+    if result.command:
+        yield Section("Run it", (Code("", tail=result.command),))
+        return
     yield Section("Run it", python_lines(model, result.asked))
     if command := verify_command(result.config, model, result.asked):
         yield Section("", (Code("", tail=command),))

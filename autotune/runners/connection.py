@@ -25,7 +25,7 @@ class Connection:
     """A supervisor that has imported the task's module, and the socket to it.
 
     Args:
-        source: how the supervisor gets the task.
+        source: how the supervisor gets the task; None where a command trains, and there is none.
         log: receives what the import prints.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job.
@@ -39,7 +39,7 @@ class Connection:
         StudyError: the log cannot be written.
     """
 
-    def __init__(self, source: TaskSource, *, log: Path, import_timeout_s: float, fork: bool) -> None:
+    def __init__(self, source: TaskSource | None, *, log: Path, import_timeout_s: float, fork: bool) -> None:
         self._source = source
         self._log = log
         self._process = self._start(fork)
@@ -105,7 +105,7 @@ class Connection:
             environment["OPENBLAS_NUM_THREADS"] = "1"
             blas_threads = num_threads()
         greeting = {
-            "source": self._source.to_dict(),
+            "source": None if self._source is None else self._source.to_dict(),
             "blas_threads": blas_threads,
             "fork": fork,
             "parent": os.getpid(),
@@ -130,7 +130,7 @@ class Connection:
 
     def _import_failed(self, what: str) -> NoReturn:
         tail = self._log.read_text(errors="replace").strip()[-1500:]
-        label = self._source.label
+        label = self._source.label if self._source is not None else "autotune"
         raise TaskError(
             f"importing {label} {what}; run `{os.path.basename(sys.executable)} {label}` "
             "to see it fail, and keep long or dangerous work inside the functions",

@@ -44,7 +44,7 @@ class LocalRunner(Runner):
     """Runs jobs on one device of this machine, one at a time.
 
     Args:
-        source: how a process gets the task.
+        source: how a process gets the task; None for a subclass whose jobs need none.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
         logs: folder for what the user's code prints, one file a job; it is made when needed.
         import_timeout_s: for importing torch and the user's module.
@@ -56,14 +56,15 @@ class LocalRunner(Runner):
 
     def __init__(
         self,
-        source: TaskSource,
+        source: TaskSource | None,
         *,
         logs: Path,
         device: str = "auto",
         import_timeout_s: float = 180.0,
         fork: bool = True,
     ) -> None:
-        self.task_name = source.name
+        if source is not None:
+            self.task_name = source.name
         self._source = source
         self._device = open_device(device)
         self._logs = logs.absolute()
@@ -90,9 +91,9 @@ class LocalRunner(Runner):
                 self._import_log.unlink(missing_ok=True)
                 raise
             self._resources = stack.pop_all()
-        self.stated = Stated(
-            model=self._source.spec, **{key: hello[key] for key in ("global_batch", "baseline", "trained")}
-        )
+        if self._source is not None:
+            stated = {key: hello[key] for key in ("global_batch", "baseline", "trained")}
+            self.stated = Stated(model=self._source.spec, **stated)
         if hello["no_fork"]:
             self.notes = (f"every probe starts a new interpreter: {hello['no_fork']}",)
         return self

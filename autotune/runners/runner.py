@@ -193,6 +193,10 @@ class Runner(ABC):
         """Name of the study unless the user gives one."""
         return self.task_name
 
+    def command(self, config: Config) -> str:
+        """The command line that trains with a config; empty where `autotune.prepare` does."""
+        return ""
+
     @abstractmethod
     def now_s(self) -> float:
         """The runner's own clock, in seconds from any start; budgets are spent on it."""

@@ -26,6 +26,7 @@ from typing import Any
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_NO_TASK: dict[str, Any] = {"no_fork": "", "global_batch": None, "baseline": None, "trained": {}}  # a command trains
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
     if os.getppid() != greeting["parent"]:
         os._exit(0)
-    hello, task = _import(source, may_fork=greeting["fork"])
+    hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else (_NO_TASK, None)
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)

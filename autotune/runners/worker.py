@@ -69,8 +69,8 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
 
     Args:
         task: the user's task, loaded; None for a job that needs none.
-        request: `job` (a key of `JOBS`), `arguments` for it, `blas_threads` for numpy (0: as it is), `widest` (positions
-            of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
+        request: `source` (of the task; None where a command trains), `job` (a key of `JOBS`), `arguments` for it,
+            `blas_threads` for numpy (0: as it is), `widest` (positions of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
     """
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
@@ -83,7 +83,12 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     try:
         if task is not None and request["blas_threads"] > 1 and task.dataset() is not None:
             _restore_blas_threads(request["blas_threads"])
-        message = JOBS[request["job"]](task, request["arguments"], report)
+        if request["source"] is None:  # a command trains, and there is no task
+            from autotune.runners import launch
+
+            message = launch.JOBS[request["job"]]({**request["arguments"], "log": request["log"]}, report)
+        else:
+            message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:
         del reserve
         message = {"outcome": _failure(error, "setup", 0.0).to_dict()}
@@ -367,7 +372,8 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     enter(request)
     # what measures the device forks, which the user's module may not allow
-    task = None if request["job"] == "calibrate" else TaskSource.from_dict(request["source"]).load()
+    needs_none = request["source"] is None or request["job"] == "calibrate"
+    task = None if needs_none else TaskSource.from_dict(request["source"]).load()
     run_job(task, request)
 
 

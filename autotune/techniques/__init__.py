@@ -33,6 +33,7 @@ from autotune.techniques.base import (
     whole_number,
 )
 from autotune.techniques.build import Build, Setting
+from autotune.techniques.declared import Declared, declare
 from autotune.techniques.discovery import Registry
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.partition import Partition
@@ -45,6 +46,7 @@ __all__ = [
     "REACHES_INTO_STEP",
     "REGISTRY",
     "Build",
+    "Declared",
     "Expectation",
     "Factor",
     "Phase",
@@ -55,6 +57,7 @@ __all__ = [
     "UnsupportedError",
     "arithmetic_of",
     "complete",
+    "declare",
     "is_ordered",
     "known",
     "label_of",
@@ -68,7 +71,7 @@ __all__ = [
     "with_baseline_batch",
 ]
 
-REGISTRY: Mapping[str, Technique] = Registry()
+REGISTRY = Registry()
 
 
 def known(name: str) -> str:

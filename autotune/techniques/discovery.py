@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 from autotune import plugins
@@ -23,6 +24,16 @@ class Registry(Mapping[str, Technique]):
         found = plugins.found(package, Technique, GROUP, _REQUIRED, taken)  # type: ignore[type-abstract]
         ranked = sorted(found.values(), key=lambda technique: (technique.phase, technique.order, technique.name))
         return {technique.name: technique for technique in ranked}
+
+    @contextmanager
+    def only(self, techniques: Iterable[Technique]) -> Iterator[None]:
+        """Hold these alone for a while: a search by command knows the switches of its script, and no technique."""
+        own = self._techniques
+        self.__dict__["_techniques"] = {technique.name: technique for technique in techniques}
+        try:
+            yield
+        finally:
+            self.__dict__["_techniques"] = own
 
     def __getitem__(self, name: str) -> Technique:
         return self._techniques[name]

@@ -127,6 +127,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         optimizer=search.inspection.facts.get("optimizer", ""),
         asked=dict(search.asked),
         warnings=tuple(search.warnings),
+        command=search.runner.command(answer),
         trained=dict(search.store.place.trained),
     )
 
@@ -215,9 +216,15 @@ def _warn(
             + "; ".join(filter(None, (found.reason, found.remedy)))
         )
     if not inspection.baseline_given:
+        of_command = bool(search.runner.command(answer))
+        unsaid, today = (
+            ("no --baseline is given", "the first choices")
+            if of_command
+            else ("the model file sets no BASELINE", "plain fp32")
+        )
         search.warn(
-            f"the model file sets no BASELINE, so the gain is over plain fp32 with batch {history.space.baseline.batch_size}; "
-            "set BASELINE to what you run today for a meaningful gain"
+            f"{unsaid}, so the gain is over {today} with batch {history.space.baseline.batch_size}; "
+            f"{'give --baseline batch_size=N' if of_command else 'set BASELINE to what you run today'} for a meaningful gain"
         )
     old, new = history.space.baseline.samples_per_step, answer.samples_per_step
     if inspection.global_batch is None and new != old:

@@ -8,6 +8,7 @@ from torch import nn
 from autotune.errors import ConfigError
 from autotune.probe.batch_support import batch_support, fine_sizes
 from autotune.records.batch_plan import BatchPlan
+from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import validate
 
 
@@ -21,7 +22,8 @@ def with_batch_norm() -> nn.Module:
 
 def support_of(model=None, batch_size=32, *, global_batch=None, dataset_size=None):
     plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
-    return batch_support(model or linear(), plan, global_batch=global_batch, dataset_size=dataset_size)
+    normalises = uses_batch_statistics(model or linear())
+    return batch_support(plan, global_batch=global_batch, dataset_size=dataset_size, normalises=normalises)
 
 
 def test_a_global_batch_gives_its_exact_divisors():

@@ -1,0 +1,281 @@
+"""`CommandRunner`: the user's own training script as it is, one command line for each config."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune import techniques
+from autotune.errors import ConfigError
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
+from autotune.probe.batch_support import batch_support
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.calibration import NOT_MEASURED, Calibration
+from autotune.records.config import Choice, Config
+from autotune.records.inspection import Inspection, Support
+from autotune.records.outcome import Outcome
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.runners.runner import InspectJob, Job, NotCompared, ProbeJob, Stated
+from autotune.task.loading import name_of
+from autotune.units import plural
+
+OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
+LARGEST_HASHED_BYTES = 2**20  # of a file that the command names: more is data
+_PLACEHOLDER = re.compile(r"(?<![$\\])( ?)\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line with placeholders.
+
+    Attributes:
+        template: with `{batch_size}`, `{accumulation_steps}`, `{output_dir}`, and one `{name}` for each key of `choices`.
+        choices: name -> choice -> the words that stand for it; the first is what is run today.
+
+    Raises:
+        ConfigError: a placeholder without choices, or choices without a placeholder.
+    """
+
+    template: str
+    choices: Mapping[str, Mapping[Choice, str]]
+
+    def __post_init__(self) -> None:
+        known = (*BATCH_KEYS, OUTPUT, *self.choices)
+        for name in self._placeholders:
+            if name not in known:
+                raise ConfigError(
+                    f"--command has {{{name}}}, which stands for nothing; add --choices '{name}:off=,on=--{name}', or write one of "
+                    + ", ".join(f"{{{one}}}" for one in known)
+                )
+        for name, texts in self.choices.items():
+            if name in (*BATCH_KEYS, OUTPUT):
+                raise ConfigError(f"--choices {name}: {{{name}}} is filled in by autotune; leave its choices out")
+            if name not in self._placeholders:
+                raise ConfigError(f"--choices {name}: --command has no {{{name}}}; write it where its words belong")
+            if not texts:
+                raise ConfigError(f"--choices {name}: there is no choice; expected for example {name}:off=,on=--{name}")
+
+    def has(self, name: str) -> bool:
+        """Whether the command takes it."""
+        return name in self._placeholders
+
+    @property
+    def _placeholders(self) -> tuple[str, ...]:
+        return tuple(name for _, name in _PLACEHOLDER.findall(self.template))
+
+    def line(self, config: Mapping[str, Choice], output: str = "output") -> str:
+        """The command line of a config, for a shell. What is empty leaves no blank behind."""
+
+        def text(found: re.Match[str]) -> str:
+            blank, name = found.groups()
+            if name == OUTPUT:
+                return blank + shlex.quote(output)
+            words = self.choices[name][config[name]] if name in self.choices else str(config[name])
+            return blank + words if words else ""
+
+        return _PLACEHOLDER.sub(text, self.template)
+
+    @property
+    def switches(self) -> list[techniques.Declared]:
+        """The keys of a config beside the batch."""
+        known = techniques.REGISTRY
+        return [techniques.declare(name, tuple(texts), known.get(name)) for name, texts in self.choices.items()]
+
+    @property
+    def name(self) -> str:
+        """A short name for the study: the script's."""
+        words = self._words
+        script = next((word for word in words if word.endswith(".py")), "")
+        if script:
+            return name_of(Path(script).absolute())
+        module = next((after for word, after in itertools.pairwise(words) if word == "-m"), "")
+        return module.rpartition(".")[2] or os.path.basename(words[0])
+
+    @property
+    def source_hash(self) -> str:
+        """Changes with the command, its choices and the files that it names."""
+        digest = hashlib.sha256(repr((self.template, [(n, dict(texts)) for n, texts in self.choices.items()])).encode())
+        for file in map(Path, dict.fromkeys(self._words)):
+            if file.is_file() and file.stat().st_size <= LARGEST_HASHED_BYTES:
+                digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def _words(self) -> list[str]:
+        try:
+            words = shlex.split(_PLACEHOLDER.sub(" ", self.template))
+        except ValueError as error:
+            raise ConfigError(f"--command {self.template!r} is no command line for a shell: {error}") from None
+        if not words:
+            raise ConfigError("--command is empty; expected for example 'python train.py --batch {batch_size}'")
+        return words
+
+
+class CommandRunner(LocalRunner):
+    """Runs a command line for each probe, and hears of its optimizer's steps.
+
+    A search over it runs while `techniques.REGISTRY` holds its `switches` only, which then are the keys of a config.
+
+    Args:
+        global_batch: samples per optimizer step, of all processes of the command together; None leaves it open.
+        baseline: what is run today, as a partial config; the first choice of what it does not name.
+        device, logs: as of `LocalRunner`.
+
+    Raises:
+        ConfigError: the command line cannot keep a global batch.
+        DeviceError: there is no such device.
+    """
+
+    keeps_traces = False
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        logs: Path,
+        device: str = "auto",
+        global_batch: int | None = None,
+        baseline: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(None, logs=logs, device=device)
+        self.task_name = command.name
+        self.switches = command.switches
+        self._command = command
+        self._global_batch = global_batch
+        self._baseline = {name: next(iter(texts)) for name, texts in command.choices.items()} | dict(baseline or {})
+        if not command.has(BATCH_SIZE) and global_batch is None:
+            raise ConfigError(
+                "--command has no {batch_size}; write it where the number belongs, or say by --global-batch N "
+                "how many samples an optimizer step takes"
+            )
+        if command.has(ACCUMULATION) and not command.has(BATCH_SIZE):
+            raise ConfigError("--command has {accumulation_steps} without {batch_size}; write both, or neither")
+        stated = {name: choice for name, choice in self._baseline.items() if name in (baseline or {})}
+        self.stated = Stated(global_batch=global_batch, baseline=stated or None)
+
+    def command(self, config: Config) -> str:
+        """As `Runner.command`."""
+        return self._command.line(config)
+
+    def calibrate(self) -> Calibration:
+        """Nothing: no figure of the device says how fast a script is whose operators are not seen."""
+        return NOT_MEASURED
+
+    def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> NotCompared:
+        """Nothing: the gradients are the script's."""
+        return NotCompared(
+            reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
+            "compare the loss of a longer run"
+        )
+
+    def trace(
+        self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None, **_: Any
+    ) -> Traces:
+        """Nothing: there is no model outside the script."""
+        left = plan_traces(configs).without(known or Traces(target=target)).labels()
+        failed = Traces(target=target, failures=dict.fromkeys(left, "a command trains, whose model is not seen"))
+        return (known or Traces(target=target)).merged(failed)
+
+    def inspect(self, *, memory_limit_bytes: int | None, timeout_s: float, **_: Any) -> Inspection | Outcome:
+        """Run a few steps of the baseline's command: whether it trains, in how many processes, and how fast.
+
+        Raises:
+            ConfigError: the global batch cannot be shared by so many processes.
+        """
+        found = super().inspect(memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s)
+        if isinstance(found, Outcome):
+            return found
+        ranks = int(found.facts["num_ranks"])
+        return replace(
+            self._drafted(ranks, has_batchnorm=bool(found.facts["has_batchnorm"])),
+            facts=found.facts,
+            outside_bytes=found.outside_bytes,
+            step_s=found.step_s,
+            step_samples=found.step_samples,
+            shortage=found.shortage,
+        )
+
+    def beside(self) -> None:
+        """Nothing: there is nothing to trace."""
+        return
+
+    def _arguments(self, job: Job) -> dict[str, Any]:
+        """What `autotune.runners.launch` takes."""
+        scratch = os.path.join(os.path.dirname(self._channel), "scratch")
+        device = {"device": self._device.name, "scratch": scratch}
+        match job:
+            case ProbeJob():
+                config, settings, more = job.config, job.settings, {}
+            case InspectJob():
+                drafted = self._drafted(1, has_batchnorm=False)
+                config = techniques.complete(drafted.baseline, global_batch=drafted.global_batch)
+                settings = ProbeSettings(
+                    memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
+                )
+                more = {"inspection": drafted.to_dict()}
+            case _:
+                raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
+        line = self._command.line(config, os.path.join(scratch, "output"))
+        return device | more | {"config": config.as_dict(), "settings": settings.to_dict(), "command": line}
+
+    def _drafted(self, num_ranks: int, *, has_batchnorm: bool) -> Inspection:
+        """The inspection as far as it needs no run.
+
+        Args:
+            num_ranks: processes that train together; `batch_size` is of one of them, and so is the inspection's global batch.
+        """
+        global_batch = self._global_batch
+        if global_batch is not None:
+            global_batch, rest = divmod(global_batch, num_ranks)
+            if rest:
+                raise ConfigError(
+                    f"a global batch of {self._global_batch} cannot be shared by the command's {plural(num_ranks, 'process')}; "
+                    f"give --global-batch {(global_batch or 1) * num_ranks}"
+                )
+        whole = not self._command.has(ACCUMULATION)
+        baseline = dict(self._baseline)
+        if whole and global_batch is not None:
+            baseline.setdefault(BATCH_SIZE, global_batch)
+        complete = techniques.complete(baseline, global_batch=global_batch)
+        if whole and complete.accumulation_steps > 1:
+            raise ConfigError(
+                f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {global_batch} without accumulation; "
+                "write {accumulation_steps} into --command, or leave the batch out of --baseline"
+            )
+        return Inspection(
+            facts={
+                "name": self.task_name,
+                "source_hash": self._command.source_hash,
+                "num_parameters": None,
+                "num_trainable": None,
+                "parameter_bytes": None,
+                "dataset_size": None,
+                "has_batchnorm": has_batchnorm,
+                "batch": (),
+                "widest": (),
+                "warnings": (),
+                "num_ranks": num_ranks,
+            },
+            device=self.device(),
+            global_batch=global_batch,
+            baseline=complete.as_dict(),
+            baseline_given=self.stated.baseline is not None or not self._command.has(BATCH_SIZE),
+            batch=batch_support(
+                complete.plan,
+                global_batch=global_batch,
+                normalises=has_batchnorm,
+                whole_step="the command has no {accumulation_steps}" if whole else "",
+            ),
+            support={switch.name: Support(choices=switch.choices) for switch in self.switches},
+            outside_bytes=0,
+            step_samples=complete.samples_per_step,
+        )

@@ -1,0 +1,209 @@
+"""What runs inside a probe's own process where the user's command trains: starts it, gathers what its processes tell, ends it.
+
+Time-outs and clean-up are the supervisor's, as for any probe. A job's arguments are `command`, `config`, `settings`, `device`,
+`scratch` (a folder for all that is written) and `log` (what the command prints).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autotune.devices.oom import failed_allocation, kernel_oom_kills
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.progress import Progress
+from autotune.runners.connection import describe_exit
+from autotune.runners.hook import SETTINGS
+from autotune.units import plural
+
+LOOK_EVERY_S = 0.05
+TAIL_BYTES = 64 * 1024  # of the log, in which an error is looked for
+TOLD = 4000  # characters of it
+PACKAGE = Path(__file__).resolve().parent.parent.parent
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended, or was ended.
+
+    Attributes:
+        reports: of its processes, as `autotune.runners.watch` writes them; the first that took a step comes first.
+        exit_code: None where it was ended because enough was known.
+        oom_killed: whether the kernel killed a process for memory meanwhile.
+        tail: of what it printed.
+    """
+
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    exit_code: int | None = None
+    oom_killed: bool = False
+    tail: str = ""
+
+    @property
+    def leader(self) -> dict[str, Any]:
+        """The first rank's report; empty where none has taken a step."""
+        return next((one for one in self.reports if one["rank"] == 0 and one["num_steps"]), {})
+
+
+def probe(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Measure one command line."""
+    return {"outcome": _outcome(_run(arguments, report)).to_dict()}
+
+
+def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Complete the `inspection` in the arguments by what a few steps of a command line tell."""
+    ran = _run(arguments, report)
+    outcome = _outcome(ran)
+    measured = outcome.measurement
+    if measured is None and outcome.kind is not Kind.OOM:
+        return {"outcome": outcome.to_dict()}
+    told = ran.leader or next(iter(ran.reports), {})
+    drafted = arguments["inspection"]
+    facts = {name: told[name] for name in ("num_ranks", "optimizer", "has_batchnorm") if name in told}
+    learned = {
+        "facts": drafted["facts"] | facts,
+        "outside_bytes": told.get("outside_bytes", 0),
+        "step_s": None if measured is None else measured.step_s,
+        "shortage": "" if measured is not None else outcome.cause,
+    }
+    return {"inspection": drafted | learned}
+
+
+JOBS: dict[str, Callable[[dict[str, Any], Report], dict[str, Any]]] = {"probe": probe, "inspect": inspect}
+
+
+def _run(arguments: dict[str, Any], report: Report) -> Ran:
+    """Run the command until its first rank knows enough, or until it ends."""
+    scratch = Path(arguments["scratch"])
+    shutil.rmtree(scratch, ignore_errors=True)
+    for folder in ("hook", "reports", "output"):
+        (scratch / folder).mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("hook.py"), scratch / "hook" / "sitecustomize.py")
+    kept = {name: arguments[name] for name in ("config", "settings", "device")}
+    told = kept | {
+        "reports": str(scratch / "reports"),
+        "package": str(PACKAGE),
+        "started_s": time.monotonic(),
+    }
+    (scratch / "probe.json").write_text(json.dumps(told))
+    kills = kernel_oom_kills()
+    limit_bytes = arguments["settings"]["memory_limit_bytes"] if arguments["device"] == "cpu" else None
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", arguments["command"]],
+        stdin=subprocess.DEVNULL,
+        env=_environment(scratch, arguments["device"]),
+        start_new_session=True,
+        preexec_fn=None if limit_bytes is None else partial(_limit, limit_bytes),
+    )
+    while True:
+        exit_code = process.poll()  # before the reports are read, which a process writes before it ends
+        ran = Ran(_reports(scratch / "reports"), exit_code, kernel_oom_kills() > kills)
+        if ran.leader:
+            report(_progress(ran))
+        if exit_code is not None or any(one.get("done") for one in ran.reports):
+            return replace(ran, tail=_tail(Path(arguments["log"])))
+        time.sleep(LOOK_EVERY_S)
+
+
+def _limit(limit_bytes: int) -> None:
+    """Of the command and of each process that it starts."""
+    _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard_bytes != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+
+def _environment(scratch: Path, device: str) -> dict[str, str]:
+    """The user's, with the hook, and without trackers and uploads."""
+    paths = [str(scratch / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    quiet = {
+        "AUTOTUNE_PROBE": "1",
+        SETTINGS: str(scratch / "probe.json"),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "WANDB_MODE": "disabled",
+        "COMET_MODE": "disabled",
+        "NEPTUNE_MODE": "debug",
+        "CLEARML_OFFLINE_MODE": "1",
+        "SWANLAB_MODE": "disabled",
+        "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+        "MLFLOW_TRACKING_URI": (scratch / "output" / "mlflow").as_uri(),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
+    if device == "cpu":
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    elif index := int(device.removeprefix("cuda:")):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        found["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
+    return found
+
+
+def _reports(folder: Path) -> list[dict[str, Any]]:
+    reports = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    return sorted(reports, key=lambda one: one["began_s"])
+
+
+def _progress(ran: Ran) -> Progress:
+    progress = Progress.from_dict(ran.leader["progress"])
+    return replace(progress, peak_bytes=_peak_bytes(ran))
+
+
+def _peak_bytes(ran: Ran) -> int:
+    """Of the process that needs most, since each has the limit to itself."""
+    return max((int(one["progress"]["peak_bytes"]) for one in ran.reports), default=0)
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _outcome(ran: Ran) -> Outcome:
+    """What came of it. An allocation that failed counts, also where the script caught that and went on."""
+    ended_well = ran.exit_code in (None, 0)
+    told = next((Outcome.from_dict(one["outcome"]) for one in ran.reports if one.get("outcome")), None)
+    if told is not None and (told.kind is Kind.OOM or not ended_well or not ran.leader.get("measurement")):
+        return told
+    progress = Progress.from_dict(ran.leader["progress"]) if ran.leader else Progress()
+    failed = partial(
+        Outcome,
+        detail=ran.tail[-TOLD:],
+        stage=progress.stage,
+        train_s=progress.train_s,
+        peak_bytes=_peak_bytes(ran),
+    )
+    if ran.oom_killed and not ended_well:
+        return failed(kind=Kind.OOM, cause="the kernel's out-of-memory killer ended a process of the command")
+    if said := failed_allocation(ran.tail):
+        caught = "the command caught it and went on: " if ended_well else ""
+        return failed(kind=Kind.OOM, cause=f"an allocation failed; {caught}{said}"[:500])
+    steps = plural(ran.leader.get("num_steps", 0), "optimizer step")
+    if ran.exit_code:
+        by_signal = 128 < ran.exit_code < 160  # as a shell says it
+        how = describe_exit(128 - ran.exit_code if by_signal else ran.exit_code)
+        said = (ran.tail.strip().splitlines() or ["it printed nothing"])[-1]
+        kind = Kind.CRASHED if how.startswith("died") else Kind.ERROR
+        return failed(kind=kind, cause=f"the command {how} after {steps}: {said}"[:500])
+    if (measured := ran.leader.get("measurement")) is not None:
+        return Outcome.from_dict({"kind": Kind.OK, "measurement": measured | {"peak_bytes": _peak_bytes(ran)}})
+    if ran.leader:
+        return failed(
+            kind=Kind.ERROR,
+            cause=f"the command ended after {steps}, too few to be timed: let it train for longer (--max_steps, say)",
+        )
+    return failed(
+        kind=Kind.ERROR,
+        cause="the command ended without a step of an optimizer of torch.optim in a Python process; "
+        "its output says what it did instead",
+    )

@@ -1,0 +1,243 @@
+"""Watches the optimizer's steps in a process of the user's own command: warm-up, timed blocks, peak, and how it ends.
+
+The rules are those of a probe (`autotune.probe`), as far as they hold for a loop that is another's: steps are seen when they
+have ended, and what a step consists of is not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+from autotune.devices import Device, device_named
+from autotune.probe.measure import FAR, LATE, disturbances
+from autotune.probe.memory_growth import growth_per_step
+from autotune.probe.reporter import Reporter
+from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
+from autotune.records.config import Config
+from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.progress import Progress
+from autotune.records.settings import ProbeSettings
+from autotune.runners.worker import failed_job
+
+FEWEST_BLOCKS = 3  # of a run that ended by itself
+
+
+class Watch:
+    """One process's steps. What it knows lies in a file of its own, which is replaced as a whole.
+
+    Args:
+        probe: `config`, `settings`, `device`, `reports` (folder), `started_s` (monotonic, of the command), and
+            `outside_bytes`, what the process held before it built a model.
+    """
+
+    def __init__(self, probe: dict[str, Any]) -> None:
+        self._settings = ProbeSettings(**probe["settings"])
+        self._config = Config(tuple(probe["config"].items()))
+        self._kind = probe["device"].partition(":")[0]
+        self._file = Path(probe["reports"]) / f"{os.getpid()}.json"
+        self._started_s: float = probe["started_s"]
+        self._device: Device | None = None
+        self._rank, self._num_ranks = _place()
+        self._samples = self._config.samples_per_step * self._num_ranks
+        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._num_ranks)
+        self._report: dict[str, Any] = {
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "began_s": time.monotonic(),
+            "outside_bytes": probe.get("outside_bytes", 0),
+        }
+        self._optimizer: Any = None  # whose steps count: the first that steps
+        self._first_s = self._last_s = 0.0
+        self._steps_s: list[float] = []  # of the warm-up, without the first, whose beginning was not seen
+        self._num_steps = self._in_block = 0
+        self._warmup_s = self._setup_s = 0.0
+        self._held: list[tuple[int, int]] = []
+        self._blocks = Blocks(
+            interval=self._settings.interval,
+            max_timed_s=self._settings.max_timed_s,
+            min_timed_s=self._settings.min_timed_s,
+            unequal=True,  # the samples are real
+        )
+
+    def stepped(self, optimizer: Any) -> None:
+        """Count a step that has just been taken. Returns, unless enough is known: then this process has nothing more to do."""
+        if self._optimizer is None:
+            self._begin(optimizer)
+        elif optimizer is not self._optimizer:
+            return
+        self._num_steps += 1
+        self._in_block += 1
+        timing = self._reporter.stage == "timing"
+        if timing and time.perf_counter() - self._last_s < MIN_BLOCK_S and not self._settings.num_steps:
+            return
+        assert self._device is not None
+        self._device.synchronize()
+        now_s = time.perf_counter()
+        step_s, count, is_first = (now_s - self._last_s), self._in_block, self._num_steps == 1
+        if is_first:
+            self._setup_s, step_s = time.monotonic() - self._started_s, 0.0
+            self._first_s = now_s
+        self._reporter.trained(step_s, count * self._config.accumulation_steps, is_first_step=is_first)
+        if timing:
+            self._blocks.add(count * self._samples / step_s, step_s)
+            self._held.append((self._num_steps, self._device.current_bytes()))
+        elif not is_first:
+            self._steps_s.append(step_s)
+        self._decide(timing=timing)
+        self._last_s, self._in_block = time.perf_counter(), 0
+
+    def failed(self, error: BaseException) -> None:
+        """Tell of an exception that ends the process."""
+        if self._device is None and self._kind == "cpu":
+            self._enter("cpu")
+        outcome = failed_job(error, self._device, self._reporter.stage, self._reporter.train_s)
+        self._report["outcome"] = outcome.to_dict()
+        self._report["measurement"] = None
+        self._send(self._reporter.progress)
+
+    def _begin(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = parameters[0].device
+        if found.type != self._kind:
+            self._end_as(
+                Outcome(
+                    kind=Kind.ERROR,
+                    cause=f"the command trains on {found.type}, and the search is for {self._kind}: "
+                    f"add --device {found.type}, or let the command train on {self._kind}",
+                )
+            )
+        self._enter("cpu" if found.type == "cpu" else f"cuda:{found.index or 0}")
+        self._report["optimizer"] = _name_of(type(optimizer))
+        self._report["has_batchnorm"] = _has_batchnorm()
+        self._reporter.enter("warmup")
+        self._last_s = time.perf_counter()
+        if self._rank == 0:
+            atexit.register(self._told_at_the_end)
+
+    def _enter(self, name: str) -> None:
+        self._device = device_named(name)
+        if self._settings.memory_limit_bytes is not None:
+            self._device.limit_memory(self._settings.memory_limit_bytes)
+
+    def _decide(self, *, timing: bool) -> None:
+        """Go from one stage to the next, and end when there is nothing more to learn. Only the first rank decides."""
+        if self._rank:
+            return
+        assert self._device is not None
+        if timing:
+            exact = self._settings.num_steps
+            done = len(self._blocks.samples_per_s) >= exact if exact else self._blocks.enough
+            if done or (not exact and (self._has_lost() or self._is_late())):
+                self._end()
+        elif self._num_steps >= MIN_WARMUP_STEPS and (
+            is_warm(self._steps_s) or self._reporter.train_s > self._settings.max_warmup_s
+        ):
+            self._warmup_s = self._reporter.train_s
+            if self._is_hopeless():
+                for step_s in self._steps_s:
+                    self._blocks.add(self._samples / step_s, 0.0)
+                self._end(cut_short=True)
+            self._device.start_measuring()
+            self._reporter.enter("timing")
+
+    def _is_hopeless(self) -> bool:
+        slow = self._samples / median(self._steps_s) < self._settings.slowest_samples_per_s
+        return not self._settings.num_steps and (slow or self._is_beaten(FAR * self._samples / min(self._steps_s)))
+
+    def _has_lost(self) -> bool:
+        return len(self._blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(self._blocks.throughput[2])
+
+    def _is_beaten(self, samples_per_s: float) -> bool:
+        peak_bytes = self._peak_bytes()
+        return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self._settings.front)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._started_s > LATE * self._settings.timeout_s
+
+    def _end(self, *, cut_short: bool = False) -> NoReturn:
+        self._report["measurement"] = asdict(self._measurement(cut_short=cut_short))
+        self._wait_for_the_end()
+
+    def _end_as(self, outcome: Outcome) -> NoReturn:
+        self._report["outcome"] = outcome.to_dict()
+        self._wait_for_the_end()
+
+    def _wait_for_the_end(self) -> NoReturn:
+        """Go no further in the user's code, which might write or upload: whoever reads the report ends the command."""
+        self._report["done"] = True
+        self._send(self._reporter.progress)
+        while True:
+            time.sleep(60)
+
+    def _told_at_the_end(self) -> None:
+        """The command ended before enough was known."""
+        if len(self._blocks.samples_per_s) >= FEWEST_BLOCKS and "outcome" not in self._report:
+            self._report["measurement"] = asdict(self._measurement())
+        self._send(self._reporter.progress)
+
+    def _measurement(self, *, cut_short: bool = False) -> Measurement:
+        assert self._device is not None
+        speed, low, high = self._blocks.throughput
+        detail = self._device.memory_detail()
+        # to one rank on a CPU the others are strangers
+        contention = self._device.contention() if self._num_ranks == 1 and not cut_short else 0.0
+        return Measurement(
+            samples_per_s=speed,
+            samples_per_s_low=low,
+            samples_per_s_high=high,
+            step_s=self._samples / speed,
+            peak_bytes=self._peak_bytes(),
+            block_samples_per_s=tuple(self._blocks.samples_per_s),
+            num_steps=self._num_steps,
+            setup_s=self._setup_s,
+            warmup_s=self._warmup_s,
+            timed_s=self._reporter.train_s - self._warmup_s,
+            growth_bytes_per_step=growth_per_step(self._held),
+            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
+            num_ooms=int(detail.get("num_ooms", 0)),
+            contention=contention,
+            cut_short=cut_short,
+            disturbances=disturbances(contention, {}, len(self._blocks.samples_per_s)),
+            memory=detail,
+            telemetry=self._device.telemetry().values,
+        )
+
+    def _peak_bytes(self) -> int:
+        return 0 if self._device is None else self._device.peak_bytes()
+
+    def _send(self, progress: Progress) -> None:
+        self._report["progress"] = progress.to_dict()
+        self._report["num_steps"] = self._num_steps
+        whole = self._file.with_suffix(".part")
+        whole.write_text(json.dumps(self._report))
+        whole.replace(self._file)
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _name_of(kind: type) -> str:
+    """As `TaskFacts.optimizer`."""
+    return kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _has_batchnorm() -> bool:
+    """Whether a model of this process normalises over the samples of a micro batch."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(issubclass(type(one), _BatchNorm) and one.training for one in gc.get_objects())
