@@ -70,7 +70,8 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     Args:
         task: the user's task, loaded; None for a job that needs none.
         request: `source` (of the task; None where a command trains), `job` (a key of `JOBS`), `arguments` for it,
-            `blas_threads` for numpy (0: as it is), `widest` (positions of the dataset's widest samples, or None), `channel` (path of the named pipe), `log` (path).
+            `blas_threads` for numpy (0: as it is), `widest` (positions of the dataset's widest samples, or None),
+            `channel` (path of the named pipe), `log` (path).
     """
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)

@@ -95,7 +95,7 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 def limiting(
     answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective, use: DeviceUse | None = None
 ) -> str:
-    """What limits the speed of the answer now, in one sentence."""
+    """What limits the speed of the answer now, in one sentence; empty where nothing is known of it."""
     total_s = sum(found.phases_s.values())
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
     if share.get("data", 0.0) > DATA_BOUND:
@@ -112,6 +112,8 @@ def limiting(
         return f"Launching work: the GPU was busy {utilization:.0f} % of the time; the host cannot feed it fast enough."
     if share.get("optimizer", 0.0) > DATA_BOUND:
         return f"The optimizer step: it takes {share['optimizer']:.0%} of the time; more samples per optimizer step would amortise it."
+    if not share:
+        return ""
     parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
     faster = max(_speeds(larger), default=math.inf)
     tried = "; a larger batch was not faster" if faster < GROWING * found.samples_per_s else ""
