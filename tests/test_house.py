@@ -20,6 +20,7 @@ TECHNIQUES = PACKAGE / "techniques"
 PROTOCOL = {
     "base",
     "build",
+    "declared",
     "discovery",
     "expectation",
     "frameworks",

@@ -41,9 +41,11 @@ batch = int(sys.argv[1])
 @contextmanager
 def commanded(tmp_path: Path, line: str, choices: Any = None, **options: Any) -> Iterator[CommandRunner]:
     command = Command(line, choices or {})
-    with CommandRunner(command, logs=tmp_path / "logs", device="cpu", **options) as runner:
-        with techniques.REGISTRY.only(runner.switches):
-            yield runner
+    with (
+        CommandRunner(command, logs=tmp_path / "logs", device="cpu", **options) as runner,
+        techniques.REGISTRY.only(runner.switches),
+    ):
+        yield runner
 
 
 def probed(tmp_path: Path, script: str, batch: int = 8, *, start: str = sys.executable, **changes: Any) -> Outcome:
@@ -266,7 +268,7 @@ def test_a_frameworks_script_is_measured_in_its_own_optimizer_steps(tmp_path, sc
 def test_the_processes_of_one_command_are_gathered(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(RANKS)
-    start = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --master-port 0"
+    start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     with commanded(tmp_path, f"{start} {file} {{batch_size}} {{accumulation_steps}}", global_batch=16) as runner:
         inspection = runner.inspect(memory_limit_bytes=None, timeout_s=90)
         assert not isinstance(inspection, Outcome), inspection
