@@ -42,7 +42,6 @@ def search(options: argparse.Namespace) -> int:
         _require_writable(Path(options.out))
     result: Result | None
     code = ANSWERED
-    _require_one_task(options)
     listener = live_listener(sys.stderr, quiet=options.quiet)
     try:
         if options.script is not None:
@@ -61,16 +60,6 @@ def search(options: argparse.Namespace) -> int:
     elif result is not None:
         _print(answer_sections(result, model=options.model or ""))
     return code
-
-
-def _require_one_task(options: argparse.Namespace) -> None:
-    """Refuse a search of nothing, or of two things."""
-    if options.script is None and options.model is None:
-        raise UsageError('a search needs MODEL, a model file, or --command "python train.py --batch {batch_size}"')
-    if options.script is None and (own := given(options, CommandOptions).keys() - given(options, SearchOptions).keys()):
-        raise UsageError(f"--{min(own)} is of a script's own arguments; give the script's command line by --command")
-    if options.script is not None and (options.model or options.replay):
-        raise UsageError(f"--command and {options.model or options.replay} are two things to search; leave one out")
 
 
 def _runner(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from autotune.records.options import (
     PredictOptions,
     ProbeOptions,
     RunOptions,
+    SearchOptions,
     SweepOptions,
     VerifyOptions,
     table,
@@ -55,7 +56,21 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(
                 f"{unknown[0]!r} is not an argument of `{command.prog}`{meant}; see `{command.prog} --help`"
             )
+        if options.command == "search" and (wrong := _not_one_task(options)):
+            self.commands["search"].error(wrong)
         return options
+
+
+def _not_one_task(options: argparse.Namespace) -> str:
+    """Why a search is of nothing, or of two things; empty where it is of one."""
+    scripts = given(options, CommandOptions).keys() - given(options, SearchOptions).keys()
+    if options.script is not None and (options.model or options.replay):
+        return f"--command and {options.model or options.replay} are two things to search; leave one out"
+    if options.script is None and scripts:
+        return f"--{min(scripts)} is of a training script; give its command line by --command"
+    if options.script is None and options.model is None:
+        return 'expected MODEL, a model file, or --command "python train.py --batch {batch_size}"'
+    return ""
 
 
 def build_parser() -> Parser:

@@ -159,8 +159,7 @@ class CommandRunner(LocalRunner):
             )
         if command.has(ACCUMULATION) and not command.has(BATCH_SIZE):
             raise ConfigError("--command has {accumulation_steps} without {batch_size}; write both, or neither")
-        stated = {name: choice for name, choice in self._baseline.items() if name in (baseline or {})}
-        self.stated = Stated(global_batch=global_batch, baseline=stated or None)
+        self.stated = Stated(global_batch=global_batch, baseline=baseline or None)
 
     def command(self, config: Config) -> str:
         """As `Runner.command`."""
@@ -268,7 +267,7 @@ class CommandRunner(LocalRunner):
             device=self.device(),
             global_batch=global_batch,
             baseline=complete.as_dict(),
-            baseline_given=self.stated.baseline is not None or not self._command.has(BATCH_SIZE),
+            baseline_given=BATCH_SIZE in baseline or not self._command.has(BATCH_SIZE),
             batch=batch_support(
                 complete.plan,
                 global_batch=global_batch,

@@ -26,7 +26,7 @@ from autotune.runners.hook import SETTINGS
 from autotune.units import plural
 
 LOOK_EVERY_S = 0.05
-TAIL_BYTES = 64 * 1024  # of the log, in which an error is looked for
+TAIL_BYTES = 2**20  # of the log, in which an error is looked for
 TOLD = 4000  # characters of it
 PACKAGE = Path(__file__).resolve().parent.parent.parent
 
@@ -172,9 +172,10 @@ def _tail(log: Path) -> str:
 def _outcome(ran: Ran) -> Outcome:
     """What came of it. An allocation that failed counts, also where the script caught that and went on."""
     ended_well = ran.exit_code in (None, 0)
-    told = next((Outcome.from_dict(one["outcome"]) for one in ran.reports if one.get("outcome")), None)
-    if told is not None and (told.kind is Kind.OOM or not ended_well or not ran.leader.get("measurement")):
-        return told
+    for one in ran.reports:
+        told = Outcome.from_dict(one["outcome"]) if "outcome" in one else None
+        if told is not None and (told.kind is Kind.OOM or not ended_well or one.get("done")):
+            return told  # another's error did not keep the command from going on
     progress = Progress.from_dict(ran.leader["progress"]) if ran.leader else Progress()
     failed = partial(
         Outcome,
