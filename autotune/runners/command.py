@@ -21,7 +21,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import InspectJob, Job, NotCompared, ProbeJob, Stated
@@ -29,6 +29,9 @@ from autotune.task.loading import name_of
 from autotune.units import plural
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
+NO_STEP = (
+    "no step of an optimizer of torch.optim was seen until then; a larger --probe-timeout waits longer for a slow start"
+)
 LARGEST_HASHED_BYTES = 2**20  # of a file that the command names: more is data
 _PLACEHOLDER = re.compile(r"(?<![$\\])( ?)\{([A-Za-z_]\w*)\}")
 
@@ -192,7 +195,8 @@ class CommandRunner(LocalRunner):
         """
         found = super().inspect(memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s)
         if isinstance(found, Outcome):
-            return found
+            unseen = found.kind is Kind.TIMEOUT and found.bound is None
+            return replace(found, cause=f"{found.cause}; {NO_STEP}") if unseen else found
         ranks = int(found.facts["num_ranks"])
         return replace(
             self._drafted(ranks, has_batchnorm=bool(found.facts["has_batchnorm"])),

@@ -62,6 +62,7 @@ def probe(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Complete the `inspection` in the arguments by what a few steps of a command line tell."""
+    before = set(os.listdir())
     ran = _run(arguments, report)
     outcome = _outcome(ran)
     measured = outcome.measurement
@@ -69,7 +70,11 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         return {"outcome": outcome.to_dict()}
     told = ran.leader or next(iter(ran.reports), {})
     drafted = arguments["inspection"]
-    facts = {name: told[name] for name in ("num_ranks", "optimizer", "has_batchnorm") if name in told}
+    facts: dict[str, Any] = {name: told[name] for name in ("num_ranks", "optimizer", "has_batchnorm") if name in told}
+    if written := sorted(set(os.listdir()) - before - {"__pycache__"}):
+        facts["warnings"] = [
+            f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
+        ]
     learned = {
         "facts": drafted["facts"] | facts,
         "outside_bytes": told.get("outside_bytes", 0),

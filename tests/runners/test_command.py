@@ -168,6 +168,31 @@ train(batch)
     assert cwd == os.getcwd() and not Path(output).exists()
 
 
+def inspected(tmp_path: Path, script: str, line: str, **options: Any) -> Any:
+    (tmp_path / "script.py").write_text(LOOP + script)
+    start = f"{sys.executable} {tmp_path / 'script.py'}"
+    with commanded(tmp_path, f"{start} {line}", **options) as runner:
+        return runner.inspect(memory_limit_bytes=SETTINGS.memory_limit_bytes, timeout_s=90)
+
+
+def test_an_inspection_runs_a_few_steps_of_what_is_run_today(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = "open('written', 'w')\nassert sys.argv[1:] == ['8', '2']\ntrain(batch)"
+    found = inspected(
+        tmp_path, script, "{batch_size} {accumulation_steps}", global_batch=16, baseline={"batch_size": 8}
+    )
+    assert found.baseline == {"batch_size": 8, "accumulation_steps": 2} and found.baseline_given
+    assert found.batch.sizes == found.batch.accumulation_steps == (1, 2, 4, 8, 16)
+    assert found.step_s > 0 and found.step_samples == 16 and found.outside_bytes > 50 * 2**20
+    assert (found.facts["optimizer"], found.facts["has_batchnorm"], found.facts["num_ranks"]) == ("AdamW", False, 1)
+    assert "wrote written into" in found.facts["warnings"][0]
+
+
+def test_a_baseline_that_does_not_fit_is_a_shortage_and_a_command_without_accumulation_takes_the_global_batch(tmp_path):
+    found = inspected(tmp_path, "train(batch, width=512)", "{batch_size}", global_batch=10**6)
+    assert "allocation" in found.shortage and found.batch.sizes == (10**6,)
+
+
 TRAINER = """
 import sys
 import torch
@@ -254,11 +279,8 @@ def test_a_frameworks_script_is_measured_in_its_own_optimizer_steps(tmp_path, sc
     file.write_text(script)
     line = f"{sys.executable} {file} {{batch_size}} {{output_dir}} {{accumulation_steps}}"
     before = set(os.listdir())
-    with commanded(tmp_path, line, global_batch=16, baseline={"batch_size": 8}) as runner:
-        inspection = runner.inspect(memory_limit_bytes=SETTINGS.memory_limit_bytes, timeout_s=90)
-        assert not isinstance(inspection, Outcome), inspection
-        assert inspection.batch.sizes == (1, 2, 4, 8, 16) and inspection.step_s > 0
-        config = techniques.complete(inspection.baseline, global_batch=16)
+    with commanded(tmp_path, line) as runner:
+        config = techniques.complete({"batch_size": 8, "accumulation_steps": 2})
         found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=limit_bytes(3000))))
     assert found.step_s == pytest.approx(16 / found.samples_per_s)
     assert set(os.listdir()) == before
