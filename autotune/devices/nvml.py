@@ -135,7 +135,8 @@ class Nvml:
         listed = self._read("nvmlDeviceGetComputeRunningProcesses", gpu.handle)
         if listed is None:  # a driver before 510 knows the call by its older name
             listed = self._read("nvmlDeviceGetComputeRunningProcesses_v2", gpu.handle) or ()
-        return {int(entry.pid): _optional_int(entry.usedGpuMemory) for entry in listed}
+        booked = {int(entry.pid): entry.usedGpuMemory for entry in listed}
+        return {pid: None if used is None else int(used) for pid, used in booked.items()}
 
     def processes(self, gpu: Gpu) -> list[GpuProcess]:
         """The same processes, with their names."""
@@ -266,7 +267,3 @@ def _text(value: Any) -> str:
 
 def _watts(milliwatts: Any) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
-
-
-def _optional_int(value: Any) -> int | None:
-    return None if value is None else int(value)

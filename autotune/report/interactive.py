@@ -67,12 +67,9 @@ def _throughput(go: Any, measured: Sequence[Measured]) -> Figure:
         colour = COLOURS[place] if place < len(COLOURS) else GREY
         trace = _points(go, points, group, colour, mode="lines+markers")
         figure.add_trace(trace.update(x=[int(m.config[BATCH_SIZE]) for m in points]))
-    figure.update_xaxes(type="category", categoryorder="array", categoryarray=_sizes(measured))
+    sizes = sorted({int(m.config[BATCH_SIZE]) for m in measured})
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=sizes)
     return _finish(figure, "batch size (samples per micro step)", "throughput (samples/s)")
-
-
-def _sizes(measured: Sequence[Measured]) -> list[int]:
-    return sorted({int(m.config[BATCH_SIZE]) for m in measured})
 
 
 def _phases(study: Study) -> dict[str, dict[str, float]]:

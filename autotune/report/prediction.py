@@ -66,7 +66,10 @@ def _breakdown(peak: PredictedPeak, outside: str, note: str = "") -> Iterator[Se
 
 
 def _all(prediction: MemoryPrediction, outside: str) -> Iterator[Section]:
-    groups, everywhere = prediction.groups, _everywhere(prediction.groups)
+    groups = prediction.groups
+    everywhere = [
+        c for c in _changes(groups[0]) if all(c in _changes(group) for group in groups)
+    ]  # without a difference
     most = max((group.peak.config["batch_size"] for group in groups if group.fits), default=None)
     rows = [(str(number), *_group(group, most, everywhere)) for number, group in enumerate(groups, start=1)]
     remarks = [f"The same with {_alternatives(everywhere)}."] if everywhere else []
@@ -156,11 +159,6 @@ def _changes(group: GroupPrediction) -> list[Changes]:
     """Choices that may be switched without changing the memory. A combination of two such choices is not listed again."""
     changes = [frozenset(other.items() - group.switched_on.items()) for other in group.same_memory]
     return [change for change in changes if change and not any(other < change for other in changes)]
-
-
-def _everywhere(groups: Sequence[GroupPrediction]) -> list[Changes]:
-    """Changes that make no difference in any group, in order."""
-    return [change for change in _changes(groups[0]) if all(change in _changes(group) for group in groups)]
 
 
 def _alternatives(changes: Sequence[Changes]) -> str:

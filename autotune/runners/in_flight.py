@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
 LOG_TOLD = 4000  # characters of it that go into an outcome
+_READ: dict[str, Callable[[Any], JobResult]] = {  # what a worker answers, other than an outcome
+    "calibration": Calibration.from_dict,
+    "inspection": Inspection.from_dict,
+    "not_compared": lambda reason: NotCompared(reason=reason),
+    "anatomies": lambda found: tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in found),
+    "modules": ModuleTimes.from_dict,
+    "check": lambda found: Check(**found),
+}
 
 
 @dataclass
@@ -79,19 +87,8 @@ class InFlight:
                 train_s=self.progress.train_s,
                 bound=self.progress.bound,
             )
-        if "calibration" in found:
-            return Calibration.from_dict(found["calibration"])
-        if "inspection" in found:
-            return Inspection.from_dict(found["inspection"])
-        if "not_compared" in found:
-            return NotCompared(reason=found["not_compared"])
-        if "anatomies" in found:
-            return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in found["anatomies"])
-        if "modules" in found:
-            return ModuleTimes.from_dict(found["modules"])
-        if "check" in found:
-            return Check(**found["check"])
-        return Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "log": log})
+        ((name, data),) = found.items()
+        return Outcome.from_dict(data | {"wall_s": wall_s, "log": log}) if name == "outcome" else _READ[name](data)
 
     def traces(self, job: TraceJob, died: str, *, timed_out: bool = False) -> Traces:
         """What a tracing job found.

@@ -152,7 +152,6 @@ class LocalRunner(Runner):
         return running.ticket
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
-        """As `Runner.collect`."""
         running = self._running
         if running is None or self._connection is None:
             raise RuntimeError("nothing is in flight; submit a job first")
@@ -173,14 +172,12 @@ class LocalRunner(Runner):
         return Finished(ticket=running.ticket, result=result)
 
     def progress(self, ticket: int) -> Progress | None:
-        """As `Runner.progress`."""
         if self._running is None or self._running.ticket != ticket:
             return None
         self._running.read()
         return self._running.progress
 
     def cancel(self, ticket: int) -> None:
-        """As `Runner.cancel`."""
         if self._running is not None and self._running.ticket == ticket and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,7 @@ from autotune.predict.traces import Traces
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
+from autotune.records.formats import Record
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
@@ -30,7 +30,7 @@ class TableError(AutotuneError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class Header(Record):
     """What a table's measurements depend on: the inspection (`Inspection` says what is what) and the probes' settings.
 
     Attributes:
@@ -54,7 +54,7 @@ class Header:
     autotune: str
     global_batch: int | None
     baseline: Mapping[str, Choice]
-    choices: Mapping[str, tuple[Choice, ...]]
+    choices: dict[str, tuple[Choice, ...]]
     seed: int
     max_timed_s: float
     max_warmup_s: float
@@ -68,7 +68,7 @@ class Header:
 
     def differences(self, other: Header) -> list[str]:
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
-        ours, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        ours, theirs = self.to_dict(), other.to_dict()
         compared = [key for key in ours if key not in _NOT_COMPARED]
         return [f"{key} was {ours[key]!r} and is {theirs[key]!r}" for key in compared if ours[key] != theirs[key]]
 
@@ -123,22 +123,6 @@ class Header:
         """Of a technique that is younger than the table only `off` was swept."""
         choices = tuple(self.choices.get(name, ())) or (techniques.REGISTRY[name].off,)
         return Support(choices=choices, reason=self.reasons.get(name, ""), note=self.notes.get(name, ""))
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Header:
-        """Rebuild a header; raises ValueError, TypeError or KeyError when it is none."""
-        data = json.loads(text)
-        data["choices"] = {name: tuple(choices) for name, choices in data["choices"].items()}
-        data["capability"] = tuple(data.get("capability", (0, 0)))
-        return Header(**{f.name: data[f.name] for f in fields(Header) if f.name in data or _is_required(f)})
-
-
-def _is_required(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
 
 
 @dataclass(frozen=True, kw_only=True)

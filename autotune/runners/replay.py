@@ -69,7 +69,6 @@ class ReplayRunner(InstantRunner):
         return f"{self.task_name}-replay"
 
     def now_s(self) -> float:
-        """As `Runner.now_s`."""
         return self._now_s
 
     def device(self) -> DeviceInfo:

@@ -28,7 +28,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 def start(path: Path, header: Header) -> None:
     """Write a table without rows."""
-    path.write_text(f"{MAGIC}\n# {header.to_json()}\n{','.join(_columns(header))}\n")
+    path.write_text(f"{MAGIC}\n# {json.dumps(header.to_dict())}\n{','.join(_columns(header))}\n")
 
 
 def mend(path: Path) -> None:
@@ -74,7 +74,7 @@ def read(path: str | Path) -> Table:
         ) from None
     _require_known_format(path, lines[0].rstrip() if lines else "")
     try:
-        header = Header.from_json(lines[1].removeprefix("# "))
+        header = Header.from_dict(json.loads(lines[1].removeprefix("# ")))
     except (IndexError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise TableError(
             f"the second line of {path} is not a table's metadata ({type(error).__name__}: {error}); record it again "

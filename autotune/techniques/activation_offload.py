@@ -61,11 +61,9 @@ class ActivationOffload(Technique):
             block.forward = _Offloaded(block, store)
 
     def label(self, choice: Choice) -> str:
-        """`2 blocks offloaded`, `nothing offloaded`."""
         return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
 
     def conflict(self, config: Config) -> str:
-        """Recomputed blocks have next to nothing to offload."""
         return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:

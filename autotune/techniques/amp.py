@@ -107,7 +107,6 @@ class Amp(Technique):
             build.scaler = torch.amp.GradScaler(build.device.kind)
 
     def label(self, choice: Choice) -> str:
-        """`fp32`, `bf16` or `fp16`."""
         return "fp32" if choice == self.off else str(choice)
 
     def arithmetic(self, choice: Choice) -> str:

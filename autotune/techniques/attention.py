@@ -54,8 +54,7 @@ class Attention(Technique):
             reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
             return Support(choices=("default",), optional=("math",), reason=reason)
         capability = setting.device.info().capability
-        present = _preferred()
-        refused = {name: _refusal(name, capability, present, masked) for name in _BACKENDS}
+        refused = {name: _refusal(name, capability, masked) for name in _BACKENDS}
         left_out = [f"{name}: {why}" for name, why in refused.items() if why]
         left_out.append("math: it keeps the scores of all pairs, and is slower")
         usable = (name for name, why in refused.items() if not why)
@@ -78,11 +77,10 @@ class Attention(Technique):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put order and switches of the kernels back."""
         import torch
 
         order = torch._C._get_sdp_priority_order()
-        switched = {kernel: _is_on(kernel) for kernel in _FUSED}
+        switched = {kernel: getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _FUSED}
         try:
             yield
         finally:
@@ -91,7 +89,6 @@ class Attention(Technique):
                 _switch(kernel)(on)
 
     def label(self, choice: Choice) -> str:
-        """`flash attention`."""
         return f"{choice} attention"
 
     def is_redundant(self, config: Config) -> bool:
@@ -156,14 +153,16 @@ def _calls(setting: Setting) -> list[bool]:
     return masked
 
 
-def _refusal(name: str, capability: tuple[int, int], present: int, masked: Sequence[bool]) -> str:
+def _refusal(name: str, capability: tuple[int, int], masked: Sequence[bool]) -> str:
     """Why a kernel is not worth preferring; empty where it is."""
+    import torch
+
     least = _CAPABILITY[name]
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
     if name in _TAKE_NO_MASK and all(masked):
         return "it takes no mask, and every call of the model has one"
-    if _number(name) == present:
+    if _number(name) == torch._C._get_sdp_priority_order()[0]:
         return "torch prefers it anyway"
     return ""
 
@@ -173,18 +172,6 @@ def _number(name: str) -> int:
     from torch.nn.attention import SDPBackend
 
     return int(SDPBackend.__members__[_BACKENDS[name]].value)
-
-
-def _preferred() -> int:
-    import torch
-
-    return int(torch._C._get_sdp_priority_order()[0])
-
-
-def _is_on(kernel: str) -> bool:
-    import torch
-
-    return bool(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
 
 
 def _switch(kernel: str) -> Callable[[bool], None]:

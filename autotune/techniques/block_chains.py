@@ -62,7 +62,9 @@ def _repeated_kind(chain: Chain) -> type[torch.nn.Module] | None:
 
 def _chains(module: torch.nn.Module) -> Iterator[Chain]:
     """Every container of two blocks or more, outer ones first."""
-    if _is_container(module):
+    import torch
+
+    if _is_sequential(module) or isinstance(module, torch.nn.ModuleList):
         blocks = tuple(dict.fromkeys(_blocks(module)))
         if _is_sequential(module) and blocks == tuple(module.children()):
             chain = Chain(blocks, cast("torch.nn.Sequential", module))
@@ -88,12 +90,6 @@ def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _blocks(child)
         elif not (_is_sequential(child) and sum(not is_layer(block) for block in child.children()) > 1):
             yield child
-
-
-def _is_container(module: torch.nn.Module) -> bool:
-    import torch
-
-    return _is_sequential(module) or isinstance(module, torch.nn.ModuleList)
 
 
 def _is_sequential(module: torch.nn.Module) -> bool:

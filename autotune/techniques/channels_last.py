@@ -68,11 +68,8 @@ class ChannelsLast(Switch):
         build.batch_transforms.append(lambda batch: map_tensors(_to_channels_last, batch))
 
 
-def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_floating_point()
-
-
 def _to_channels_last(tensor: torch.Tensor) -> Any:
     import torch
 
-    return tensor.to(memory_format=torch.channels_last) if _is_image(tensor) else tensor
+    is_image = tensor.dim() == 4 and tensor.is_floating_point()
+    return tensor.to(memory_format=torch.channels_last) if is_image else tensor

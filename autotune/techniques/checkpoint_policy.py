@@ -83,7 +83,6 @@ class CheckpointPolicy(Technique):
             model.zero_grad(set_to_none=True)
 
     def label(self, choice: Choice) -> str:
-        """`selective checkpointing`."""
         return f"{choice} checkpointing"
 
     def is_redundant(self, config: Config) -> bool:

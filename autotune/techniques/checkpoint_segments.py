@@ -78,7 +78,6 @@ class CheckpointSegments(Technique):
         return Recomputation(blocks=chain.blocks, segments=_segments(chain, int(choice)), each=len(chain.blocks))
 
     def label(self, choice: Choice) -> str:
-        """`2 checkpoint segments`, `no checkpointing`."""
         return f"{choice} checkpoint segment{'' if choice == 1 else 's'}" if choice else "no checkpointing"
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:

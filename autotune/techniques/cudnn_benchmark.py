@@ -49,7 +49,6 @@ class CudnnBenchmark(Switch):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the switch back."""
         import torch
 
         before = torch.backends.cudnn.benchmark

@@ -45,7 +45,6 @@ class DevicePrefetch(Switch):
         build.batch_streams.append(partial(ahead, copier))
 
     def conflict(self, config: Config) -> str:
-        """It is not combined with accumulation."""
         accumulates = config.accumulation_steps > 1
         return "all micro batches of a step would be on the device at once" if accumulates else ""
 

@@ -81,7 +81,6 @@ class Freeze(Partition):
         return task.with_other_models(build_model=build_frozen)
 
     def label(self, choice: Choice) -> str:
-        """`encoder frozen`, `3 blocks frozen`."""
         blocks = _BLOCKS.fullmatch(str(choice))
         what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
         return f"{what} frozen"

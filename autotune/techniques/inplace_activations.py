@@ -76,7 +76,6 @@ class InplaceActivations(Switch):
             module.register_forward_pre_hook(_only_in_training)
 
     def conflict(self, config: Config) -> str:
-        """It is not combined with a compiler."""
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
 
 

@@ -23,7 +23,8 @@ def describe(config: AnyConfig, baseline: AnyConfig | None = None) -> str:
     """
     full = as_dict(config)
     reference = None if baseline is None else as_dict(baseline)
-    words = [] if _same_batch(full, reference) else [describe_batch(full)]
+    same_batch = reference is not None and all(full.get(name) == reference.get(name) for name in BATCH_KEYS)
+    words = [] if same_batch else [describe_batch(full)]
     for name, choice in full.items():
         if name in BATCH_KEYS:
             continue
@@ -38,7 +39,3 @@ def describe_batch(config: AnyConfig) -> str:
     full = as_dict(config)
     steps = full.get(ACCUMULATION, 1)
     return label_of(BATCH_SIZE, full[BATCH_SIZE]) + ("" if steps == 1 else f" x{steps}")
-
-
-def _same_batch(full: Mapping[str, Choice], reference: Mapping[str, Choice] | None) -> bool:
-    return reference is not None and all(full.get(name) == reference.get(name) for name in BATCH_KEYS)

@@ -64,7 +64,6 @@ class LossChunks(Switch):
         build.batch_transforms.append(_PutBack(heads, _replace(heads)))
 
     def conflict(self, config: Config) -> str:
-        """It is not combined with what sees no tensor of its kind, or scales the loss afterwards."""
         if config["amp"] == "fp16":
             return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
         return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""

@@ -72,7 +72,6 @@ class MatmulPrecision(Technique):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the precision back."""
         import torch
 
         before = _precision()
@@ -83,7 +82,6 @@ class MatmulPrecision(Technique):
                 torch.set_float32_matmul_precision(before)
 
     def label(self, choice: Choice) -> str:
-        """`tf32`, or `highest matmul`."""
         return f"{choice} matmul" if choice == self.off else str(choice)
 
     def arithmetic(self, choice: Choice) -> str:

@@ -62,5 +62,4 @@ class NumWorkers(LoaderOption):
             build.loader_options["multiprocessing_context"] = "fork"
 
     def label(self, choice: Choice) -> str:
-        """`2 workers`."""
         return f"{choice} worker{'' if choice == 1 else 's'}"

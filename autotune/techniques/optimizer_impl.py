@@ -76,7 +76,6 @@ class OptimizerImpl(Technique):
                 setattr(optimizer, mark, getattr(fresh, mark))
 
     def label(self, choice: Choice) -> str:
-        """`fused`, or `default optimizer`."""
         return f"{choice} optimizer" if choice == self.off else str(choice)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:

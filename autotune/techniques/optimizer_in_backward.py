@@ -66,7 +66,6 @@ class OptimizerInBackward(Switch):
                     parameter.register_post_accumulate_grad_hook(update)
 
     def conflict(self, config: Config) -> str:
-        """What needs all gradients of a step at once cannot be combined with it."""
         if config.accumulation_steps > 1:
             return "gradients that accumulate over several micro batches must be kept"
         return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""

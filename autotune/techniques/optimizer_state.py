@@ -82,12 +82,10 @@ class OptimizerState(Technique):
         take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, str(choice)))
 
     def conflict(self, config: Config) -> str:
-        """Steps that torchao takes have one implementation."""
         other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
         return "torchao's steps have one implementation: leave optimizer_impl at its default" if other else ""
 
     def label(self, choice: Choice) -> str:
-        """`8bit optimizer state`, `optimizer on the CPU`."""
         return "optimizer on the CPU" if choice == "cpu" else f"{choice} optimizer state"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:

@@ -67,13 +67,16 @@ class ParamDtype(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the weights, and let the optimizer step on their values in fp32; or replace linear layers' forward."""
+        import torch
+
         from autotune.techniques.tensors.copies import CopySteps, take_steps_by
 
         model, optimizer = build.model, build.optimizer
         reason = _why_not_bf16(model, optimizer) if choice == "bf16" else _why_not_fp8(model, build.device)
         if reason:
             raise UnsupportedError(f"param_dtype={choice}: {reason}")
-        build.forward_contexts.append(partial(_autocast, build.device))
+        kind = build.device.torch_device.type  # a GPU that is not here is played by the CPU
+        build.forward_contexts.append(partial(torch.autocast, kind, torch.bfloat16))
         if choice == "fp8":
             _compute_in_fp8(model)
         else:
@@ -81,11 +84,9 @@ class ParamDtype(Technique):
             take_steps_by(optimizer, CopySteps())
 
     def conflict(self, config: Config) -> str:
-        """It is autocast already, and to another type."""
         return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""
 
     def label(self, choice: Choice) -> str:
-        """`bf16 parameters`, `fp8 matrix products`."""
         return f"{choice} matrix products" if choice == "fp8" else f"{choice} parameters"
 
     def arithmetic(self, choice: Choice) -> str:
@@ -103,12 +104,6 @@ class ParamDtype(Technique):
             activations=Factor(typical=0.7, spread=1.3),
             untraced=Factor(spread=2.0),
         )
-
-
-def _autocast(device: Device) -> torch.autocast:
-    import torch
-
-    return torch.autocast(device.torch_device.type, torch.bfloat16)  # a GPU that is not here is played by the CPU
 
 
 def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:

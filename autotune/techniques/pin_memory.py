@@ -34,5 +34,4 @@ class PinMemory(Switch, LoaderOption):
         return super().support(setting)
 
     def label(self, choice: Choice) -> str:
-        """`pinned`, or `no pin_memory`."""
         return "pinned" if choice else super().label(choice)

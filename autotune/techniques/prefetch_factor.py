@@ -31,5 +31,4 @@ class PrefetchFactor(LoaderOption):
     }
 
     def label(self, choice: Choice) -> str:
-        """`prefetch 4`."""
         return f"prefetch {choice}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.proposers.base import Proposer
 from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind
 from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
 from autotune.tuning import shortage, why
@@ -27,7 +27,9 @@ def measure_baseline(search: Search) -> None:
         if smaller is None or not too_large:
             _probe_baseline(search, "what you run today" if given else "plain fp32")
             outcome = history.baseline
-            if smaller is None or outcome is None or not _is_too_much(outcome, history):
+            if smaller is None or outcome is None:
+                return
+            if not history.objective.does_not_fit(outcome) and outcome.kind not in (Kind.TIMEOUT, Kind.CRASHED):
                 return
             _trace_between(search)
         history.space = smaller
@@ -46,10 +48,6 @@ def tell_of_large_batches(search: Search) -> None:
             f"batches above {probed[-1]} are left out, for a step of one would take more than "
             f"{format_seconds(history.longest_step_s)}; a larger --budget includes them"
         )
-
-
-def _is_too_much(outcome: Outcome, history: History) -> bool:
-    return history.objective.does_not_fit(outcome) or outcome.kind in (Kind.TIMEOUT, Kind.CRASHED)
 
 
 def _probe_baseline(search: Search, reason: str) -> None:

@@ -211,7 +211,7 @@ def test_differences_name_what_changed_and_forgive_the_date() -> None:
         (table.MAGIC + "\n", "not a table's metadata"),
         (table.MAGIC + '\n# {"task": "gpt"}\n', "not a table's metadata (KeyError"),
         (table.MAGIC + "\n# no json\n", "not a table's metadata"),
-        (f"{table.MAGIC}\n# {HEADER.to_json()}\nbatch_size,amp\n", "no column 'accumulation_steps'"),
+        (f"{table.MAGIC}\n# {json.dumps(HEADER.to_dict())}\nbatch_size,amp\n", "no column 'accumulation_steps'"),
     ],
 )
 def test_what_is_no_table_is_refused_with_the_reason(tmp_path: Path, content: str, expected: str) -> None:

@@ -100,14 +100,10 @@ def _autocast_kernel(name: str) -> Callable[..., Any]:
         treat = lambda *args, **kwargs: _run_in(torch.float32, operator, args, kwargs)  # noqa: E731
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _below_autocast():
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             return treat(*args, **kwargs)
 
     return kernel
-
-
-def _below_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 def _run_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:

@@ -51,19 +51,15 @@ def render(study: Study) -> str:
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]
     probes = [section for section in sections if section.title == "Probes"]
+    machine = Section("Machine and versions", (pairs(machine_facts(study)),), "as the search found them")
     return _PAGE.format(
         title=escape(f"{study.name}: how to train it fastest"),
         style=STYLE,
         lead=escape(_LEAD),
-        answer=body([*first[:1], _headline(headline), *first[1:]]),
+        answer=body([*first[:1], Section("", headline.blocks), *first[1:]]),
         pictures=_pictures(study),
-        rest=body([*later, *probes, _machine(study)]),
+        rest=body([*later, *probes, machine]),
     )
-
-
-def _headline(section: Section) -> Section:
-    """The study's limits and counts, without its name, which is the page's title."""
-    return Section("", section.blocks)
 
 
 def _pictures(study: Study) -> str:
@@ -74,7 +70,3 @@ def _pictures(study: Study) -> str:
         drawn = figure.to_html(full_html=False, include_plotlyjs=place == 0, config=options)
         shown.append(f'<div class="picture"><h2>{escape(title)}</h2>{drawn}</div>')
     return "\n".join(shown)
-
-
-def _machine(study: Study) -> Section:
-    return Section("Machine and versions", (pairs(machine_facts(study)),), "as the search found them")
