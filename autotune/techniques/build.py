@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,17 @@ class Setting:
             self.task.loss(self.model, batch)
         else:
             self.task.whole_step(self.model, self.optimizer, batch)
+
+    def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
+        """Those of `modules` that a forward pass enters, in the order in which it first does."""
+        entered: list[Any] = []
+        hooks = [module.register_forward_pre_hook(lambda m, _: entered.append(m)) for module in modules]
+        try:
+            self.try_step(self.fresh_batch())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return list(dict.fromkeys(entered))
 
     def fresh_batch(self) -> Any:
         """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""

@@ -15,7 +15,7 @@ from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.recomputed import Recomputed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -60,8 +60,9 @@ class CheckpointPolicy(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let every recomputed block keep the results of costly operators."""
-        for recomputed in _recomputed(build.model):
-            recomputed.keep = _contexts
+        for module in build.model.modules():
+            if isinstance(recomputed := vars(module).get("forward"), Recomputed):
+                recomputed.keep = _contexts
 
     def _try(self, setting: Setting) -> None:
         """Take a step with every block recomputed. Raises where a block changes in place what is kept, for example."""
@@ -114,8 +115,3 @@ def _dropout(operator: Any, args: Sequence[Any], kwargs: Any) -> float:
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return float(given.get("dropout_p", 0.0))
-
-
-def _recomputed(model: torch.nn.Module) -> list[Recomputed]:
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return [forward for forward in forwards if isinstance(forward, Recomputed)]

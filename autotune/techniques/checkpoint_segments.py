@@ -47,7 +47,8 @@ class CheckpointSegments(Technique):
             chain = blocks_of(setting.task, setting.model)
         except UnsupportedError as error:
             return Support(choices=(0,), reason=str(error))
-        if not _is_run(chain, setting):
+        called = [block for block in chain.blocks if not is_layer(block)]
+        if not setting.run_order([*called, *([chain.sequential] if chain.sequential else [])]):
             return Support(choices=(0,), reason="the model does not call its repeated blocks as modules")
         return Support(choices=(0, *thinned(len(chain.blocks))))
 
@@ -150,16 +151,3 @@ def _switch_off_caches(model: torch.nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
-
-
-def _is_run(chain: Chain, setting: Setting) -> bool:
-    """Whether a forward pass calls what would be checkpointed."""
-    calls: list[None] = []
-    called = [block for block in chain.blocks if not is_layer(block)] + ([chain.sequential] if chain.sequential else [])
-    hooks = [module.register_forward_pre_hook(lambda *_: calls.append(None)) for module in called]
-    try:
-        setting.try_step(setting.fresh_batch())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return bool(calls)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
@@ -126,8 +126,8 @@ def _leading_parts(setting: Setting) -> Sequence[str]:
     """
     blocks = blocks_of(setting.task, setting.model).blocks
     before = list(itertools.takewhile(lambda module: module is not blocks[0], setting.model.modules()))
-    owners = [module for module in before if module._parameters]
-    if blocks[0] not in (ran := _run_order(setting, [*owners, blocks[0]])):
+    owners = [m for m in before if m._parameters and m is not setting.model]  # all others run inside the whole model
+    if blocks[0] not in (ran := setting.run_order([*owners, blocks[0]])):
         raise UnsupportedError("the model does not call its blocks as modules; FREEZE can name parts of it")
     late = [module for module in ran[ran.index(blocks[0]) :] if module in owners]
     if late:
@@ -138,15 +138,3 @@ def _leading_parts(setting: Setting) -> Sequence[str]:
     return [
         f"blocks:{number}" for number in sorted({-(-len(blocks) * part // _PARTS) for part in range(1, _PARTS + 1)})
     ]
-
-
-def _run_order(setting: Setting, modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """`modules` in the order in which a forward pass first enters them; the whole model, which all others run inside, not."""
-    entered: list[Any] = []
-    hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in modules if m is not setting.model]
-    try:
-        setting.try_step(setting.fresh_batch())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(dict.fromkeys(entered))

@@ -80,7 +80,9 @@ class ParamDtype(Technique):
         if choice == "fp8":
             _compute_in_fp8(model)
         else:
-            _convert(_weights(model))
+            for parameter in _weights(model):
+                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.grad = None
             take_steps_by(optimizer, CopySteps())
 
     def conflict(self, config: Config) -> str:
@@ -119,14 +121,6 @@ def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
         elif any(p.dim() > 1 for p in own):
             found.update(dict.fromkeys(own))
     return [p for p in found if p not in sparse]
-
-
-def _convert(weights: list[torch.nn.Parameter]) -> None:
-    import torch
-
-    for parameter in weights:
-        parameter.data = parameter.data.to(torch.bfloat16)
-        parameter.grad = None
 
 
 def _linear_layers(model: torch.nn.Module) -> list[Any]:

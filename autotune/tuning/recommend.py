@@ -92,6 +92,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     roofline = Roofline.of(search.calibration, search.tracing.traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
     limit = why.limiting(answer, found, history.searched, history.objective, use) if found else ""
+    spent_s = search.budget.spent_s
     tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
     return Result(
         config=answer.as_dict(),
@@ -119,7 +120,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         probes=len(history.trials),
         wall_s=search.budget.elapsed_s,
         first_probe_s=search.budget.first_probe_s,
-        split_s=_split(search),
+        split_s={**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())},  # they add up to `wall_s`
         train_s=sum(trial.outcome.spent_training_s for trial in history.trials),
         storage=search.store.place.storage,
         study=search.store.place.study,
@@ -130,12 +131,6 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         command=search.runner.command(answer),
         trained=dict(search.store.place.trained),
     )
-
-
-def _split(search: Search) -> dict[str, float]:
-    """The wall time of this search by purpose, in seconds; the parts add up to it."""
-    spent_s = search.budget.spent_s
-    return {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())}
 
 
 def _verdict(speedup: Ratio | None) -> str:
