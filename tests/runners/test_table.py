@@ -209,7 +209,7 @@ def test_differences_name_what_changed_and_forgive_the_date() -> None:
         ("", "is not a recorded table"),
         ("batch_size,amp\n4,off\n", "'batch_size,amp'"),
         (table.MAGIC + "\n", "not a table's metadata"),
-        (table.MAGIC + '\n# {"task": "gpt"}\n', "not a table's metadata (KeyError"),
+        (table.MAGIC + '\n# {"task": "gpt"}\n', "not a table's metadata (TypeError"),
         (table.MAGIC + "\n# no json\n", "not a table's metadata"),
         (f"{table.MAGIC}\n# {json.dumps(HEADER.to_dict())}\nbatch_size,amp\n", "no column 'accumulation_steps'"),
     ],
