@@ -9,7 +9,7 @@ import pytest
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import NotCompared
@@ -83,6 +83,7 @@ def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, mo
     with opening.opened(source, options, None, listener) as search:
         assert "an allocation of" in search.inspection.shortage and search.inspection.step_s is None
         assert search.inspection.support["checkpoint_segments"].choices[-1] == 12
+        assert "can't allocate" not in " ".join(search.inspection.unsupported.values())
         measure_baseline(search)
         assert search.history.baseline is not None and search.history.baseline.kind is Kind.OOM
         explore(search, search.proposer())
@@ -95,6 +96,20 @@ def test_an_unstated_baseline_is_not_probed_at_sizes_that_the_inspection_ruled_o
     search = make_search(tmp_path, runner := ClosedFormRunner(), inspection=found)
     measure_baseline(search)
     assert [config.batch_size for config in runner.configs] == [1]
+
+
+def test_gradients_are_compared_outside_of_a_limit_that_plain_training_exceeds(tmp_path: Path) -> None:
+    limits = []
+
+    class Checking(ClosedFormRunner):
+        def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> Outcome | NotCompared:
+            limits.append(settings.memory_limit_bytes)
+            return Outcome(kind=Kind.OOM) if settings.memory_limit_bytes else NotCompared(reason="not here")
+
+    facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
+    search = make_search(tmp_path, Checking(), inspection=inspection(facts=facts))
+    found = Exactness(search).of("optimizer_impl", "fused")
+    assert found.reason == "not here" and limits[0] and limits[1:] == [None]
 
 
 def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_batch(tmp_path: Path) -> None:

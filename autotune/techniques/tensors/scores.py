@@ -14,9 +14,25 @@ from torch.utils._pytree import tree_map
 # are slow products; on a CPU more than that would let glibc keep pieces in its heap, whose holes then take what was saved.
 CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 _T = torch.Tensor
-_FACTS = {_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.__len__} | {
+_FACTS = {
+    getattr(_T, name) for name in ["size", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__"]
+} | {
     getattr(_T, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "grad_fn")
+    for name in [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "grad_fn",
+        "requires_grad",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_nested",
+        "is_sparse",
+        "is_leaf",
+    ]
 }
 _VIEWS: set[Callable[..., Any]] = {_T.transpose, _T.permute, _T.movedim, _T.unsqueeze, _T.squeeze, _T.__getitem__}
 _RESHAPES = {_T.view, _T.reshape, _T.flatten, torch.flatten, torch.reshape}
