@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,6 +37,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
+from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner, Stated
 from autotune.space import build_space
@@ -236,7 +238,7 @@ def predict(
     limit = asked.memory_limit_bytes or info.free_bytes
     techniques.complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
-    with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
+    with _tracing(source, device if gpu is None else "cpu", logs) as runner:
         only = None if config is None else _complete(config, runner.stated)
         calibration, _ = calibrated(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
         inspection = runner.inspect(
@@ -293,7 +295,11 @@ def explain(
     techniques.complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
     limit = asked.memory_limit_bytes or info.free_bytes
-    with LocalRunner(source, device=device if gpu is None else "cpu", logs=logs / f"{source.name}.logs") as runner:
+    if gpu is None:
+        trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
+    else:
+        trainer = _tracing(source, "cpu", logs)
+    with trainer as runner:
         complete = None if config is None else _complete(config, runner.stated)
         inspection = runner.inspect(
             memory_limit_bytes=limit if gpu is None else None,
@@ -331,6 +337,12 @@ def _target(gpu: str | None, device: str) -> DeviceInfo:
         free_bytes=card.total_bytes,
         capability=card.capability,
     )
+
+
+def _tracing(source: TaskSource, device: str, logs: Path) -> Runner:
+    """A runner that inspects and traces, on any system."""
+    kind = LocalRunner if sys.platform == "linux" else PortableRunner
+    return kind(source, device=device, logs=logs / f"{source.name}.logs")
 
 
 def _total_bytes(device: str) -> int:

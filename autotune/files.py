@@ -12,7 +12,7 @@ from pathlib import Path
 def write_whole(path: Path, content: str) -> None:
     """Replace a file in one go: whoever reads meanwhile gets all of it or nothing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as file:
         file.write(content)
     os.replace(file.name, path)
 

@@ -7,21 +7,24 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import UsageError, given
+from autotune.cli.project import read_project
 from autotune.errors import ConfigError
 from autotune.records.options import (
     CommandOptions,
     ExplainOptions,
     PredictOptions,
     ProbeOptions,
+    RunOptions,
     SearchOptions,
     SweepOptions,
     VerifyOptions,
+    table,
 )
 from autotune.records.outcome import Kind, Outcome
 
@@ -45,9 +48,9 @@ def search(options: argparse.Namespace) -> int:
     listener = live_listener(sys.stderr, quiet=options.quiet)
     try:
         if options.script is not None:
-            result = api.search_command(options.script, listener=listener, **given(options, CommandOptions))
+            result = api.search_command(options.script, listener=listener, **_asked(options, CommandOptions))
         else:
-            result = api.search(options.model, listener=listener, **_runner(options), **given(options, SearchOptions))
+            result = api.search(options.model, listener=listener, **_runner(options), **_asked(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
@@ -78,7 +81,7 @@ def probe(options: argparse.Namespace) -> int:
 
     config = _config(options.config)
     return _show_outcome(
-        api.probe(options.model, config, on_warning=_warn, **given(options, ProbeOptions)), config, options
+        api.probe(options.model, config, on_warning=_warn, **_asked(options, ProbeOptions)), config, options
     )
 
 
@@ -88,12 +91,12 @@ def verify(options: argparse.Namespace) -> int:
     from autotune.report.figures import rate
     from autotune.study.reading import load_study
 
-    asked = given(options, VerifyOptions)
     if options.against is None:
         for flag, value in (("--max-regression", options.max_regression), ("--study", options.study)):
             if value is not None:
                 raise UsageError(f"{flag} {value} is for a study's answer; give the study by --against STUDY")
         config = _config(options.config)
+        asked = _asked(options, VerifyOptions)
         return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
     answer = load_study(options.against, study=options.study).answer()
     if answer.command:
@@ -102,7 +105,7 @@ def verify(options: argparse.Namespace) -> int:
         )
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
-    outcome = api.verify(options.model, answer.config, on_warning=_warn, **{**answer.asked, **asked})
+    outcome = api.verify(options.model, answer.config, on_warning=_warn, **_asked(options, VerifyOptions, answer.asked))
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
     code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds)
@@ -210,7 +213,7 @@ def sweep(options: argparse.Namespace) -> int:
         line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
-    asked = given(options, SweepOptions)
+    asked = _asked(options, SweepOptions)
     interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
     table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
@@ -232,7 +235,7 @@ def predict(options: argparse.Namespace) -> int:
     prediction = api.predict(
         options.model,
         None if options.config is None else _config(options.config),
-        **given(options, PredictOptions),
+        **_asked(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
     what = "one config" if options.config is not None else f"{plural(combinations, 'combination')} of techniques"
@@ -263,7 +266,7 @@ def explain(options: argparse.Namespace) -> int:
     explanation = api.explain(
         options.model,
         None if options.config is None else _config(options.config),
-        **given(options, ExplainOptions),
+        **_asked(options, ExplainOptions),
     )
     print(
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
@@ -321,6 +324,14 @@ def init(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
+def completion(options: argparse.Namespace) -> int:
+    """`autotune completion`: what a shell evaluates to complete `autotune`'s commands, options and choices."""
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["autotune"], shell=options.shell))
+    return ANSWERED
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "search": search,
     "probe": probe,
@@ -335,7 +346,23 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "devices": devices,
     "doctor": doctor,
     "init": init,
+    "completion": completion,
 }
+
+
+def _asked(
+    options: argparse.Namespace, of: type[RunOptions], of_study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options that were given: by flags, else as a study was asked, else by the project's file."""
+    project = read_project(Path.cwd())
+    told_by_study = {} if of_study is None else table(RunOptions)
+    names = (option.name for option in table(of) if option not in told_by_study)
+    found = {name: project.options[name] for name in names if name in project.options}
+    asked = {**found, **(of_study or {}), **given(options, of)}
+    told = ", ".join(f"{name} = {value}" for name, value in found.items() if asked[name] is value)
+    if told and not getattr(options, "quiet", False):
+        _warn(f"{project.file} asks for {told}")
+    return asked
 
 
 def _print(sections: Iterable[Any]) -> None:
@@ -352,7 +379,7 @@ def _config(text: str) -> dict[str, Any]:
     """
     is_json = text.lstrip().startswith("{")
     try:
-        content = text if is_json else Path(text).read_text()
+        content = text if is_json else Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
@@ -383,6 +410,6 @@ def _require_writable(path: Path, flag: str = "--out") -> None:
 
 def _write(path: Path, content: str) -> None:
     try:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None

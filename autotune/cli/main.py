@@ -26,8 +26,13 @@ _NEXT_STEPS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
     given = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     try:
-        options = build_parser().parse_args(given)
+        options = parser.parse_args(given)
     except UsageError as error:
         return _fail(error, as_json="--json" in given)
     code = ANSWERED

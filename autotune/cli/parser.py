@@ -6,14 +6,17 @@ import argparse
 import difflib
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
 from autotune.records.option_kinds import SHARE
 from autotune.records.options import (
+    KEPT,
+    TASK,
     CommandOptions,
     ExplainOptions,
     Option,
@@ -29,6 +32,8 @@ from autotune.version import __version__
 
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 CONFIG = "a config dict, or the JSON of a search"
+RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
+SHELLS = ("bash", "zsh", "fish")
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
@@ -40,6 +45,14 @@ class Parser(argparse.ArgumentParser):
     """Raises UsageError where argparse's own prints its usage and ends the process."""
 
     commands: Mapping[str, argparse.ArgumentParser]
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._groups: dict[str, argparse._ArgumentGroup] = {}
+
+    def group(self, title: str) -> argparse._ArgumentGroup:
+        """The group of options under this title in `--help`; it is made when it is first asked for."""
+        return self._groups.get(title) or self._groups.setdefault(title, self.add_argument_group(title))
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments."""
@@ -87,88 +100,97 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.commands = commands.choices
 
-    def command(name: str, help: str, options: type[RunOptions] | None = None) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
+    def command(name: str, help: str, options: type[RunOptions] | None = None) -> Parser:
+        made: Parser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
         if options is not None:
             nargs = "?" if options is CommandOptions else None
             made.add_argument(
                 "model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it", nargs=nargs
             )
             _add_table(made, options)
-        made.add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
+        made.group(OUTPUT).add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
         return made
 
     search = command("search", "find the best config of a model file, or of a training script", CommandOptions)
-    search.add_argument(
+    search.group(RUN).add_argument(
         "--command",
         dest="script",
         metavar="COMMAND",
         help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
         "{NAME} of each --choices are filled in",
     )
-    search.add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
-    search.add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
-    search.add_argument("--quiet", action="store_true", help="only warnings on stderr")
+    search.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
+    search.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
+    search.group(OUTPUT).add_argument("--quiet", action="store_true", help="only warnings on stderr")
     _add_json(search)
     probe = command("probe", "run one config once", ProbeOptions)
-    probe.add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
+    probe.group(RUN).add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
     _add_json(probe)
     verify = command("verify", "a long run of one config, with real data", VerifyOptions)
-    verified = verify.add_mutually_exclusive_group(required=True)
+    verified = verify.group(RUN).add_mutually_exclusive_group(required=True)
     verified.add_argument("--config", metavar="JSON|FILE", help=CONFIG)
     verified.add_argument(
         "--against", metavar="STUDY", help="run its answer, and exit with 1 where it has become slower"
     )
-    verify.add_argument(
+    verify.group(RUN).add_argument(
         "--max-regression",
         type=_share,
         metavar="PERCENT",
         help="how much slower the answer may be than it was (default: 5%%)",
     )
-    verify.add_argument("--study", metavar="NAME", help="which study, if the file of --against holds several")
+    verify.group(RUN).add_argument(
+        "--study", metavar="NAME", help="which study, if the file of --against holds several"
+    )
     _add_json(verify)
     show = command("show", "probes, front and answer of a study, with the reasons")
     _add_study(show)
-    forms = show.add_mutually_exclusive_group()
+    forms = show.group(OUTPUT).add_mutually_exclusive_group()
     for name in _names_of_forms():
         forms.add_argument(
             f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
         )
     report = command("report", "a study as one HTML page that needs no network")
     _add_study(report)
-    report.add_argument("--html", metavar="FILE", help="the page to write (default: the study's name with .html)")
+    report.group(OUTPUT).add_argument(
+        "--html", metavar="FILE", help="the page to write (default: the study's name with .html)"
+    )
     compare = command("compare", "the answers of several studies side by side: machines, versions, models")
     compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
-    compare.add_argument(
+    compare.group(KEPT).add_argument(
         "--study", action="append", metavar="NAME", help="which study of each file, in order; one for all if given once"
     )
     _add_json(compare)
     export = command("export", "the answer in the form that a framework reads")
     _add_study(export)
-    export.add_argument(
+    to = export.group(OUTPUT).add_argument(
         "--to",
         required=True,
         metavar="NAME",
         help="the form: json or env, for example; an unknown NAME lists them all",
     )
-    export.add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
+    _complete(to, _names_of_exporters)
+    export.group(OUTPUT).add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
     predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
-    predict.add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
+    predict.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)
     explain = command("explain", "where memory and time go, layer by layer, and what to do about it", ExplainOptions)
-    explain.add_argument("--config", metavar="JSON|FILE", help=f"{CONFIG}; default: the task's baseline")
-    explain.add_argument("--picture", metavar="FILE", help="draw it, too, as FILE.png, .svg or .pdf")
+    explain.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"{CONFIG}; default: the task's baseline")
+    explain.group(OUTPUT).add_argument("--picture", metavar="FILE", help="draw it, too, as FILE.png, .svg or .pdf")
     _add_json(explain)
     sweep = command("sweep", "measure a whole space into a table, for comparing searches", SweepOptions)
-    sweep.add_argument("--quiet", action="store_true", help="no line per probe on stderr")
+    sweep.group(OUTPUT).add_argument("--quiet", action="store_true", help="no line per probe on stderr")
     devices = command("devices", "memory, utilisation, temperature, power, processes")
-    devices.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    devices.group(OUTPUT).add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     _add_json(devices)
     doctor = command("doctor", "prove on this machine, in a minute, what a search assumes")
-    doctor.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)")
+    doctor.group(TASK).add_argument(
+        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
+    )
     _add_json(doctor)
     init = command("init", "write a commented model.py that runs as it is")
     init.add_argument("file", nargs="?", default="model.py", metavar="FILE")
+    completion = command("completion", 'a shell\'s completion of these commands: eval "$(autotune completion bash)"')
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
     return parser
 
 
@@ -177,12 +199,10 @@ def given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str,
     return {option.name: getattr(namespace, option.name) for option in table(options) if option.name in namespace}
 
 
-def _add_table(parser: argparse.ArgumentParser, options: type[RunOptions]) -> None:
-    groups: dict[str, Any] = {}
+def _add_table(parser: Parser, options: type[RunOptions]) -> None:
     for option, default in table(options).items():
-        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
         known = "" if default in (None, MISSING) or not default else f" (default: {option.kind.write(default)})"
-        group.add_argument(
+        action = parser.group(option.group).add_argument(
             option.flag,
             action="append" if option.kind.repeated else "store",
             type=_checked(option),
@@ -191,6 +211,15 @@ def _add_table(parser: argparse.ArgumentParser, options: type[RunOptions]) -> No
             metavar=option.kind.metavar,
             help=f"{option.help}{known}".replace("%", "%%"),
         )
+        if option.kind.choices:
+            _complete(action, partial(tuple, option.kind.choices))
+        elif option.kind.repeated:
+            _complete(action, _names_of_techniques)
+
+
+def _complete(action: argparse.Action, words: Callable[[], Iterable[str]]) -> None:
+    """Let a shell complete the option's value by these words, which are asked for then only."""
+    action.completer = lambda **context: words()  # type: ignore[attr-defined]  # argcomplete's protocol
 
 
 def _checked(option: Option) -> Callable[[str], str]:
@@ -206,13 +235,13 @@ def _checked(option: Option) -> Callable[[str], str]:
     return check
 
 
-def _add_json(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+def _add_json(parser: Parser) -> None:
+    parser.group(OUTPUT).add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
-def _add_study(parser: argparse.ArgumentParser) -> None:
+def _add_study(parser: Parser) -> None:
     parser.add_argument("study_file", metavar="STUDY", help=STUDY)
-    parser.add_argument("--study", metavar="NAME", help="which study, if the file holds several")
+    parser.group(KEPT).add_argument("--study", metavar="NAME", help="which study, if the file holds several")
 
 
 def _share(text: str) -> float:
@@ -222,6 +251,18 @@ def _share(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return share
+
+
+def _names_of_techniques() -> list[str]:
+    from autotune.techniques import REGISTRY
+
+    return sorted(REGISTRY)
+
+
+def _names_of_exporters() -> list[str]:
+    from autotune.export import exporters
+
+    return sorted(exporters())
 
 
 def _names_of_forms() -> list[str]:

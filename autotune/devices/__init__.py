@@ -15,7 +15,7 @@ from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
 
-__all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device"]
+__all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device", "require_linux"]
 
 
 def available() -> list[Device]:
@@ -54,6 +54,16 @@ def open_device(name: str) -> Device:
     return CudaDevice(index)
 
 
+def require_linux() -> None:
+    """Raise DeviceError on a system where a process that trains cannot be given a memory limit."""
+    if sys.platform != "linux":
+        raise DeviceError(
+            f"each config is trained in a process of its own with a memory limit, by facilities of Linux that this system "
+            f"({sys.platform}) lacks; run it on Linux, in a Linux container, or in WSL 2 on Windows. Here `autotune predict` "
+            "says what fits, and `show`, `report`, `compare` and `export` read the study of another machine"
+        )
+
+
 def device_named(name: str) -> Device:
     """The device of a name that `open_device` gave it. The GPUs are not counted, which can initialise the driver."""
     return CpuDevice() if name == "cpu" else CudaDevice(int(name.removeprefix("cuda:")))
@@ -67,7 +77,7 @@ def torch_has_cuda() -> bool:
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    text = (Path(spec.origin).parent / "version.py").read_text()
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     return re.search(r"^(?:cuda|hip)\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
 
 

@@ -115,7 +115,7 @@ def _unescape(field: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:  # no such controller, version or permission here
         return ""
 

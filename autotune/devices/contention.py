@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
+import sys
 import time
 from pathlib import Path
 
 import psutil
 
 from autotune.devices.procfs import PROC, descendants
+
+
+def processors() -> set[int]:
+    """Numbers of the processors that this process may run on."""
+    if sys.platform == "linux":
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 class ProcessorWatch:
@@ -39,7 +46,7 @@ class ProcessorWatch:
         wall_s = time.monotonic() - self._started_s
         waited_ns = sum(max(0, wait - self._waited_ns.get(thread, 0)) for thread, wait in self._thread_waits().items())
         waited = waited_ns / 1e9 / (wall_s * num_threads)
-        unused = 1 - (self._processor_time() - self._used_s) / (wall_s * len(os.sched_getaffinity(0)))
+        unused = 1 - (self._processor_time() - self._used_s) / (wall_s * len(processors()))
         waited = max(0.0, min(waited, unused, 1.0))
         busy, stolen = self._ticks()
         wanted = busy - self._busy + stolen - self._stolen
@@ -51,15 +58,14 @@ class ProcessorWatch:
         waits = {}
         for path in (self._proc / "self/task").glob("*/schedstat"):
             try:
-                waits[path.parent.name] = int(path.read_text().split()[1])
+                waits[path.parent.name] = int(path.read_text(encoding="utf-8").split()[1])
             except OSError:  # the thread ended meanwhile
                 continue
         return waits
 
     def _processor_time(self) -> float:
         """Seconds of processor time of this process and all its children, living and reaped."""
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        total = time.process_time() + children.ru_utime + children.ru_stime
+        total = sum(os.times()[:4])  # user and system, of this process and of its reaped children
         for pid in descendants(self._proc):
             with contextlib.suppress(psutil.Error):  # ended meanwhile
                 times = psutil.Process(pid).cpu_times()
@@ -68,10 +74,10 @@ class ProcessorWatch:
 
     def _ticks(self) -> tuple[int, int]:
         """(busy, stolen) clock ticks of the processors this process may run on."""
-        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        names = {f"cpu{number}" for number in processors()}
         busy = stolen = 0
         try:
-            lines = (self._proc / "stat").read_text().splitlines()
+            lines = (self._proc / "stat").read_text(encoding="utf-8").splitlines()
         except OSError:
             return 0, 0
         for line in lines:

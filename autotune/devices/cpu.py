@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 
 from autotune.devices import cgroup, oom, procfs
 from autotune.devices.base import Device, Telemetry
-from autotune.devices.contention import ProcessorWatch
+from autotune.devices.contention import ProcessorWatch, processors
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes, plural
@@ -48,16 +47,7 @@ class CpuDevice(Device):
         self._watch = ProcessorWatch()
 
     def info(self) -> DeviceInfo:
-        """Describe the processors and the memory now.
-
-        Raises:
-            DeviceError: this is not Linux.
-        """
-        if sys.platform != "linux":
-            raise DeviceError(
-                f"the memory of this system ({sys.platform}) cannot be measured: autotune reads Linux's /proc; "
-                "run it on Linux (or in a Linux container)"
-            )
+        """Describe the processors and the memory now."""
         machine = psutil.virtual_memory()
         total_bytes, free_bytes = machine.total, machine.available
         if allowance := cgroup.memory_allowance():
@@ -82,7 +72,7 @@ class CpuDevice(Device):
     def telemetry(self) -> Telemetry:
         """Load averages and memory: `load_1m`, `load_5m`, `used_bytes`, `total_bytes`."""
         info = self.info()
-        load_1m, load_5m, _ = os.getloadavg()
+        load_1m, load_5m, _ = psutil.getloadavg()
         used_bytes = info.total_bytes - info.free_bytes
         return Telemetry(
             values={"load_1m": load_1m, "load_5m": load_5m, "used_bytes": used_bytes, "total_bytes": info.total_bytes}
@@ -110,6 +100,8 @@ class CpuDevice(Device):
         Raises:
             DeviceError: the process already holds more.
         """
+        import resource  # Linux alone bounds private memory by it
+
         _start_compute_threads()
         held_bytes = procfs.process_memory().data_bytes
         if held_bytes > limit_bytes:
@@ -204,11 +196,15 @@ def num_threads() -> int:
 
 
 def _num_physical_cores() -> int:
+    if sys.platform != "linux":
+        return psutil.cpu_count(logical=False) or 1
     cores = set()
-    for processor in os.sched_getaffinity(0):
+    for processor in processors():
         topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
         try:
-            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+            cores.add(
+                ((topology / "physical_package_id").read_text(encoding="utf-8"), (topology / "core_id").read_text())
+            )
         except OSError:
             cores.add(("", str(processor)))
     return len(cores)
@@ -217,7 +213,7 @@ def _num_physical_cores() -> int:
 def processor_model() -> str:
     """The processor's model name, as in `/proc/cpuinfo`, else its architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -215,7 +215,7 @@ class Nvml:
         name = _text(self._read("nvmlSystemGetProcessName", pid))
         if not name:
             with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
         return os.path.basename(name.split(" ")[0])
 
     def _read(self, function: str, *arguments: Any) -> Any:

@@ -83,7 +83,7 @@ def kernel_oom_kills() -> int:
     if kills is not None:
         return kills
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -48,10 +48,21 @@ class ProcessMemory:
 
 
 def process_memory(proc: Path = PROC) -> ProcessMemory:
-    """This process's memory now. Raises OSError where there is no /proc."""
+    """This process's memory now; where there is no /proc, what it has touched stands for all of it."""
+    if not proc.exists():
+        touched = psutil.Process().memory_info().rss
+        return ProcessMemory(
+            data_bytes=touched,
+            touched_bytes=touched,
+            peak_touched_bytes=touched,
+            shared_bytes=0,
+            peak_size_data_bytes=touched,
+        )
     status = {
         name: int(value.split()[0]) * 1024
-        for name, _, value in (line.partition(":") for line in (proc / "self/status").read_text().splitlines())
+        for name, _, value in (
+            line.partition(":") for line in (proc / "self/status").read_text(encoding="utf-8").splitlines()
+        )
         if name.startswith(("Vm", "Rss"))
     }
     touched = status["RssAnon"] + status.get("VmSwap", 0)
@@ -75,7 +86,7 @@ def descendants(proc: Path = PROC) -> Iterator[int]:
     while unseen:
         for task in (proc / str(unseen.pop()) / "task").glob("*/children"):
             try:
-                children = [int(pid) for pid in task.read_text().split()]
+                children = [int(pid) for pid in task.read_text(encoding="utf-8").split()]
             except OSError:  # ended meanwhile
                 continue
             yield from children

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autotune.devices import open_device
+from autotune.devices import open_device, require_linux
 from autotune.devices.selftest import Facts
 from autotune.doctor import processes, verdicts
 from autotune.doctor.training import TASKS, trainings
@@ -60,8 +60,9 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
         tell: hears the name of each check before it begins.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: there is no such device, or this is not Linux.
     """
+    require_linux()
     opened = open_device(device)
     name, gpu = opened.name, opened.kind == "cuda"
     info = opened.info()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,8 @@ class Kind:
         python: the annotation in a signature, without `None`.
         metavar: in the help of the command line.
         write: a value as a command line takes it.
-        repeated: whether the command line takes it several times, one item each.
+        repeated: whether the command line takes it several times, one item each; each begins with a technique's name.
+        choices: the words that there are, where they are few.
     """
 
     read: Callable[[Any], Any]
@@ -36,11 +38,18 @@ class Kind:
     metavar: str
     write: Callable[[Any], str] = str
     repeated: bool = False
+    choices: tuple[str, ...] = ()
 
 
 def text(metavar: str) -> Kind:
-    """Any text."""
-    return Kind(read=str, python="str", metavar=metavar)
+    """Any text, or a path."""
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str | os.PathLike):
+            raise ValueError(f"{value!r} is not text; expected {metavar}")
+        return os.fspath(value)
+
+    return Kind(read=read, python="str", metavar=metavar)
 
 
 def path(metavar: str) -> Kind:
@@ -56,7 +65,7 @@ def one_of(choices: tuple[str, ...]) -> Kind:
             raise ValueError(f"{value!r} is not known; expected one of {', '.join(choices)}")
         return str(value)
 
-    return Kind(read=read, python="str", metavar="|".join(choices))
+    return Kind(read=read, python="str", metavar="|".join(choices), choices=choices)
 
 
 def whole(low: int, expected: str, high: float = math.inf) -> Kind:
@@ -64,7 +73,7 @@ def whole(low: int, expected: str, high: float = math.inf) -> Kind:
 
     def read(value: Any) -> int:
         try:
-            number = int(value) if isinstance(value, str) else operator.index(value)
+            number = int(value) if isinstance(value, str) else _index(value)
         except (TypeError, ValueError):
             raise ValueError(f"{value!r} is not a whole number; expected {expected}") from None
         if not low <= number <= high:
@@ -74,10 +83,16 @@ def whole(low: int, expected: str, high: float = math.inf) -> Kind:
     return Kind(read=read, python="int", metavar="N")
 
 
+def _index(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
 def _number(parse: Callable[[str], float], low: float, high: float, expected: str, value: Any) -> float:
     if isinstance(value, str):
         number = parse(value)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
     else:
         raise ValueError(f"{value!r} is not possible; expected {expected}")
@@ -94,15 +109,25 @@ def _memory(value: Any) -> Any:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return tuple(_items(value, "a name, or a list of names"))
+
+
+def _items(value: Any, expected: str) -> Iterator[str]:
+    """The texts in a text or a list of them."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Iterable):
+        raise ValueError(f"{value!r} is not possible; expected {expected}")
+    for item in items:
+        if not isinstance(item, str):
+            raise ValueError(f"{item!r} is not possible; expected {expected}")
+        yield item
 
 
 def _named(read: Callable[[str], Any], example: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     named = {}
-    items: Iterable[str] = [value] if isinstance(value, str) else value
-    for item in items:
+    for item in _items(value, f"for example {example}"):
         name, separator, choice = item.partition("=")
         if not separator:
             raise ValueError(f"{item!r} is not NAME=CHOICE; expected for example {example}")

@@ -129,7 +129,7 @@ class Connection:
         return process
 
     def _import_failed(self, what: str) -> NoReturn:
-        tail = self._log.read_text(errors="replace").strip()[-1500:]
+        tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-1500:]
         label = self._source.label if self._source is not None else "autotune"
         raise TaskError(
             f"importing {label} {what}; run `{os.path.basename(sys.executable)} {label}` "

@@ -42,7 +42,7 @@ class InFlight:
     ticket: int
     job: Job
     log: Path  # what the user's code prints
-    channel: int  # descriptor of the named pipe through which the worker sends messages
+    channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
     started_s: float = field(default_factory=time.monotonic)
@@ -80,7 +80,7 @@ class InFlight:
             return Outcome(
                 kind=kind,
                 cause=cause,
-                detail=self.log.read_text(errors="replace")[-LOG_TOLD:] if log else "",
+                detail=self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TOLD:] if log else "",
                 stage=self.progress.stage,
                 log=log,
                 wall_s=wall_s,
@@ -116,7 +116,7 @@ class InFlight:
             return Kind.TIMEOUT, f"killed after {format_seconds(self.job.timeout_s)}, {during}"
         if ended["cancelled"]:
             return Kind.TIMEOUT, f"ended early after {format_seconds(time.monotonic() - self.started_s)}, {during}"
-        if ended["exit_code"] == -signal.SIGKILL and ended["oom_killed"]:
+        if ended["oom_killed"] and ended["exit_code"] == -signal.SIGKILL:
             cause = "killed by the kernel's out-of-memory killer: the machine or its cgroup had no memory left"
             if self.on_gpu:
                 return Kind.CRASHED, f"{cause} (the host's, not the GPU's); use fewer data workers or a larger host"

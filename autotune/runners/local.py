@@ -7,11 +7,10 @@ import os
 import selectors
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from autotune.devices import open_device
+from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.device import DeviceInfo
@@ -19,20 +18,8 @@ from autotune.records.inspection import Inspection
 from autotune.records.progress import Progress
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import InFlight
-from autotune.runners.runner import (
-    AnatomyJob,
-    CalibrateJob,
-    CheckJob,
-    Finished,
-    InspectJob,
-    Job,
-    ModulesJob,
-    ProbeFault,
-    ProbeJob,
-    Runner,
-    Stated,
-    TraceJob,
-)
+from autotune.runners.request import arguments_of
+from autotune.runners.runner import AnatomyJob, Finished, Job, ProbeFault, Runner, Stated, TraceJob
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
 
@@ -51,7 +38,7 @@ class LocalRunner(Runner):
         fork: False starts a new interpreter for each job from the outset.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: there is no such device, or this is not Linux.
     """
 
     def __init__(
@@ -63,6 +50,7 @@ class LocalRunner(Runner):
         import_timeout_s: float = 180.0,
         fork: bool = True,
     ) -> None:
+        require_linux()
         if source is not None:
             self.task_name = source.name
         self._source = source
@@ -186,7 +174,9 @@ class LocalRunner(Runner):
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StudyError(f"the folder for logs {self._logs} cannot be created: {error.strerror}") from None
+            raise StudyError(
+                f"the folder for logs {self._logs} cannot be created: {error.strerror}; run it in a folder that may be written to"
+            ) from None
         # an earlier search's logs are still named in its outcomes
         self._num_logs = max(map(_number, self._numbered_logs()), default=-1) + 1
 
@@ -221,40 +211,7 @@ class LocalRunner(Runner):
 
     def _arguments(self, job: Job) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        name = self._device.name
-        match job:
-            case CalibrateJob():
-                return {"device": name}
-            case InspectJob():
-                return {
-                    "device": name,
-                    "memory_limit_bytes": job.memory_limit_bytes,
-                    "calibration": job.calibration.to_dict(),
-                    "absent": None if job.absent is None else asdict(job.absent),
-                    "trained": dict(job.trained),
-                }
-            case ProbeJob() | ModulesJob():
-                return {"config": job.config.as_dict(), "device": name, "settings": job.settings.to_dict()}
-            case CheckJob():
-                return {
-                    "config": job.config.as_dict(),
-                    "device": name,
-                    "memory_limit_bytes": job.settings.memory_limit_bytes,
-                    "batch_size": job.batch_size,
-                }
-            case AnatomyJob():
-                return {
-                    "configs": [config.as_dict() for config in job.configs],
-                    "target": job.target,
-                    "slice_s": job.slice_s,
-                }
-            case TraceJob():
-                return {
-                    "plan": job.plan.to_dict(),
-                    "target": job.target,
-                    "channel": self._channel,
-                    "slice_s": job.slice_s,
-                }
+        return arguments_of(job, device=self._device.name, channel=self._channel)
 
     def _wait(self, running: InFlight, connection: Connection, timeout_s: float | None) -> dict[str, Any] | None:
         """Read the worker's messages until the supervisor says how the worker ended; None when the time is up before."""

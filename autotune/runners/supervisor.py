@@ -98,9 +98,11 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
     no_fork = "" if may_fork else "asked for"
     if (threads := _num_threads()) > max(1, before):
-        no_fork = f"importing the model file started {plural(threads - before, 'thread')}"
+        no_fork = (
+            f"importing the model file started {plural(threads - before, 'thread')}; start them inside its functions"
+        )
     elif _has_cuda_context():
-        no_fork = "importing the model file initialised CUDA"
+        no_fork = "importing the model file initialised CUDA; build and move models inside build_model"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     baseline = None if task.baseline is None else dict(task.baseline)
@@ -209,7 +211,7 @@ def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
 
 def _spawn(request: dict[str, Any]) -> int:
     with tempfile.NamedTemporaryFile(
-        "w", suffix=".json", delete=False, dir=os.path.dirname(request["channel"])
+        "w", encoding="utf-8", suffix=".json", delete=False, dir=os.path.dirname(request["channel"])
     ) as file:
         json.dump(request, file)
     command = [sys.executable, "-m", "autotune.runners.worker", file.name]
@@ -259,7 +261,7 @@ def _reap_descendants() -> None:
     """Kill and reap whatever a probe left behind; orphans are re-parented to this process, their subreaper."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
         children = [child for child in children if int(child) not in _stuck]
         if not children:
             return

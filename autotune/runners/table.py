@@ -28,7 +28,11 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 def start(path: Path, header: Header) -> None:
     """Write a table without rows."""
-    path.write_text(f"{MAGIC}\n# {json.dumps(header.to_dict())}\n{','.join(_columns(header))}\n")
+    text = f"{MAGIC}
+# {json.dumps(header.to_dict())}
+{','.join(_columns(header))}
+"
+    path.write_text(text, encoding="utf-8")
 
 
 def mend(path: Path) -> None:
@@ -52,7 +56,7 @@ def append(path: Path, header: Header, row: Row) -> None:
         cells |= {name: getattr(measured, name) for name in ("peak_bytes", "num_steps")}
         cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items() if phase in PHASES}
     line = io.StringIO()
-    with path.open("r+") as file:
+    with path.open("r+", encoding="utf-8") as file:
         columns = [file.readline() for _ in range(3)][-1].strip().split(",")  # an older table has one that is gone
         csv.DictWriter(line, columns, lineterminator="\n").writerow(cells)
         file.seek(0, os.SEEK_END)
@@ -67,7 +71,7 @@ def read(path: str | Path) -> Table:
     """
     path = Path(path)
     try:
-        lines = path.read_text().splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(
             f"the table {path} cannot be read: {error}; expected a file that `autotune sweep` wrote"
@@ -103,13 +107,13 @@ def traces_path(path: Path) -> Path:
 
 def write_traces(path: Path, traces: Traces) -> None:
     """Write the traces of the table at `path` beside it."""
-    traces_path(path).write_text(json.dumps(traces.to_dict()) + "\n")
+    traces_path(path).write_text(json.dumps(traces.to_dict()) + "\n", encoding="utf-8")
 
 
 def _read_traces(path: Path) -> Traces | None:
     """None also for traces of another format: memory is then learned from probes."""
     try:
-        return Traces.from_dict(json.loads(traces_path(path).read_text()))
+        return Traces.from_dict(json.loads(traces_path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
 

@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Channel:
-    """The way back to the search: JSON lines through a named pipe, opened for each line.
+    """The way back to the search: JSON lines through a named pipe, or a file, opened for each line.
 
     A name rather than a descriptor: user code that closes every descriptor, or prints what it likes, does not cut it.
     """
@@ -46,7 +46,7 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
-        descriptor = os.open(self._path, os.O_WRONLY)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             data = json.dumps(message).encode() + b"\n"
             while data:
@@ -102,17 +102,18 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
 
 def enter(request: dict[str, Any]) -> None:
     """Make this process a probe's: own process group, dies with its supervisor, prints into the log."""
-    with contextlib.suppress(PermissionError):  # a new interpreter was started as a leader already
-        os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError):  # a new interpreter was started as a leader already
+            os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False, errors="replace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", closefd=False, errors="replace")
 
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -370,7 +371,7 @@ def main() -> None:
     """Entry of a probe in a new interpreter (the fall-back): loads the task itself. Takes the request's path."""
     from autotune.task.source import TaskSource
 
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     enter(request)
     # what measures the device forks, which the user's module may not allow
     needs_none = request["source"] is None or request["job"] == "calibrate"

@@ -23,7 +23,7 @@ def path_of(folder: Path, of: Mapping[str, str]) -> Path:
 def kept(path: Path) -> Calibration | None:
     """The calibration in a file; None where there is none that can be read."""
     try:
-        return Calibration.from_dict(json.loads(path.read_text()))
+        return Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -87,7 +89,7 @@ def locked(place: Place) -> Iterator[None]:
     """Hold the study's lock: one search writes to a study at a time.
 
     Raises:
-        StudyError: another search holds it, or the folder cannot be written.
+        StudyError: another search holds it, or the file or its folder cannot be written.
     """
     if ":memory:" in place.storage:  # nobody else's
         yield
@@ -96,6 +98,8 @@ def locked(place: Place) -> Iterator[None]:
     is_new = not folder.exists()
     where = place.file or f"{place.study} in {place.storage}"
     try:
+        if place.file is not None and place.file.exists() and not os.access(place.file, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place.file))
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:

@@ -54,7 +54,7 @@ class TraceCache:
     def read(self) -> Traces | None:
         """What is kept; None where there is nothing, or nothing that can be read."""
         try:
-            return Traces.from_dict(json.loads(self._path.read_text()))
+            return Traces.from_dict(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 from collections.abc import Mapping
 from typing import ClassVar
 
 from autotune.devices import cgroup
+from autotune.devices.contention import processors
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
@@ -48,7 +48,7 @@ class NumWorkers(LoaderOption):
                 choices=self.choices,
                 reason="every worker of an iterable dataset yields all of it, unless it shards itself",
             )
-        most = math.ceil(min(len(os.sched_getaffinity(0)), cgroup.num_processors() or math.inf))
+        most = math.ceil(min(len(processors()), cgroup.num_processors() or math.inf))
         return Support(choices=(*self.choices, *(2**power for power in range(1, most.bit_length()))))
 
     def apply(self, build: Build, choice: Choice) -> None:
