@@ -144,6 +144,7 @@ def test_the_installed_wheel_is_what_runs(environment: Path, tmp_path: Path) -> 
     assert json.loads(run(environment / "autotune", "devices", "--json", cwd=tmp_path, env=_clean()))
 
 
+@pytest.mark.slow
 def test_what_uses_the_installed_package_is_typed(environment: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "use.py").write_text(textwrap.dedent(USE))
