@@ -65,7 +65,8 @@ class ProcessorWatch:
 
     def _processor_time(self) -> float:
         """Seconds of processor time of this process and all its children, living and reaped."""
-        total = sum(os.times()[:4])  # user and system, of this process and of its reaped children
+        reaped = os.times()
+        total = time.process_time() + reaped.children_user + reaped.children_system
         for pid in descendants(self._proc):
             with contextlib.suppress(psutil.Error):  # ended meanwhile
                 times = psutil.Process(pid).cpu_times()
