@@ -28,11 +28,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 def start(path: Path, header: Header) -> None:
     """Write a table without rows."""
-    text = f"{MAGIC}
-# {json.dumps(header.to_dict())}
-{','.join(_columns(header))}
-"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(f"{MAGIC}\n# {json.dumps(header.to_dict())}\n{','.join(_columns(header))}\n", encoding="utf-8")
 
 
 def mend(path: Path) -> None:
