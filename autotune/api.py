@@ -164,7 +164,10 @@ def _run_one(
 ) -> Outcome:
     techniques.complete(config)  # refuses a typo before anything takes seconds
     source = _source(task, options.global_batch)
-    local = LocalRunner(source, device=options.device, logs=logs / f"{source.name}.logs")
+    place = logs / source.name
+    local = LocalRunner(
+        source, device=options.device, logs=place.with_suffix(".logs"), compiled=place.with_suffix(".compiled")
+    )
     free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
     with local as runner:
         settings = ProbeSettings(

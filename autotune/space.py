@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,8 @@ class Space:
         accumulations: the accumulation steps that may be used.
         fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
         untraceable: technique and choice -> why its memory is learned from probes alone.
+        expected_setup_s: technique and choice -> seconds before the first step that it is expected to take here, where
+            that is better known than the technique knows by itself.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -44,6 +46,7 @@ class Space:
     accumulations: frozenset[Choice]
     fixed: Mapping[str, Choice]
     untraceable: Mapping[tuple[str, Choice], str]
+    expected_setup_s: Mapping[tuple[str, Choice], float] = field(default_factory=dict)
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -105,6 +108,24 @@ class Space:
     def why_untraced(self, name: str, choice: Choice) -> str:
         """Why the memory of configs with this choice is learned from probes alone; empty where it is traced."""
         return "" if choice == self.baseline[name] else self.untraceable.get((name, choice), "")
+
+    @cached_property
+    def _setup_s(self) -> dict[tuple[str, Choice], float]:
+        """Seconds that each choice is expected to take before the first step, of those that take any."""
+        found = {}
+        for name, technique in techniques.REGISTRY.items():
+            for choice in {*self.choices[name], self.baseline[name]} - {technique.off}:
+                by_itself = technique.expectation(choice, (technique.off, choice)).setup_s
+                found[name, choice] = self.expected_setup_s.get((name, choice), by_itself)
+        return {switch: seconds for switch, seconds in found.items() if seconds}
+
+    def setting_up(self, config: Config) -> frozenset[tuple[str, Choice]]:
+        """The choices of a config that take seconds before the first step: configs that share all of them compile alike."""
+        return frozenset(switch for switch in self._setup_s if config[switch[0]] == switch[1])
+
+    def setup_s(self, config: Config) -> float:
+        """Seconds before the first step that a config's techniques are expected to take, beyond plain training."""
+        return sum(self._setup_s[switch] for switch in self.setting_up(config))
 
     @property
     def num_combinations(self) -> int:
@@ -246,6 +267,11 @@ def build_space(
             (name, choice): reason
             for name, support in inspection.support.items()
             for choice, reason in support.untraceable
+        },
+        expected_setup_s={
+            (name, choice): seconds
+            for name, support in inspection.support.items()
+            for choice, seconds in support.setup_s
         },
     )
     return space, notes

@@ -157,7 +157,12 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         sampler=changes.pop("sampler", "random"),
     )
     space, _ = build_space(found, fix=options.fix, include=(), exclude=())
-    objective = Objective(name=options.objective, memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    objective = Objective(
+        name=options.objective,
+        memory_limit_bytes=LIMIT_BYTES,
+        headroom=0.05,
+        train_samples=changes.pop("train_samples", None),
+    )
     budget = Budget(
         budget_s=options.budget_s,
         probe_timeout_s=options.probe_timeout_s,
@@ -177,7 +182,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
     return Search(
         runner=runner,
         store=store,
-        history=History(space, objective, store.trials(), budget.timeout_s),
+        history=History(space, objective, store.trials(), budget.timeout_s, setup_left_s=budget.setup_left_s),
         inspection=found,
         options=options,
         settings=ProbeSettings(memory_limit_bytes=LIMIT_BYTES),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
+from autotune.probe import compilation
 from autotune.probe.leaks import kept
 from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
@@ -40,10 +41,11 @@ class NonFiniteError(Exception):
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A warm-up step: one micro batch (a whole step may take several) and the update."""
+    """A warm-up step: one micro batch (a whole step may take several) and the update. `compiled`: it says nothing of the speed."""
 
     micro_s: float
     update_s: float
+    compiled: bool = False
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Run:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
+        self._graph_breaks_before = compilation.num_graph_breaks()
         self._reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
 
     @property
@@ -87,8 +90,7 @@ class Run:
             Exception: whatever the user's code or an allocation raises.
         """
         self._began_s = time.perf_counter() - setup_s
-        self._reporter.enter("warmup")
-        self._warm_up()
+        self.warm_up()
         warmup_s = self.train_s
         self._reporter.enter("timing")
         blocks = Blocks(
@@ -120,7 +122,9 @@ class Run:
             warmup_s=warmup_s,
             timed_s=timed_s,
             explained_s=self.train_s - warmup_s - timed_s,
-            compile_s=self._compile_s(),
+            compile_s=self._compile_s,
+            num_graph_breaks=compilation.num_graph_breaks() - self._graph_breaks_before,
+            num_recompilations=compilation.num_graphs() - self._first_graphs,
             phases_s=phases,
             final_loss=float(self._loss),
             growth_bytes_per_step=growth,
@@ -144,21 +148,26 @@ class Run:
             return kept(self._micro_step)
         return ()
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> float:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
+
+        Returns the seconds that compiling took, or loading what was compiled.
 
         The first step takes the largest batch, twice if the config accumulates: accumulation peaks when one micro batch's
         activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
         differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
         """
+        self._reporter.enter("warmup")
         accumulation_steps = self.session.config.accumulation_steps
         largest = self.session.task.batch(self.session.config.batch_size)  # by make_batch, or of the widest samples
         first = StepBatch([(largest, self.session.config.batch_size)] * min(2, accumulation_steps))
-        self._warm_step(first)
+        compiling_s = self._warm_step(first)
+        self._first_graphs = compilation.num_graphs()
         while True:
-            self._warm_step(self._take(1))
+            compiling_s += self._warm_step(self._take(1))
             enough = len(self.warm_steps) >= MIN_WARMUP_STEPS and self._scaler_settled()
-            if enough and (is_warm(self._whole_steps_s()) or self.train_s > self.settings.max_warmup_s):
+            settled = is_warm(self._whole_steps_s()) or self.train_s - compiling_s > self.settings.max_warmup_s
+            if enough and settled and not self.warm_steps[-1].compiled:
                 break
         if self.session.task.dataset() is not None:
             self._clock(partial(self._accumulate_part, first), len(first))
@@ -170,32 +179,49 @@ class Run:
                 self._clock(partial(self._accumulate_next, 1), 1)
                 missing -= 1
             self._clock(self._update)
+        return self._compile_s
 
-    def _warm_step(self, batch: StepBatch) -> None:
+    def _warm_step(self, batch: StepBatch) -> float:
+        """Take a step. Returns its seconds if something was compiled in it, else 0."""
+        known = compilation.num_graphs()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
-        self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s))
+        compiled = compilation.num_graphs() > known
+        self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled))
         self._require_finite_loss()
+        return accumulated_s + update_s if compiled else 0.0
+
+    @property
+    def _later(self) -> list[WarmStep]:
+        """The warm-up steps that tell of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
+        later = self.warm_steps[1:]
+        return [step for step in later if not step.compiled] or later
 
     def _typical(self) -> WarmStep:
-        """The typical warm-up step. The first is left out: it takes the largest batch, and everything is cold."""
-        later = self.warm_steps[1:]
+        """The typical warm-up step."""
+        later = self._later
         return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
 
     def _whole_steps_s(self) -> list[float]:
-        """Seconds of a whole optimizer step, estimated from each warm-up step but the first."""
-        return [self._whole_s(step) for step in self.warm_steps[1:]]
+        """Seconds of a whole optimizer step, estimated from each warm-up step that tells of the speed."""
+        return [self._whole_s(step) for step in self._later]
 
     def _whole_s(self, step: WarmStep) -> float:
         return self.session.config.accumulation_steps * step.micro_s + step.update_s
 
+    @property
     def _compile_s(self) -> float:
-        """Seconds that the first step took beyond a typical step with as many micro batches."""
-        first, typical = self.warm_steps[0], self._typical()
-        num_micro = min(2, self.session.config.accumulation_steps)
-        return max(0.0, num_micro * (first.micro_s - typical.micro_s) + first.update_s - typical.update_s)
+        """Seconds that the first step, and each in which something was compiled, took beyond a typical one of as many micro batches."""
+        typical = self._typical()
+        num_micro = [min(2, self.session.config.accumulation_steps)] + [1] * (len(self.warm_steps) - 1)
+        beyond_s = (
+            num * (step.micro_s - typical.micro_s) + step.update_s - typical.update_s
+            for num, step in zip(num_micro, self.warm_steps, strict=True)
+            if step.compiled or step is self.warm_steps[0]
+        )
+        return sum(max(0.0, seconds) for seconds in beyond_s)
 
     def _scaler_settled(self) -> bool:
         """Whether the GradScaler has stopped skipping steps. Before that the optimizer has no state, and the peak is too low.

@@ -45,7 +45,7 @@ class Posterior:
         to_win: chance to be better than the best by 1 %; 1 while nothing is known to fit.
         to_fit: chance to need no more than the limit less headroom.
         chance: chance to become the best: to win, to fit and to run; 0 where it is too likely to run out of memory.
-        score: expected gain over the best, times `chance`; the next probe has the highest.
+        score: expected gain over the best, times `chance`, in relation to how long a probe takes; the next has the highest.
     """
 
     peaks: Sequence[MemoryEstimate | None]
@@ -60,10 +60,21 @@ class Acquisition:
 
     Args:
         seed: of where climbs through a large space start; the same probes and seed give the same proposal.
+        setup_s: seconds that a config takes before its first step, where others take none.
+        probe_s: seconds that a probe takes besides.
     """
 
     def __init__(
-        self, space: Space, objective: Objective, time: TimeModel, memory: MemoryModel, probes: Probes, seed: int = 0
+        self,
+        space: Space,
+        objective: Objective,
+        time: TimeModel,
+        memory: MemoryModel,
+        probes: Probes,
+        seed: int = 0,
+        *,
+        setup_s: Callable[[Config], float] = lambda config: 0.0,
+        probe_s: float = 1.0,
     ) -> None:
         self.space = space
         self.objective = objective
@@ -74,6 +85,7 @@ class Acquisition:
         self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
         self.speed_weight, self.memory_weight = WEIGHTS[objective.name]
         self._seed = seed
+        self._setup_s, self._probe_s = setup_s, probe_s
         self.best = next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Config]:
@@ -85,7 +97,7 @@ class Acquisition:
         }
         if not feasible:
             return []
-        speeds = self.time.speeds(list(feasible)).mean
+        speeds = self._over_the_training(self.time.speeds(list(feasible)).mean, list(feasible))
         peaks = np.log([measurement.peak_bytes for measurement in feasible.values()])
         merits = self.speed_weight * speeds - self.memory_weight * peaks
         return [list(feasible)[row] for row in np.argsort(-merits, kind="stable")]
@@ -137,12 +149,24 @@ class Acquisition:
         safe = to_oom <= MAX_OOM_CHANCE / (1 + self.shortages) ** 2
         chance = to_fit * self._chance_to_run(configs)
         if self.best is None:
-            careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9))
+            careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9)) - np.log(self._cost(configs))
             score = np.where(safe, self._merit(configs, peaks) + careful, careful - UNSAFE)
             return Posterior(peaks, np.ones(len(configs)), to_fit, chance, score)
         to_win, improvement = self._winning(configs, peaks)
         chance_of_best = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)
-        return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best)
+        return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best / self._cost(configs))
+
+    def _cost(self, configs: Sequence[Config]) -> Array:
+        """How long a probe of each config takes, in units of one that has nothing to compile."""
+        return np.array([1 + self._setup_s(config) / self._probe_s for config in configs])
+
+    def _over_the_training(self, log_speeds: Array, configs: Sequence[Config]) -> Array:
+        """Log throughputs of configs over the whole training, where its length is known: compiling then counts."""
+        if self.objective.train_samples is None or not any(outcome.ok for outcome in self.seen.values()):
+            return log_speeds
+        whole = self.objective.whole_samples_per_s
+        pairs = zip(np.exp(log_speeds), map(self._setup_s, configs), strict=True)
+        return np.log([whole(speed, setup_s) for speed, setup_s in pairs])
 
     def _winning(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> tuple[Array, Array]:
         """Chance to be better than the best by 1 %, and the expected gain beyond that.
@@ -160,7 +184,7 @@ class Acquisition:
 
     def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
         """Expected log merit, up to a constant: only the order of the configs matters."""
-        merit = self.speed_weight * self.time.speeds(configs).mean
+        merit = self.speed_weight * self._over_the_training(self.time.speeds(configs).mean, configs)
         return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
 
     def _gain(
@@ -172,7 +196,8 @@ class Acquisition:
         assert measured is not None
         speeds = time.speeds([*configs, self.best])
         shared = speeds.covariance_with(len(configs))
-        gain = self.speed_weight * (speeds.mean - speeds.mean[-1])
+        logs = self._over_the_training(speeds.mean, [*configs, self.best])
+        gain = self.speed_weight * (logs - logs[-1])
         variance = self.speed_weight**2 * (speeds.variance + speeds.variance[-1] - 2 * shared)
         log_peaks = np.log([peak.peak_bytes if peak else measured.peak_bytes for peak in peaks])
         stds = np.array([peak.log_std if peak else UNKNOWN_MEMORY_STD for peak in peaks])

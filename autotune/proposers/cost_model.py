@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 from autotune.predict.cost_fit import Probes
 from autotune.predict.memory import MemoryModel
@@ -111,5 +112,17 @@ class CostModel:
             lengths = peaks.lengths if peaks is not None else None
             time_model = TimeModel(space, probes, lengths, Roofline.of(self._calibration, peaks))
             memory_model = MemoryModel(peaks, self._outside_bytes, space, probes)
-            self._last = known, Acquisition(space, history.objective, time_model, memory_model, probes, self._seed)
+            self._last = (
+                known,
+                Acquisition(
+                    space,
+                    history.objective,
+                    time_model,
+                    memory_model,
+                    probes,
+                    self._seed,
+                    setup_s=history.setup_s,
+                    probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
+                ),
+            )
         return self._last[1]

@@ -21,6 +21,8 @@ class Support:
         optional: choices that are searched only when the user includes the technique (they change what is learned).
         note: what a reader of the answer has to know; goes to the result's warnings when the technique is used.
         untraceable: choices whose memory is learned from probes alone, each with the reason why it cannot be traced.
+        setup_s: optional choices that are so for their price alone, each with the seconds that a config with it is expected
+            to take before its first step, cold. A search that has the time tries them unasked.
     """
 
     choices: tuple[Choice, ...]
@@ -28,6 +30,7 @@ class Support:
     optional: tuple[Choice, ...] = ()
     note: str = ""
     untraceable: tuple[tuple[Choice, str], ...] = ()
+    setup_s: tuple[tuple[Choice, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,17 @@ class Objective:
 
     Scores are maximised. The constraint is the relative excess over the memory limit less headroom, or a fixed figure for
     what did not run; with the objective `memory` it is also the shortfall in speed.
+
+    Attributes:
+        train_samples: how many the training is to take; its speed is then that of the whole training, compiling included.
+            None where that is not known: then the speed of a step is all that counts.
     """
 
     name: str
     memory_limit_bytes: int
     headroom: float
     baseline_samples_per_s: float | None = None
+    train_samples: float | None = None
 
     @property
     def usable_bytes(self) -> float:
@@ -36,9 +41,19 @@ class Objective:
         assert measured is not None
         if self.name == "memory":
             return -measured.peak_bytes / GIB
-        if self.name == "balanced":
-            return float(measured.samples_per_s / (measured.peak_bytes / GIB) ** 0.5)
-        return measured.samples_per_s
+        speed = self.whole_samples_per_s(measured.samples_per_s, measured.compile_cold_s)
+        return float(speed / (measured.peak_bytes / GIB) ** 0.5) if self.name == "balanced" else speed
+
+    def whole_samples_per_s(self, samples_per_s: float, compile_s: float) -> float:
+        """Throughput over the whole training, where its length is known: compiling then counts."""
+        if self.train_samples is None:
+            return samples_per_s
+        return self.train_samples / (self.train_samples / samples_per_s + compile_s)
+
+    @property
+    def is_step_speed(self) -> bool:
+        """Whether a config's score is the throughput of its steps, and nothing else."""
+        return self.name == "throughput" and self.train_samples is None
 
     def merit(self, outcome: Outcome) -> float:
         """The same order as `score`, always positive: what the play-off compares by ratios."""

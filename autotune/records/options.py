@@ -73,6 +73,13 @@ OBJECTIVE = _option(
     SPACE,
     "throughput; memory: least memory at the baseline's speed or more; balanced: throughput over the square root of memory",
 )
+TRAIN_STEPS = _option(
+    "train_steps",
+    kinds.COUNT,
+    SPACE,
+    "optimizer steps of the baseline that the training is to take: compiling then counts as a part of its time",
+)
+TRAIN_EPOCHS = _option("train_epochs", kinds.COUNT, SPACE, "the same in passes over the task's dataset")
 FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
 INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
 EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
@@ -172,6 +179,8 @@ class SearchOptions(RunOptions):
 
     headroom: float = HEADROOM.default(0.05)
     objective: str = OBJECTIVE.default("throughput")
+    train_steps: int | None = TRAIN_STEPS.default(None)
+    train_epochs: int | None = TRAIN_EPOCHS.default(None)
     fix: Mapping[str, Any] = FIX.default({})
     include: tuple[str, ...] = INCLUDE.default(())
     exclude: tuple[str, ...] = EXCLUDE.default(())

@@ -69,7 +69,14 @@ class Measurement:
     warmup_s: float
     timed_s: float
     explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    compile_s: float = 0.0  # time of the first step beyond a typical one
+    compile_s: float = (
+        0.0  # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
+    )
+    compile_cold_s: float = 0.0  # the same with an empty cache, where techniques of the config compile
+    num_graph_breaks: int = 0  # places where compiled code goes back to Python
+    num_recompilations: int = (
+        0  # graphs compiled after the first optimizer step: batches differ in what code depends on
+    )
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
@@ -89,6 +96,13 @@ class Measurement:
     def train_s(self) -> float:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
+
+    @property
+    def compile_trouble(self) -> str:
+        """What keeps compiled code from being as fast as it may be, in words; empty where nothing was seen."""
+        breaks = plural(self.num_graph_breaks, "graph break") if self.num_graph_breaks else ""
+        again = f"{plural(self.num_recompilations, 'graph')} compiled after the first step"
+        return " and ".join(filter(None, (breaks, again if self.num_recompilations else "")))
 
     @property
     def kept(self) -> str:
@@ -170,6 +184,7 @@ class Outcome(Record):
         crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
+        compiling_s: of `wall_s`, what a process of its own took that compiled for this one.
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
         overflow: for `nonfinite`: where it began, if that was found.
     """
@@ -182,6 +197,7 @@ class Outcome(Record):
     log: str = ""
     wall_s: float = 0.0
     train_s: float = 0.0
+    compiling_s: float = 0.0
     peak_bytes: int = 0
     attempted_bytes: int = 0
     own_fault: bool = False
@@ -194,6 +210,11 @@ class Outcome(Record):
     def ok(self) -> bool:
         """Whether the probe ran to its end and was measured."""
         return self.kind is Kind.OK
+
+    @property
+    def running_s(self) -> float:
+        """Seconds of its process, without one that compiled before."""
+        return self.wall_s - self.compiling_s
 
     @property
     def samples_per_s_high(self) -> float | None:

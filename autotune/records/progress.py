@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from autotune.records.formats import Record
 from autotune.records.outcome import Bound
 
+COMPILING = "compiling"  # a stage before all others, in a process of its own
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Record):
     """What a probe had done when it last reported.
 
     Attributes:
-        stage: `setup`, `warmup` or `timing`.
+        stage: `compiling`, `setup`, `warmup` or `timing`.
         train_s: seconds inside training steps.
         num_micro_steps: micro batches trained on.
         peak_bytes: the most memory held so far, comparable with the memory limit; 0 before the first micro step.

@@ -131,6 +131,12 @@ class Result(Record):
         limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
         use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
         tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
+        compile_cold_s: seconds that the answer takes to compile with an empty cache; None where it compiles nothing.
+        break_even_steps, break_even_s: optimizer steps of the answer, and seconds of training from its start, compiling
+            included, after which it has come as far as the fastest config that compiles nothing; None where it compiles
+            nothing, or never does.
+        train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
+            of them, compiling included. None where the speed of a step decided.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
@@ -168,6 +174,10 @@ class Result(Record):
     limit: str = ""
     use: DeviceUse | None = None
     tokens_per_s: float | None = None
+    compile_cold_s: float | None = None
+    break_even_steps: int | None = None
+    break_even_s: float | None = None
+    train_samples: float | None = None
     outcomes: dict[str, int] = field(default_factory=dict)
     probes: int = 0
     wall_s: float = 0.0

@@ -29,6 +29,7 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
     yield Section("Recommended config", (as_code(result.config, "config = "),), "everything not named is off")
     yield _play_off(result)
+    yield from _compiling(result)
     if result.front and not in_study:
         yield front_section(result.front, result, result.baseline)
     if result.rankings:
@@ -157,6 +158,26 @@ def _play_off(result: Result) -> Section:
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
     note = "fresh processes in turn; 95% intervals" if result.confirmed else "95% intervals"
     return Section("Play-off" if result.confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
+
+
+def _compiling(result: Result) -> Iterator[Section]:
+    """What compiling costs, when that is won back, and whether it counted in the choice."""
+    told = []
+    if result.compile_cold_s:
+        never = "by what was measured that is never won back"
+        if result.break_even_steps is not None and result.break_even_s is not None:
+            hours = f"{result.break_even_s / 3600:.2g} hours"
+            never = (
+                f"that is won back after {plural(result.break_even_steps, 'optimizer step')}, {hours} into the training"
+            )
+        told.append(
+            f"The answer takes {format_seconds(result.compile_cold_s)} to compile at first; against the fastest config that "
+            f"compiles nothing, {never}."
+        )
+    if result.train_samples:
+        told.append(f"Chosen by the time for {result.train_samples:,.0f} samples, compiling included.")
+    if told:
+        yield Section("Compiling", (Paragraph(" ".join(told)),))
 
 
 def _rankings(result: Result) -> Section:

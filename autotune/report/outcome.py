@@ -39,6 +39,9 @@ def _figures(found: Measurement) -> dict[str, Cell]:
         "a step": _seconds(found.phases_s),
         "last loss": f"{found.final_loss:.4g}",
     }
+    if found.compile_cold_s or found.compile_trouble:
+        cold = f"{format_seconds(found.compile_cold_s)} with an empty cache, {format_seconds(found.compile_s)} from the cache"
+        rows["compiling"] = "; ".join(filter(None, (cold if found.compile_cold_s else "", found.compile_trouble)))
     if found.growth_bytes_per_step:
         grown = format_bytes(found.growth_bytes_per_step)
         kept = f"; each micro batch leaves {found.kept}" if found.kept else ""

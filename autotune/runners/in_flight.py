@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from autotune.records.calibration import Calibration
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
+from autotune.records.progress import COMPILING, Progress
 from autotune.records.result import Check
 from autotune.runners.connection import describe_exit
 from autotune.runners.runner import AnatomyJob, Job, JobResult, NotCompared, TraceJob
@@ -44,9 +44,12 @@ class InFlight:
     log: Path  # what the user's code prints
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
+    compiled: Path | None = None  # its view of what was compiled
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
+    _compile_cold_s: float = 0.0
+    _compiling_s: float = 0.0  # of the whole process in which that was
     _trace_messages: list[dict[str, Any]] = field(default_factory=list)
     _unread: bytes = b""
 
@@ -57,6 +60,9 @@ class InFlight:
             message = json.loads(line)
             if "progress" in message:
                 self.progress = Progress(**message["progress"])
+            elif "compile_s" in message.get("result", ()):
+                self._compile_cold_s = message["result"]["compile_s"]
+                self._compiling_s = time.monotonic() - self.started_s
             elif "result" in message:
                 self._result = message["result"]
             else:
@@ -85,10 +91,16 @@ class InFlight:
                 log=log,
                 wall_s=wall_s,
                 train_s=self.progress.train_s,
+                compiling_s=wall_s if self.progress.stage == COMPILING else self._compiling_s,
                 bound=self.progress.bound,
             )
         ((name, data),) = found.items()
-        return Outcome.from_dict(data | {"wall_s": wall_s, "log": log}) if name == "outcome" else _READ[name](data)
+        if name != "outcome":
+            return _READ[name](data)
+        outcome = Outcome.from_dict(data | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log})
+        if outcome.measurement is None:
+            return outcome
+        return replace(outcome, measurement=replace(outcome.measurement, compile_cold_s=self._compile_cold_s))
 
     def traces(self, job: TraceJob, died: str, *, timed_out: bool = False) -> Traces:
         """What a tracing job found.

@@ -10,16 +10,30 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
+from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.progress import Progress
+from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import InFlight
 from autotune.runners.request import arguments_of
-from autotune.runners.runner import AnatomyJob, Finished, Job, ProbeFault, Runner, Stated, TraceJob
+from autotune.runners.runner import (
+    AnatomyJob,
+    CheckJob,
+    Finished,
+    Job,
+    ModulesJob,
+    ProbeFault,
+    ProbeJob,
+    Runner,
+    Stated,
+    TraceJob,
+)
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
 
@@ -36,6 +50,7 @@ class LocalRunner(Runner):
         logs: folder for what the user's code prints, one file a job; it is made when needed.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
+        compiled: folder of what jobs compile; None for torch's own.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -49,6 +64,7 @@ class LocalRunner(Runner):
         device: str = "auto",
         import_timeout_s: float = 180.0,
         fork: bool = True,
+        compiled: Path | None = None,
     ) -> None:
         require_linux()
         if source is not None:
@@ -59,6 +75,8 @@ class LocalRunner(Runner):
         self._import_log = self._logs / "import.log"
         self._import_timeout_s = import_timeout_s
         self._fork = fork
+        self._compiled = None if compiled is None else CompileCache(compiled)
+        self._in_cache: set[Config] = set()  # what was compiled, and need not be before its probe
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
         self._num_jobs = 0
         self._num_logs = 0
@@ -115,9 +133,17 @@ class LocalRunner(Runner):
         log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
         self._num_logs += 1
         self._num_jobs += 1
+        compiles = (
+            self._source is not None  # what a command compiles is its own business
+            and isinstance(job, ProbeJob | CheckJob | ModulesJob)
+            and techniques.setup_s(job.config) > 0
+        )
+        is_first = isinstance(job, ProbeJob) and job.config not in self._in_cache
+        view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
             "ticket": self._num_jobs,
-            "job": job.name,
+            "jobs": [*(["fill_cache"] if compiles and is_first else []), job.name],
+            "compiled": str(view or ""),
             "arguments": self._arguments(job),
             "widest": self._widest,
             "channel": self._channel,
@@ -129,11 +155,11 @@ class LocalRunner(Runner):
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
-        running = InFlight(self._num_jobs, job, log, channel, on_gpu=self._device.kind == "cuda")
+        running = InFlight(self._num_jobs, job, log, channel, on_gpu=self._device.kind == "cuda", compiled=view)
         try:
             connection.send(request)
         except BaseException:
-            running.close()
+            self._forget(running)
             self._disconnect()
             raise
         self._running = running
@@ -143,6 +169,7 @@ class LocalRunner(Runner):
         running = self._running
         if running is None or self._connection is None:
             raise RuntimeError("nothing is in flight; submit a job first")
+        ended = None
         try:
             ended = self._wait(running, self._connection, timeout_s)
             if ended is None:
@@ -154,7 +181,10 @@ class LocalRunner(Runner):
                 self._forget(running)
                 raise
             result = running.traces(running.job, str(fault))
-        self._forget(running)
+        ended_well = ended is not None and ended["exit_code"] >= 0
+        if ended_well and isinstance(running.job, ProbeJob):
+            self._in_cache.add(running.job.config)
+        self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
             self._widest = tuple(result.facts["widest"]) or None
         return Finished(ticket=running.ticket, result=result)
@@ -205,8 +235,10 @@ class LocalRunner(Runner):
             self._connection.stop()
         self._connection = None
 
-    def _forget(self, running: InFlight) -> None:
+    def _forget(self, running: InFlight, *, keep_compiled: bool = False) -> None:
         running.close()
+        if self._compiled is not None and running.compiled is not None:
+            self._compiled.close(running.compiled, keep=keep_compiled)
         self._running = None
 
     def _arguments(self, job: Job) -> dict[str, Any]:

@@ -170,11 +170,20 @@ def _links_to(path: str) -> str:
 
 
 def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
-    """Run one request in a process of its own, and report how that process ended. Nothing of it is left running."""
+    """Run the jobs of a request, each in a process of its own, until one fails, and report how the last of them ended."""
+    deadline = time.monotonic() + request["timeout_s"]
+    for job in request["jobs"]:
+        ended = _run(request | {"job": job}, task, inbox, deadline)
+        if ended["exit_code"]:
+            break
+    return ended
+
+
+def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> dict[str, Any]:
+    """Run one job, and report how its process ended. Nothing of it is left running."""
     from autotune.devices.oom import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
-    deadline = time.monotonic() + request["timeout_s"]
     pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)
     ended_by = _wait(pid, deadline, inbox)
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
+from autotune.records.progress import COMPILING, Progress
 from autotune.records.settings import ProbeSettings
 from autotune.task import Task
 from autotune.units import format_bytes
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from autotune.devices import Device
 
 Report = Callable[[Progress], None]
+COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +73,9 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
         task: the user's task, loaded; None for a job that needs none.
         request: `source` (of the task; None where a command trains), `job` (a key of `JOBS`), `arguments` for it,
             `blas_threads` for numpy (0: as it is), `widest` (positions of the dataset's widest samples, or None),
-            `channel` (path of the named pipe), `log` (path).
+            `compiled` (folder of compiled code; empty: torch's own), `channel` (path of the named pipe), `log` (path).
+
+    The exit status is 0 unless the job failed: then no other one of the request is run.
     """
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
@@ -79,6 +83,8 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     def report(progress: Progress) -> None:
         channel.offer({"progress": progress.to_dict()})
 
+    if request["compiled"]:
+        os.environ[CACHE] = request["compiled"]
     if task is not None and request["widest"] is not None:
         task.use_widest(request["widest"])
     try:
@@ -97,7 +103,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(0)
+    os._exit(int("outcome" in message and message["outcome"]["kind"] != Kind.OK))
 
 
 def enter(request: dict[str, Any]) -> None:
@@ -149,6 +155,23 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
                 outcome, overflow=overflow, cause=f"{outcome.cause}; {overflow}"[:500] if overflow else outcome.cause
             )
     return {"outcome": outcome.to_dict()}
+
+
+def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Compile what a config needs, so that its probe finds it in the cache: the arguments of `_probe`."""
+    from autotune.probe.measure import Run
+    from autotune.recovery import RAISE
+    from autotune.session import prepare
+
+    report(Progress(stage=COMPILING))
+    settings = ProbeSettings(**arguments["settings"])
+    device: Device | None = None
+    try:
+        device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed, compiles=True)
+        session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
+        return {"compile_s": Run(session, device, settings, lambda progress: None).warm_up()}
+    except BaseException as error:
+        return {"outcome": failed_job(error, device, COMPILING).to_dict()}
 
 
 def failed_job(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
@@ -203,13 +226,15 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
+    from autotune import techniques
     from autotune.probe.checks import run_checks
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
     device: Device | None = None
     try:
-        device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0)
+        compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
+        device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
         return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=arguments["batch_size"]))}
     except BaseException as error:
         return {"outcome": failed_job(error, device, "checks").to_dict()}
@@ -263,6 +288,7 @@ def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
     "calibrate": _calibrate,
+    "fill_cache": _fill_cache,
     "probe": _probe,
     "inspect": _inspect,
     "check": _check,
@@ -272,8 +298,12 @@ JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
 }
 
 
-def _limited_device(name: str, memory_limit_bytes: int | None, seed: int) -> Device:
-    """The device to train on, within its limit, after everything random was seeded."""
+def _limited_device(name: str, memory_limit_bytes: int | None, seed: int, *, compiles: bool = False) -> Device:
+    """The device to train on, within its limit, after everything random was seeded.
+
+    Args:
+        compiles: the process has a compiler's memory beside the model's, which a limit of a CPU would take for one.
+    """
     from autotune.devices import open_device
 
     device = open_device(name)
@@ -281,7 +311,8 @@ def _limited_device(name: str, memory_limit_bytes: int | None, seed: int) -> Dev
         hide_gpus()
     seed_everything(seed)
     if memory_limit_bytes is not None:
-        device.limit_memory(memory_limit_bytes)
+        beside_bytes = COMPILER_BYTES if compiles and device.kind == "cpu" else 0
+        device.limit_memory(memory_limit_bytes + beside_bytes)
     return device
 
 

@@ -27,6 +27,7 @@ class History:
         timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
             failures of earlier searches do not count as known, so these configs may be probed again.
         longest_step_s: what a micro step may be expected to take: a probe takes about ten.
+        setup_left_s: returns the seconds before its first step that another probe may take.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class History:
         trials: Sequence[Trial] = (),
         timeout_s: Callable[[Outcome | None], float] = lambda baseline: 0.0,
         longest_step_s: float = math.inf,
+        setup_left_s: Callable[[History], float] = lambda history: math.inf,
     ) -> None:
         self.space = space
+        self._setup_left_s = setup_left_s
         self.longest_step_s = longest_step_s
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
@@ -136,8 +139,20 @@ class History:
 
     @property
     def probe_wall_s(self) -> list[float]:
-        """Seconds that each trial took, in order."""
-        return [trial.wall_s for trial in self._trials if trial.number not in self._retryable]
+        """Seconds that each trial took, in order, but for compiling: few configs do."""
+        return [trial.outcome.running_s for trial in self._trials if trial.number not in self._retryable]
+
+    def setup_s(self, config: Config) -> float:
+        """Seconds that a config is expected to take before its first step, with nothing of it in the cache."""
+        return self.compile_cold_s(config) or self.space.setup_s(config)
+
+    def compile_cold_s(self, config: Config) -> float:
+        """The longest that a config that compiles alike was seen to take; 0 where none was: later ones find much in the cache."""
+        if not (compiles := self.space.setting_up(config)):
+            return 0.0
+        measured = ((trial.config, trial.outcome.measurement) for trial in self._trials)
+        alike = (m.compile_cold_s for other, m in measured if m and self.space.setting_up(other) == compiles)
+        return max(alike, default=0.0)
 
     @property
     def largest_batch_size(self) -> float:
@@ -162,7 +177,7 @@ class History:
     def admissible(self) -> Callable[[Config], bool]:
         """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large or to hang."""
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
-        largest = self.largest_batch_size
+        largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
 
         def may_be_probed(config: Config) -> bool:
             return (
@@ -171,6 +186,7 @@ class History:
                 and config.batch_size <= largest
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
+                and self.setup_s(config) <= setup_left_s
                 and self.space.contains(config)
             )
 

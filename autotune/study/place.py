@@ -59,6 +59,11 @@ class Place:
         return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
 
     @property
+    def compiled(self) -> Path:
+        """Folder for what probes compile."""
+        return self.logs.with_suffix(".compiled")
+
+    @property
     def lock(self) -> Path:
         """File that a search locks. For a database server it separates only the searches of this machine."""
         if self.file is not None:

@@ -106,10 +106,14 @@ class Budget:
         num_begun = len(history.searched) - history.num_resumed + len(history.running)
         if self.num_trials is not None and num_begun >= self.num_trials:
             return False
+        return self.setup_left_s(history) > 0
+
+    def setup_left_s(self, history: History) -> float:
+        """Seconds that another probe before the play-off may take for what only some configs need, such as compiling."""
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
         leave_s = finalists.time_to_leave(expected_s, shared_s) if history.best else expected_s
-        return expected_s + leave_s < self.free_s
+        return self.free_s - expected_s - leave_s
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
         """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""
@@ -122,10 +126,11 @@ class Budget:
 
     def add_run(self, outcome: Outcome, num_slots: int) -> None:
         """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""
-        training_s = outcome.spent_training_s
+        training_s, compiling_s = outcome.spent_training_s, outcome.compiling_s
         if outcome.kind is Kind.TIMEOUT:
             self.lost_s += outcome.wall_s
-        for name, seconds in (("training", training_s), ("probes", outcome.wall_s - training_s)):
+        probes_s = outcome.running_s - training_s
+        for name, seconds in (("training", training_s), ("compiling", compiling_s), ("probes", probes_s)):
             self.spent_s[name] = self.spent_s.get(name, 0.0) + seconds / num_slots
 
     @contextlib.contextmanager

@@ -104,7 +104,7 @@ def _entrant(search: Search, config: Config, searched: Searched | None) -> Entra
         for trial in search.history.trials
         if trial.round is not None and trial.round in whole and trial.config == config and trial.feasible
     }
-    return Entrant(config, searched, search.history.known[config].wall_s, earlier)
+    return Entrant(config, searched, search.history.known[config].running_s, earlier)
 
 
 def _challenger(

@@ -15,6 +15,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError, ConfigError, DeviceError, StudyError, TaskError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
@@ -30,7 +31,7 @@ from autotune.study.place import RANKED_BESIDE, Place, locked, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
-from autotune.tuning import why
+from autotune.tuning import setting_up, why
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.calibrating import calibrated
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
@@ -72,7 +73,13 @@ def opened(
         stack.enter_context(storage_errors(place))
         if runner is None:
             patience_s = max(MIN_TIMEOUT_S, options.budget_s)
-            runner = LocalRunner(_required(source), device=options.device, logs=place.logs, import_timeout_s=patience_s)
+            runner = LocalRunner(
+                _required(source),
+                device=options.device,
+                logs=place.logs,
+                import_timeout_s=patience_s,
+                compiled=place.compiled,
+            )
         budget = _budget(options, runner, listener)
         stored = stored_attributes(place)
         with budget.split("import"):
@@ -173,6 +180,8 @@ def _over(
             )
         if inspection.shortage:
             listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
+        train_samples = _train_samples(options, inspection)
+        inspection = setting_up.with_what_is_cheap(inspection, options.budget_s, train_samples, options.include)
         wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
         space, notes = build_space(inspection, **wanted)
         others = trained_beside(inspection, **wanted) if own is None else []
@@ -192,9 +201,19 @@ def _over(
         }
         early = _known_early(options, limit_bytes, runner)
         store = Store(place, {**_fingerprint(inspection), **early}, attributes)
-        objective = Objective(name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom)
+        objective = Objective(
+            name=options.objective,
+            memory_limit_bytes=limit_bytes,
+            headroom=options.headroom,
+            train_samples=train_samples,
+        )
         history = History(
-            space, objective, store.trials(), budget.timeout_s, longest_step_s=STEP_SHARE * budget.budget_s
+            space,
+            objective,
+            store.trials(),
+            budget.timeout_s,
+            longest_step_s=STEP_SHARE * budget.budget_s,
+            setup_left_s=budget.setup_left_s,
         )
         listener.on(_started(place, inspection, history, options, limit_bytes, budget.budget_s))
         for note in notes if own is None else ():  # beside it they would be told again
@@ -312,7 +331,26 @@ def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[st
 def _known_early(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
     """What else must be equal, and is known before the model is imported."""
     asked = {"memory_limit_bytes": limit_bytes, "headroom": options.headroom, "objective": options.objective}
+    lengths = {"train_steps": options.train_steps, "train_epochs": options.train_epochs}
+    asked |= {name: length for name, length in lengths.items() if length is not None}
     return {**asked, **(arithmetic() if runner.keeps_traces else {})}
+
+
+def _train_samples(options: SearchOptions, inspection: Inspection) -> float | None:
+    """How many samples the training is to take; None where the user does not say.
+
+    Raises:
+        ConfigError: the user says so in two ways, or by a dataset that there is not.
+    """
+    if options.train_epochs is None:
+        per_step = int(inspection.baseline[BATCH_SIZE]) * int(inspection.baseline[ACCUMULATION])
+        return options.train_steps and options.train_steps * per_step
+    if options.train_steps is not None:
+        raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
+    dataset_size = inspection.facts["dataset_size"]
+    if dataset_size is None:
+        raise ConfigError("train_epochs: the task has no dataset of known length; give the length as --train-steps")
+    return int(options.train_epochs * dataset_size)
 
 
 def _fingerprint(inspection: Inspection) -> dict[str, Any]:

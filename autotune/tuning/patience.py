@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.front import pareto_front
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Bound, Outcome
-from autotune.records.progress import Progress
+from autotune.records.progress import COMPILING, Progress
 from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
 from autotune.study.history import History
 from autotune.tuning.budget import Budget
@@ -19,6 +18,7 @@ from autotune.units import format_seconds, plural
 FIRST_STEP_S = 2.0  # what a first step may take beyond the others, at the least
 PATIENCE = 2.0  # times what the best config takes for as many samples
 LENIENCE = 6.0  # the same for what may enter the front, for the baseline, and for a config that has run before
+COMPILING_PATIENCE = 3.0  # the same for what is compiled before the first step, compared with what is expected
 LOST_SHARE = 0.1  # of the budget: what time-outs may take in one search, as far as the steps are short enough
 FEWEST_LOST_S = 2.0  # that a probe is waited for when they have
 
@@ -55,8 +55,13 @@ class Patience:
         factor = LENIENCE if self._may_enter_the_front(progress) else self.factor
         return self._begun_s(progress) + factor * done * self.step_s + min(self.most_s, factor * self.step_s)
 
-    def bound(self, progress: Progress, elapsed_s: float) -> Bound:
-        """What is known of a config whose probe ends here: the micro step that is not done has taken all of its time."""
+    def bound(self, progress: Progress, elapsed_s: float) -> Bound | None:
+        """What is known of a config whose probe ends here: the micro step that is not done has taken all of its time.
+
+        None where it was still compiled.
+        """
+        if progress.stage == COMPILING:
+            return None
         num_micro = progress.num_micro_steps + (1 if progress.num_micro_steps else self.num_first)
         slow_s = elapsed_s - self._begun_s(progress)
         high = progress.samples_per_s_high or (num_micro * self.batch_size / slow_s if slow_s > 0 else None)
@@ -67,6 +72,8 @@ class Patience:
         done = (
             f"after {plural(progress.num_micro_steps, 'micro step')}" if progress.num_micro_steps else "without a step"
         )
+        if progress.stage == COMPILING:
+            return f"ended while it was compiled, after {format_seconds(elapsed_s)}"
         known = f", where the best takes {format_seconds(self.num_first * self.step_s)} a step"
         return f"ended {done} in {format_seconds(elapsed_s)}{known if self.step_s < math.inf else ''}"
 
@@ -85,11 +92,11 @@ def patience_for(proposal: Proposal, history: History, budget: Budget, inspectio
     the baseline, like everything as long as nothing has run, with the inspection's step of a few samples, which was cold.
     """
     config = proposal.config
-    setup_s = techniques.setup_s(config)
+    setup_s = history.setup_s(config)
     ran = [  # what takes longer to prepare (to compile, say) tells nothing of this one's first step
         (known, outcome.measurement, outcome)
         for known, outcome in history.known.items()
-        if outcome.measurement and techniques.setup_s(known) <= setup_s
+        if outcome.measurement and history.setup_s(known) <= setup_s
     ]
     best = history.best[1] if history.best is not None else None
     compared = history.known.get(config) if proposal.stage == PLAY_OFF else best
@@ -101,7 +108,7 @@ def patience_for(proposal: Proposal, history: History, budget: Budget, inspectio
         factor = LENIENCE if proposal.stage == PLAY_OFF else PATIENCE
     larger = [max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran]  # more samples are made, too
     set_up_s = max(
-        (grown * (o.wall_s - o.spent_training_s) for grown, (_, _, o) in zip(larger, ran, strict=True)),
+        (grown * (o.running_s - o.spent_training_s) for grown, (_, _, o) in zip(larger, ran, strict=True)),
         default=budget.spent_s.get("inspection", 0.0),
     )
     first_s = max([FIRST_STEP_S, inspection.step_s or 0.0, *(found.compile_s for _, found, _ in ran)])
@@ -116,7 +123,7 @@ def patience_for(proposal: Proposal, history: History, budget: Budget, inspectio
         num_first=num_first,
         step_s=step_s,
         factor=factor,
-        begin_s=set_up_s + first_s + setup_s,
+        begin_s=set_up_s + first_s + COMPILING_PATIENCE * setup_s,
         warmup_s=max((grown * found.warmup_s for grown, (_, found, _) in zip(larger, ran, strict=True)), default=0.0),
         most_s=most_s,
         front=front_of(history.feasible),

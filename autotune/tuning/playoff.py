@@ -141,7 +141,7 @@ class PlayOff:
         within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
         """
         found = [outcome for entrant in self._everyone() for outcome in entrant.outcomes.values()]
-        timed = [(o.wall_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
+        timed = [(o.running_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
         if not timed or len(self._rounds) < MIN_ROUNDS - 1:
             return min(SHORTEST_TIMED_S, longest_s)
         overhead_s = fmean(seconds for seconds, _ in timed)
@@ -199,7 +199,7 @@ class PlayOff:
                     if not ran.failed:
                         ran.outcomes.pop(number, None)
                 return False
-            entrant.outcomes[number], entrant.wall_s = outcome, outcome.wall_s
+            entrant.outcomes[number], entrant.wall_s = outcome, outcome.running_s
             if outcome.measurement is not None and outcome.measurement.disturbances:
                 self._disturbed.add(number)
             if not outcome.ok or self.objective.beyond_memory(outcome):
@@ -276,7 +276,7 @@ class PlayOff:
                 answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
             if candidate is not None:
                 gain = self._gain(evidence, candidate, base)
-                speeds = evidence if self.objective.name == "throughput" else self.evidence(samples_per_s)
+                speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
                 speedup = self._gain(speeds, candidate, base)
         return Standing(
             answer=answer,

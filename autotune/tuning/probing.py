@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autotune import techniques
 from autotune.proposers.cost_model import CostModel
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
@@ -18,7 +17,7 @@ from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note, ProbeAdvanced, ProbeEnded, ProbeStarted
-from autotune.tuning.patience import Patience, patience_for
+from autotune.tuning.patience import COMPILING_PATIENCE, Patience, patience_for
 
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 LOOK_EVERY_S = 0.25  # at the probes that run
@@ -43,7 +42,7 @@ class Flight:
     patience: Patience
     began_s: float = 0.0
     disturbed: Outcome | None = None
-    hopeless: tuple[str, Bound] | None = None
+    hopeless: tuple[str, Bound | None] | None = None
 
 
 @dataclass(kw_only=True)
@@ -110,7 +109,8 @@ class Probing:
         if settings is None:
             front = () if proposal.stage == BASELINE else patience.front
             settings = self.budget.paced(self.settings, self.history).replace(front=front)
-        settings = settings.replace(timeout_s=settings.timeout_s + techniques.setup_s(proposal.config))
+        setup_s = COMPILING_PATIENCE * self.history.setup_s(proposal.config)
+        settings = settings.replace(timeout_s=settings.timeout_s + setup_s)
         prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
         number = self.store.begin(proposal, prediction, self.history.space)
         if self.budget.first_probe_s is None:
@@ -208,6 +208,9 @@ class Probing:
             # killed for want of time, not of patience: that tells nothing of the config
             self.store.fail(flight.number, "cut short by the end of the search")
             return None
+        if (found := outcome.measurement) is not None:  # what others compiled was in the cache
+            cold_s = max(found.compile_cold_s, self.history.compile_cold_s(proposal.config))
+            outcome = replace(outcome, measurement=replace(found, compile_cold_s=cold_s))
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
         trial = self.store.finish(flight.number, outcome, objective, disturbed=flight.disturbed is not None)
         self.history.append(trial)

@@ -91,6 +91,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     found = history.known[answer].measurement if answer in history.known else None
     roofline = Roofline.of(search.calibration, search.tracing.traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
+    break_even = _break_even(search, standing, answer)
     limit = why.limiting(answer, found, history.searched, history.objective, use) if found else ""
     spent_s = search.budget.spent_s
     tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
@@ -116,6 +117,10 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         limit=limit,
         use=use,
         tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
+        compile_cold_s=history.compile_cold_s(answer) or None,
+        break_even_steps=break_even and break_even[0],
+        break_even_s=break_even and break_even[1],
+        train_samples=history.objective.train_samples,
         outcomes=dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
         probes=len(history.trials),
         wall_s=search.budget.elapsed_s,
@@ -131,6 +136,22 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         command=search.runner.command(answer),
         trained=dict(search.store.place.trained),
     )
+
+
+def _break_even(search: Search, standing: Standing | None, answer: Config) -> tuple[int, float] | None:
+    """What `why.break_even` says, by figures of the play-off if both configs ran through it, else by those of the search."""
+    history = search.history
+    searched = why.figures(history.searched, ())
+    played = why.figures((), [*_ran_through(standing)])
+    plain = max(
+        (config for config in searched if not history.space.setting_up(config)),
+        key=lambda config: searched[config].samples_per_s,
+        default=None,
+    )
+    known = played if plain in played and answer in played else searched
+    if plain is None or answer not in known:
+        return None
+    return why.break_even(answer, known[answer], known[plain], history.compile_cold_s(answer))
 
 
 def _verdict(speedup: Ratio | None) -> str:
@@ -243,6 +264,8 @@ def _warn(
             )
             + ". A long run will run out of memory"
         )
+    if trouble := next((o.measurement.compile_trouble for o in outcomes if o.measurement), ""):
+        search.warn(f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where")
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")

@@ -54,8 +54,10 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     _trained(options.grid)
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    logs = options.out.with_suffix(".logs")
-    runner = LocalRunner(source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S)
+    logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
+    runner = LocalRunner(
+        source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S, compiled=compiled
+    )
     begun = table.read(options.out) if options.out.exists() else None
     limit_bytes = options.memory_limit_bytes or (
         begun.header.memory_limit_bytes if begun else runner.device().free_bytes

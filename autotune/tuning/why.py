@@ -92,6 +92,23 @@ def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
     return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
 
 
+def break_even(answer: Config, found: Measured, plain: Measured, compile_s: float) -> tuple[int, float] | None:
+    """Optimizer steps of an answer, and seconds from the start of training, after which compiling has paid.
+
+    Args:
+        plain: what a config that compiles nothing was measured to do.
+        compile_s: what the answer takes to compile.
+
+    Returns:
+        None where the answer compiles nothing, or is no faster.
+    """
+    step_s, plain_step_s = (answer.samples_per_step / measured.samples_per_s for measured in (found, plain))
+    if not compile_s or step_s >= plain_step_s:
+        return None
+    steps = math.ceil(compile_s / (plain_step_s - step_s))
+    return steps, compile_s + steps * step_s
+
+
 def limiting(
     answer: Config, found: Measurement, probed: Sequence[Trial], objective: Objective, use: DeviceUse | None = None
 ) -> str:

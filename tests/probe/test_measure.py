@@ -9,15 +9,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune import techniques
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import measure
+from autotune.probe import compilation, measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
 from autotune.probe.timing import MIN_BLOCKS, Blocks
 from autotune.records.settings import ProbeSettings
 from autotune.session import prepare
 from autotune.task import Task
+from autotune.techniques import compile as techniques_compile
+from autotune.units import plural
 
 torch.set_num_threads(1)
 
@@ -241,3 +244,60 @@ def test_what_was_timed_has_to_do_when_the_time_out_is_near():
     endless = {"interval": 1e-9, "max_timed_s": 3600.0, "min_timed_s": 3600.0}
     measured = run_of(task_of(), {"batch_size": 4}, timeout_s=0.5, **endless).measure(0.0)
     assert measured.samples_per_s > 0 and not measured.cut_short
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Compiled code is not generated, which takes minutes."""
+    monkeypatch.setattr(techniques_compile, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with techniques.restored_settings():
+        yield
+
+
+class Widening(nn.Module):
+    """Compiled anew where `num_passes` is another."""
+
+    num_passes = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        for _ in range(self.num_passes):
+            x = torch.tanh(self.layer(x))
+        return x[:, :3]
+
+
+def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def training_step(model, batch):
+        before = compilation.num_graphs()
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        now[0] += 0.1 + 20.0 * (compilation.num_graphs() - before)
+        Widening.num_passes = 2 + (run.num_steps > 0)
+        return loss
+
+    monkeypatch.setattr(Widening, "num_passes", 1)
+    task = task_of(build_model=Widening, training_step=training_step)
+    run = run_of(task, {"batch_size": 2, "compile": "default"}, max_warmup_s=5.0)
+    measured = run.measure(0.0)
+    assert measured.compile_s == pytest.approx(60.0)  # three graphs: of the first step, and of two later ones
+    assert measured.num_recompilations == 2
+    assert measured.samples_per_s == pytest.approx(2 / 0.1)
+    assert len(run.warm_steps) == 5  # as many as settle, whatever compiling took
+
+
+def test_graph_breaks_are_counted_and_told(traced_only):
+    def forward(self, x):
+        return self.layer(x)[:, :3] * float(x.sum() > -1e9)
+
+    task = task_of(build_model=lambda: type("Breaking", (Widening,), {"forward": forward})())
+    measured = run_of(task, {"batch_size": 2, "compile": "default"}).measure(0.0)
+    assert measured.num_graph_breaks > 0 and measured.num_recompilations == 0
+    assert measured.compile_trouble == f"{plural(measured.num_graph_breaks, 'graph break')}"
+    assert run_of(task_of(), {"batch_size": 2}).measure(0.0).compile_trouble == ""

@@ -144,11 +144,21 @@ def test_a_cpu_needs_a_compiler_and_pythons_headers(make_setting: Any, monkeypat
     assert "/nowhere/Python.h" in Compile().support(setting).reason
 
 
-def test_it_is_searched_if_included(make_setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_optional_for_its_price_which_grows_with_what_there_is_to_compile(
+    make_setting: Any, make_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "_no_compiler", lambda *what: "")
-    support = Compile().support(make_setting(KINDS["transformer"]()))
-    assert support.choices == ("off",) and support.optional == ("default",)
-    assert "minutes" in support.reason
+
+    def price(task: Task) -> float:
+        support = Compile().support(make_setting(task))
+        assert support.choices == ("off",) and support.optional == ("default",)
+        ((choice, seconds),) = support.setup_s
+        assert choice == "default"
+        return seconds
+
+    repeated = price(make_task(Listed))
+    assert price(make_task(lambda: Listed(depth=12))) == repeated
+    assert price(make_task(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)), nn.Linear(8, 4)))) > repeated
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (9, 0)])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
@@ -17,6 +16,7 @@ from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
 from autotune.runners.runner import Finished, Job, ProbeJob
+from autotune.space import Space
 from autotune.task.source import TaskSource
 from autotune.tuning import opening
 from autotune.tuning.confirm import confirm
@@ -159,9 +159,9 @@ def test_compiling_in_a_first_step_is_waited_for_as_long_as_it_took_before(tmp_p
 def test_what_a_technique_needs_to_prepare_is_waited_for_with_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(techniques, "setup_s", lambda config: 9.0 if config["amp"] == "bf16" else 0.0)
+    monkeypatch.setattr(Space, "_setup_s", {("amp", "bf16"): 3.0})
     search = opened(tmp_path, hang_with(amp="bf16", optimizer_impl="fused"))
-    assert 11 < probed(search, amp="bf16").wall_s < 12
+    assert 11 < probed(search, amp="bf16").wall_s < 12  # 2 s, and three times the 3 s
     assert 2 < probed(search, optimizer_impl="fused").wall_s < 3
 
 

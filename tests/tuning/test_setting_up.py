@@ -1,0 +1,115 @@
+"""What takes long before the first step: tried unasked where it is cheap, weighed by its price, and won back or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.records.config import Config
+from autotune.records.inspection import Inspection, Support
+from autotune.records.outcome import Outcome
+from autotune.records.result import Result
+from autotune.records.settings import ProbeSettings
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
+from autotune.tuning.search import answer
+from autotune.tuning.setting_up import with_what_is_cheap
+from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
+
+COLD_S = 40.0
+PRICED = Support(choices=("off",), optional=("default",), reason="compiling takes time", setup_s=(("default", COLD_S),))
+AGAINST = "against the fastest config that compiles nothing, that is won back"
+FACTS = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
+
+
+def found(priced: Support = PRICED) -> Inspection:
+    known = inspection()
+    return replace(known, facts=FACTS, support={**known.support, "amp": SUPPORT["amp"], "compile": priced}, step_s=0.1)
+
+
+def judged(budget_s: float, train_samples: float | None = None, included: tuple[str, ...] = ()) -> Support:
+    return with_what_is_cheap(found(), budget_s, train_samples, included).support["compile"]
+
+
+def test_it_is_tried_unasked_where_a_tenth_of_the_time_will_do() -> None:
+    assert judged(400.0).choices == ("off", "default") and not judged(400.0).optional
+    assert judged(399.0).choices == ("off",) and judged(399.0).optional == ("default",)
+
+
+def test_where_it_is_not_the_reason_names_the_time_and_both_ways_to_have_it() -> None:
+    for words in ("40 s or more for a config", "--include compile", "--budget of 6m40s"):
+        assert words in judged(300.0).reason
+
+
+def test_what_a_training_is_too_short_to_win_back_is_not_tried_unasked() -> None:
+    assert judged(1000.0, train_samples=4000.0).choices == ("off", "default")  # of 0.05 s: a quarter is 50 s
+    short = judged(1000.0, train_samples=2000.0)
+    assert short.optional == ("default",) and "too short to win that back" in short.reason
+
+
+def test_what_was_asked_for_stays_as_it_is() -> None:
+    assert judged(10.0, included=("compile",)) == PRICED
+
+
+class Compiling(ClosedFormRunner):
+    """Compiled code is a quarter faster."""
+
+    def samples_per_s(self, config: Config) -> float:
+        return super().samples_per_s(config) * (1.25 if config["compile"] == "default" else 1.0)
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = super().outcome_of(config, settings)
+        if config["compile"] == "off" or outcome.measurement is None:
+            return outcome
+        is_cold = not any(other["compile"] == "default" for other in self.configs[:-1])
+        compile_s = COLD_S if is_cold else 0.0  # as a local runner tells of what was in the cache
+        self.waited_s += compile_s
+        return replace(
+            outcome,
+            measurement=replace(outcome.measurement, compile_cold_s=compile_s),
+            wall_s=outcome.wall_s + compile_s,
+            compiling_s=compile_s,
+        )
+
+
+def searched(folder: Path, **options: Any) -> tuple[Result, Compiling]:
+    runner = Compiling(noise=0.002)
+    known = with_what_is_cheap(found(), 1000.0, None, ())
+    search = make_search(folder, runner, inspection=known, sampler="cost-model", **{"budget_s": 400.0, **options})
+    return answer(search), runner
+
+
+def test_the_answer_names_the_steps_after_which_compiling_has_paid(tmp_path: Path) -> None:
+    result, runner = searched(tmp_path)
+    assert result.config["compile"] == "default" and result.compile_cold_s == COLD_S
+    plain = [config for config in runner.configs if config["compile"] == "off"]
+    step_s, plain_step_s = 96 / result.samples_per_s, 96 / max(map(runner.samples_per_s, plain))
+    assert result.break_even_steps == pytest.approx(COLD_S / (plain_step_s - step_s), rel=0.1)
+    assert result.break_even_s == pytest.approx(result.break_even_steps * plain_step_s, rel=0.05)
+    text = " ".join(as_text(answer_sections(result), 100).split())
+    assert f"40 s to compile at first; {AGAINST} after {result.break_even_steps:,} optimizer steps, 0.0" in text
+    assert Result.from_dict(result.to_dict()) == result
+
+
+def test_a_short_training_is_not_compiled_and_a_long_one_is(tmp_path: Path) -> None:
+    (tmp_path / "short").mkdir()
+    (tmp_path / "long").mkdir()
+    short, _ = searched(tmp_path / "short", train_samples=10_000.0)  # some 80 s
+    long, _ = searched(tmp_path / "long", train_samples=1_000_000.0)
+    assert short.config["compile"] == "off" and long.config["compile"] == "default"
+    assert (short.break_even_steps, short.break_even_s, short.compile_cold_s) == (None, None, None)
+    assert "Chosen by the time for 10,000 samples, compiling included." in as_text(answer_sections(short), 200)
+
+
+def test_a_budget_is_not_lost_to_compiling(tmp_path: Path) -> None:
+    _, runner = searched(tmp_path, budget_s=40.0)
+    assert sum(config["compile"] == "default" for config in runner.configs) == 0
+
+
+def test_what_compiles_comes_after_what_promises_as_much_for_less_time(tmp_path: Path) -> None:
+    _, runner = searched(tmp_path)
+    first = next(place for place, config in enumerate(runner.configs) if config["compile"] == "default")
+    assert any(config["amp"] == "bf16" for config in runner.configs[:first])
