@@ -14,26 +14,10 @@ from torch.utils._pytree import tree_map
 # are slow products; on a CPU more than that would let glibc keep pieces in its heap, whose holes then take what was saved.
 CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 _T = torch.Tensor
-_FACTS = {
-    getattr(_T, name) for name in ["size", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__"]
-} | {
-    getattr(_T, name).__get__
-    for name in [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "grad_fn",
-        "requires_grad",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_nested",
-        "is_sparse",
-        "is_leaf",
-    ]
-}
+_ASKED = ["size", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__"]
+_KNOWN = ["shape", "dtype", "device", "ndim", "layout", "grad_fn", "requires_grad", "is_leaf", "is_nested", "is_sparse"]
+_PLACES = ["is_cuda", "is_cpu", "is_meta"]
+_FACTS = {getattr(_T, name) for name in _ASKED} | {getattr(_T, name).__get__ for name in [*_KNOWN, *_PLACES]}
 _VIEWS: set[Callable[..., Any]] = {_T.transpose, _T.permute, _T.movedim, _T.unsqueeze, _T.squeeze, _T.__getitem__}
 _RESHAPES = {_T.view, _T.reshape, _T.flatten, torch.flatten, torch.reshape}
 # what would be done to a copy and lost; so would any function whose name ends like `mul_`
