@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,23 @@ class Space:
         """The space without some choices of a technique."""
         kept = tuple(choice for choice in self.choices[name] if choice not in dropped) or (self.baseline[name],)
         return replace(self, choices={**self.choices, name: kept})
+
+    def said_in(self, frameworks: Sequence[str], optimizer: str) -> Space:
+        """The space of those choices that the arguments of one of some frameworks can say, and of the baseline's.
+
+        Args:
+            optimizer: class of the task's optimizer, as in `TaskFacts`.
+        """
+        choices = dict(self.choices)
+        for name, technique in techniques.REGISTRY.items():
+            among = choices[name]
+            said = [
+                c
+                for c in among
+                if any(technique.write(f, c, among, optimizer=optimizer) is not None for f in frameworks)
+            ]
+            choices[name] = tuple(choice for choice in among if choice in said or choice == self.baseline[name])
+        return replace(self, choices=choices)
 
     def with_smaller_baseline(self) -> Space | None:
         """The space with the baseline's batch halved, or at the next divisor of the global batch below that.

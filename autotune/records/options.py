@@ -83,6 +83,12 @@ TRAIN_EPOCHS = _option("train_epochs", kinds.COUNT, SPACE, "the same in passes o
 FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
 INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
 EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
+FRAMEWORKS = _option(
+    "frameworks",
+    kinds.NAMES,
+    SPACE,
+    "search only what the arguments of these can say: transformers, lightning, accelerate, deepspeed, dataloader",
+)
 GRID = _option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
 CHOICES = _option(
     "choices", kinds.TEXTS_OF, SCRIPT, "the words that stand for {NAME} in the command; the first is what you run today"
@@ -184,6 +190,7 @@ class SearchOptions(RunOptions):
     fix: Mapping[str, Any] = FIX.default({})
     include: tuple[str, ...] = INCLUDE.default(())
     exclude: tuple[str, ...] = EXCLUDE.default(())
+    frameworks: tuple[str, ...] = FRAMEWORKS.default(())
     sampler: str = SAMPLER.default("cost-model")
     seed: int = SEED.default(0)
     budget_s: float = BUDGET.default(300.0)

@@ -131,10 +131,11 @@ class Connection:
     def _import_failed(self, what: str) -> NoReturn:
         tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-1500:]
         label = self._source.label if self._source is not None else "autotune"
+        see = "give the search a longer budget if its modules take long to import"
+        if self._source is None or self._source.path:
+            see = f"run `{os.path.basename(sys.executable)} {label}` to see it fail"
         raise TaskError(
-            f"importing {label} {what}; run `{os.path.basename(sys.executable)} {label}` "
-            "to see it fail, and keep long or dangerous work inside the functions",
-            frames=tail,
+            f"importing {label} {what}; {see}, and keep long or dangerous work inside functions", frames=tail
         )
 
 

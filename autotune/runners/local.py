@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from autotune import techniques
 from autotune.devices import open_device, require_linux
@@ -35,7 +38,7 @@ from autotune.runners.runner import (
     TraceJob,
 )
 from autotune.task.source import TaskSource
-from autotune.units import format_seconds
+from autotune.units import format_bytes, format_seconds
 
 KEPT_LOGS, KEPT_LOG_BYTES = 500, 64 * 2**20  # of one study's jobs: the oldest go
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
@@ -88,6 +91,8 @@ class LocalRunner(Runner):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-"))
             self._channel = os.path.join(folder, "channel")
             os.mkfifo(self._channel, 0o600)
+            if is_live := self._source is not None and self._source.live is not None:
+                self._source = self._source.handed_over(Path(folder))
             self._open_logs()
             stack.callback(self._tidy_logs)
             stack.callback(self._disconnect)
@@ -102,6 +107,8 @@ class LocalRunner(Runner):
             self.stated = Stated(model=self._source.spec, **stated)
         if hello["no_fork"]:
             self.notes = (f"every probe starts a new interpreter: {hello['no_fork']}",)
+        if is_live:
+            self.notes += (f"this process holds {_held()} itself, which probes do without; free what is not needed",)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -261,6 +268,15 @@ class LocalRunner(Runner):
         if deadline < must_end:
             return None
         raise ProbeFault(f"the process that starts probes gave no answer within {format_seconds(PATIENCE_S)}")
+
+
+def _held() -> str:
+    """Memory of the process that searches, which built the task and may hold a model and data."""
+    host = f"{format_bytes(psutil.Process().memory_info().rss)} of host memory"
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return host
+    return f"{host} and {format_bytes(sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))))} of GPUs"
 
 
 def _number(log: Path) -> int:

@@ -75,7 +75,7 @@ def gather_facts(task: Task) -> TaskFacts:
     with user_code("reading samples of your train_dataset"):
         widest = task.widest()
     parameters = list(model.parameters())
-    warnings = list(task.origin.warnings if task.origin else ())
+    warnings = [*task.warnings, *(task.origin.warnings if task.origin else ())]
     if task.takes_whole_steps:
         step = "train_step" if task.train_step else f"the manual optimization of {type(model).__name__}"
         warnings.append(

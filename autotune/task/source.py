@@ -1,9 +1,9 @@
-"""Passes a task to another process: as the model file's path, or as the bytes of a Task built in Python."""
+"""Passes a task to another process: as the model file's path, or as a file that holds a Task built in Python."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
+import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,9 @@ class TaskSource:
         path: the model file, absolute; empty for a Task built in Python.
         attribute: name of the Task object in that file; empty for its functions.
         overrides: constants that were replaced since the file was loaded.
-        pickled: a Task built in Python, by cloudpickle; empty for a model file.
+        pickled: the file that holds a Task built in Python, once `handed_over` has written it; empty for a model file.
+        digest: of what that task is made of; empty for a model file.
+        live: a Task built in Python, in the process that built it.
         sys_path: the folders that modules were imported from.
         cwd: the working directory, for the task's own relative paths.
         task_name: the name of a Task built in Python; empty for a model file.
@@ -39,7 +41,9 @@ class TaskSource:
     path: str = ""
     attribute: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    pickled: bytes = b""
+    pickled: str = ""
+    digest: str = ""
+    live: Task | None = None
     sys_path: tuple[str, ...] = ()
     cwd: str = ""
     task_name: str = ""
@@ -49,7 +53,7 @@ class TaskSource:
         """The source of a task, or of a model file, which is not run.
 
         Raises:
-            TaskError: no such file, or a Task that cannot be pickled.
+            TaskError: no such file.
         """
         place = {"sys_path": tuple(os.path.abspath(entry) for entry in sys.path), "cwd": os.getcwd()}
         if not isinstance(task, Task):
@@ -61,7 +65,34 @@ class TaskSource:
             changed = {name for name, value in task.origin.loaded.items() if getattr(task, name) is not value}
             if changed <= _PLAIN:
                 return replace(task.origin.source, overrides={name: getattr(task, name) for name in sorted(changed)})
-        return TaskSource(pickled=_pickle(replace(task, origin=None)), task_name=task.name, **place)  # type: ignore[arg-type]
+        return TaskSource(live=replace(task, origin=None), task_name=task.name, **place)  # type: ignore[arg-type]
+
+    def handed_over(self, folder: Path) -> TaskSource:
+        """The same source for other processes, which find a Task built in Python in a file of `folder`.
+
+        Tensors are written once each, whatever shares them. To read those of a GPU takes no GPU.
+
+        Raises:
+            TaskError: the task cannot be pickled.
+        """
+        if self.live is None:
+            return self
+        file = folder / "task.pt"
+        _save(self.live, file)
+        with file.open("rb") as content:
+            digest = self.script_digest() or hashlib.file_digest(content, "sha256").hexdigest()
+        return replace(self, live=None, pickled=str(file), digest=digest)
+
+    def script_digest(self) -> str:
+        """A sha256 of the script that built a Task, its arguments and the task's baseline; empty without a script.
+
+        The task's own bytes would not do: the classes of a script are pickled otherwise in each process.
+        """
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        if self.live is None or script is None or not is_user_file(script) or not os.path.isfile(script):
+            return ""
+        arguments = repr((sys.argv[1:], self.live.baseline)).encode()
+        return hashlib.sha256(Path(script).read_bytes() + arguments).hexdigest()
 
     def load(self) -> Task:
         """Make the task in this process. It changes to `cwd` and adds the missing folders of `sys_path`.
@@ -77,7 +108,7 @@ class TaskSource:
 
             task = load_file(Path(self.path), self.attribute)
         else:
-            task = self._unpickle()
+            task = self.live or self._unpickle()
         return replace(task, **self.overrides)
 
     def with_global_batch(self, global_batch: int) -> TaskSource:
@@ -113,25 +144,24 @@ class TaskSource:
         return f"{self.label}:{self.attribute}" if self.attribute else self.label
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data; `from_dict` reverses it."""
+        """As JSON-ready data; `from_dict` reverses it. A Task built in Python is handed over first."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
-        return data | {
-            "pickled": base64.b64encode(self.pickled).decode(),
-            "overrides": dict(self.overrides),
-            "sys_path": list(self.sys_path),
-        }
+        return data | {"overrides": dict(self.overrides), "sys_path": list(self.sys_path)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TaskSource:
         """Rebuild a source from `to_dict`'s data."""
-        decoded = {"pickled": base64.b64decode(data["pickled"]), "sys_path": tuple(data["sys_path"])}
-        return TaskSource(**{**data, **decoded})
+        return TaskSource(**{**data, "sys_path": tuple(data["sys_path"])})
 
     def _unpickle(self) -> Task:
-        import cloudpickle
+        import torch
 
-        with user_code("unpickling the task", "move its functions into a file model.py and give its path"):
-            task = cloudpickle.loads(self.pickled)
+        # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
+        with (
+            user_code("unpickling the task", "move its functions into a file model.py and give its path"),
+            torch.serialization.set_default_mmap_options(mmap.MAP_SHARED),
+        ):
+            task = torch.load(self.pickled, map_location="cpu", weights_only=False, mmap=True)
         assert isinstance(task, Task)
         return replace(task, origin=origin_of(task, replace(self, overrides={})))
 
@@ -161,12 +191,12 @@ def source_hash(task: Task | TaskSource) -> str:
     """A sha256 that changes with the task's code: 64 hexadecimal digits.
 
     It covers the model file and the user's own modules that this process has imported. For a Task built in Python it
-    covers the pickled bytes, which another Python process may write differently. The hash is stable between processes
+    covers the script that built it, or, where there is none, the bytes that hand it over. The hash is stable between processes
     that load only this task and take the hash at the same point. The standard library, installed packages and this
     package are not covered; their versions identify them.
     """
     source = TaskSource.of(task) if isinstance(task, Task) else task
-    digest = hashlib.sha256(f"{source.attribute}\0".encode() + source.pickled)
+    digest = hashlib.sha256(f"{source.attribute}\0{source.digest}".encode())
     for name, file in sorted(_files(source).items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
@@ -206,8 +236,9 @@ def _file(module: ModuleType) -> str | None:
     return file if isinstance(file, str) else None
 
 
-def _pickle(task: Task) -> bytes:
+def _save(task: Task, file: Path) -> None:
     import cloudpickle
+    import torch
 
     from autotune.task.loading import loaded_modules
 
@@ -215,7 +246,7 @@ def _pickle(task: Task) -> bytes:
     for module in by_value:  # another process cannot import a model file by name
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(task)  # type: ignore[no-any-return]
+        torch.save(task, file, pickle_module=cloudpickle)
     except Exception as error:
         raise TaskError(
             f"the task {task.name!r} cannot be sent to another process ({type(error).__name__}: {error}); build "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Task:
         freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
             them); None to find leading parts of the model.
         name: short name, used for the study.
+        warnings: what the user should know about how the task was made; told with the answer.
         origin: where `load_task` found it; not for users to set.
 
     Raises:
@@ -69,6 +71,7 @@ class Task:
     variants: Sequence[str] | None = None
     freeze: Sequence[str] | None = None
     name: str = "task"
+    warnings: Sequence[str] = ()
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,32 @@ class Task:
             object.__setattr__(self, "train_dataset", data.train_dataset)
             if self.collate_fn is None:
                 object.__setattr__(self, "collate_fn", data.collate_fn)
+
+    @classmethod
+    def from_loader(
+        cls,
+        model: torch.nn.Module,
+        loader: torch.utils.data.DataLoader[Any],
+        loss: Callable[..., torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **fields: Any,
+    ) -> Task:
+        """The task of a training loop: `optimizer.step()` on `loss(model(*inputs), target)` for each batch of `loader`.
+
+        Nothing given here is trained on, moved or read from: each probe has copies.
+
+        Args:
+            model: in any state, on any device.
+            loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's.
+            loss: of the model's output and the last element of a batch; None for the default losses.
+            optimizer: of the model's parameters, whatever its state; None for AdamW.
+            **fields: of `Task`, in place of those that follow from the above: `training_step` for another step than that.
+
+        Raises:
+            TaskError: one of them cannot be taken, with the reason.
+        """
+        loops = importlib.import_module("autotune.integrations.loops")  # above this room, since it knows techniques
+        return loops.task_of(model, loader, loss, optimizer, **fields)  # type: ignore[no-any-return]
 
     def with_other_models(self, **changes: Any) -> Task:
         """The same task on the same data whose models are others, by another `build_model` or other `variants`.

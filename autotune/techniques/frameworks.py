@@ -20,6 +20,7 @@ from autotune.records.config import Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
 DEEPSPEED, DATALOADER = "deepspeed", "dataloader"
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)
 
 
 class Words(Protocol):

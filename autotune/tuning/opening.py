@@ -31,6 +31,7 @@ from autotune.study.place import RANKED_BESIDE, Place, locked, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
+from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning import setting_up, why
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.calibrating import calibrated
@@ -60,6 +61,8 @@ def opened(
         source = source.with_global_batch(options.global_batch)
     if options.sampler not in sampler_names():
         raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    if unknown := {*options.frameworks} - {*FRAMEWORKS}:
+        raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     fixed = require_possible(options.fix, options.include, options.exclude)  # before anything takes seconds
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
@@ -184,6 +187,8 @@ def _over(
         inspection = setting_up.with_what_is_cheap(inspection, options.budget_s, train_samples, options.include)
         wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
         space, notes = build_space(inspection, **wanted)
+        if options.frameworks:
+            space = space.said_in(options.frameworks, inspection.facts.get("optimizer", ""))
         others = trained_beside(inspection, **wanted) if own is None else []
         if others:
             budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)

@@ -1,0 +1,7 @@
+"""autotune at home in the stacks that people use: one file a stack, which imports that stack when it is used.
+
+- `autotune.integrations.transformers`: `tune(trainer)`, `AutotuneCallback`
+- `autotune.integrations.lightning`: `tune(module, datamodule, trainer)`, `AutotuneCallback`
+- `autotune.integrations.accelerate`: `find_executable_config`
+- `autotune.integrations.loops`: what is behind `autotune.Task.from_loader`
+"""

@@ -1,0 +1,250 @@
+"""Lightning: `tune(module, datamodule, trainer)` says what to give to `Trainer` and to the loader, `AutotuneCallback` sets it.
+
+```python
+found = autotune.integrations.lightning.tune(module, datamodule, trainer, budget="2m")
+datamodule.batch_size = found.dataloader["batch_size"]
+Trainer(max_epochs=3, **found.trainer).fit(module, datamodule)
+```
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
+
+from autotune import techniques
+from autotune.errors import TaskError
+from autotune.export.arguments import arguments
+from autotune.integrations.live import LiveModel
+from autotune.integrations.loops import baseline_of, data_of
+from autotune.integrations.words import changes, read, require_said, search
+from autotune.randomness import restored_randomness
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.result import Result
+from autotune.task import Task
+from autotune.task.adapters import overrides
+from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
+from autotune.tuning.events import Listener
+
+_FRAMEWORKS = (LIGHTNING, DATALOADER)
+_READ = ("accumulate_grad_batches", "precision")
+_SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The answer in Lightning's words.
+
+    Attributes:
+        trainer: arguments of `lightning.Trainer`.
+        dataloader: arguments of the training loader, `torch.utils.data.DataLoader`.
+        result: the whole answer.
+    """
+
+    trainer: dict[str, Any]
+    dataloader: dict[str, Any]
+    result: Result
+
+
+def tune(
+    module: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    trainer: Trainer | None = None,
+    train_dataloaders: Any = None,
+    *,
+    listener: Listener | None = None,
+    **options: Any,
+) -> Tuned:
+    """Find what trains `module` fastest on this machine. The samples per optimizer step are kept.
+
+    Searched is what the arguments of `Trainer` and `DataLoader` can say. Probes run the module's own `training_step` and
+    `configure_optimizers` on copies of it; manual optimization is one unit, in which no technique reaches.
+
+    Args:
+        module: as it stands before `fit`.
+        datamodule: makes the training loader; None for the trainer's or the module's own. It is asked on a copy.
+        trainer: its precision, accumulation, clipping and device are the baseline; None for those of `Trainer()`.
+        train_dataloaders: in place of `datamodule`, one `DataLoader`.
+        listener: watches the search; by default its progress goes to stderr.
+        **options: of `autotune.search`, such as `budget` and `include`.
+
+    Raises:
+        TaskError: this cannot be tuned, with the reason.
+        AutotuneError: as `autotune.search` does.
+    """
+    task = task_of(module, datamodule, trainer, train_dataloaders)
+    result = _search(task, trainer, options, listener)
+    said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
+    require_said(unsaid)
+    del said[DATALOADER]["shuffle"]  # as it was
+    return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
+
+
+def _search(task: Task, trainer: Trainer | None, options: Mapping[str, Any], listener: Listener | None) -> Result:
+    device = "auto" if trainer is None else _device(trainer)
+    return search(task, _FRAMEWORKS, options, listener, device=device)
+
+
+def task_of(
+    module: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    trainer: Trainer | None = None,
+    train_dataloaders: Any = None,
+) -> Task:
+    """What Lightning would train, as a task.
+
+    Raises:
+        TaskError: it cannot be tuned, with the reason and what to do.
+    """
+    _refuse(module, trainer)
+    loader = train_dataloaders
+    if loader is None:
+        loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None))
+    given = {"precision": "32-true"} if trainer is None else {name: getattr(trainer, name) for name in _READ}
+    data = data_of(loader)
+    baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
+    plan = int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))
+    return Task(
+        build_model=LiveModule(module).build_model,
+        **data,
+        baseline=baseline,
+        global_batch=plan,
+        max_grad_norm=_clipping(module, trainer),
+        name=type(module).__name__,
+    )
+
+
+class LiveModule(LiveModel):
+    """Copies of a LightningModule, without the trainer that it may be attached to."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__(_alone(module))
+
+    def build_model(self) -> torch.nn.Module:
+        """A copy that is set up for `fit`."""
+        model = super().build_model()
+        if overrides(type(model), "setup"):
+            model.setup("fit")  # type: ignore[operator]
+        return model
+
+
+class AutotuneCallback(Callback):  # type: ignore[misc]
+    """Tunes what `fit` is about to train, where `BatchSizeFinder` finds a batch size: `Trainer(callbacks=[AutotuneCallback()])`.
+
+    It sets the trainer's accumulation and precision, and attributes of the module, its `hparams` or the datamodule: the batch
+    size, and each option of the loader that has an attribute of its name there.
+
+    Args:
+        batch_arg_name: the attribute from which the training loader takes its batch size, as in `BatchSizeFinder`.
+        listener: as in `tune`.
+        **options: as in `tune`.
+    """
+
+    def __init__(self, batch_arg_name: str = "batch_size", *, listener: Listener | None = None, **options: Any) -> None:
+        self._name, self._listener, self._options = batch_arg_name, listener, options
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Search and put the answer in, before anything of the trainer depends on it."""
+        if stage != "fit":
+            return
+        if not trainer.fit_loop._data_source.is_module():
+            raise TaskError(
+                "AutotuneCallback cannot change a loader that was given to fit(); give a datamodule, or give the loader "
+                "to autotune.integrations.lightning.tune(module, trainer=trainer, train_dataloaders=loader)"
+            )
+        if not lightning_hasattr(pl_module, self._name):
+            raise TaskError(
+                f"neither the module, its hparams nor the datamodule has an attribute {self._name}; make the loader from "
+                "one, or name it with AutotuneCallback(batch_arg_name=...)"
+            )
+        options = dict(self._options)
+        options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
+        task = task_of(pl_module, trainer=trainer)
+        said = changes(task, _search(task, trainer, options, self._listener), _FRAMEWORKS)
+        for name, value in said[DATALOADER].items():
+            attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
+            if lightning_hasattr(pl_module, attribute):
+                lightning_setattr(pl_module, attribute, value)
+        for name, value in said[LIGHTNING].items():
+            if name == "precision":
+                trainer.strategy.precision_plugin = _precision(value, trainer)
+            elif name == "benchmark":
+                torch.backends.cudnn.benchmark = value
+            else:
+                setattr(trainer, name, value)
+
+
+def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
+    """The training loader, made by a copy of what makes it."""
+    if datamodule is None and not overrides(type(module), "train_dataloader"):
+        raise TaskError(
+            f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
+        )
+    with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+        maker = copy.deepcopy(_alone(module if datamodule is None else datamodule))
+        maker.prepare_data()
+        maker.setup("fit")
+        return maker.train_dataloader()
+
+
+def _alone(owner: Any) -> Any:
+    """A shallow copy that refers to no trainer."""
+    alone = copy.copy(owner)
+    for name in ("trainer", "_trainer", "_fabric"):
+        if name in vars(alone):
+            vars(alone)[name] = None
+    return alone
+
+
+def _refuse(module: LightningModule, trainer: Trainer | None) -> None:
+    if trainer is None:
+        return
+    sharded = type(trainer.strategy).__name__
+    if trainer.world_size > 1 or sharded in _SHARDED:
+        raise TaskError(
+            f"the Trainer uses {trainer.world_size} devices by {sharded}, and a search is of one; give tune() a "
+            "Trainer(devices=1), and what comes back to yours"
+        )
+    if read(LIGHTNING, {"precision": trainer.precision}) == {}:
+        raise TaskError(
+            f"the Trainer's precision is {trainer.precision!r}; expected '32-true', 'bf16-mixed' or '16-mixed'"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise TaskError(
+            "the Trainer clips gradients by value, which only a module's own code can do here: call self.clip_gradients("
+            "optimizer, value, 'value') in its configure_gradient_clipping"
+        )
+
+
+def _clipping(module: LightningModule, trainer: Trainer | None) -> float | None:
+    if trainer is None or not module.automatic_optimization or overrides(type(module), "configure_gradient_clipping"):
+        return None
+    return trainer.gradient_clip_val or None
+
+
+def _device(trainer: Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type not in ("cpu", "cuda"):
+        raise TaskError(f"the Trainer's device is {device}; expected a CPU or an NVIDIA GPU: accelerator='cpu', say")
+    return str(device)
+
+
+def _not_reached(module: LightningModule) -> Iterable[str]:
+    """Techniques of the loader for which there is no attribute to set."""
+    for name, technique in techniques.REGISTRY.items():
+        words = technique.frameworks.get(DATALOADER)
+        if words is not None and not any(
+            lightning_hasattr(module, argument) for argument in technique.write(DATALOADER, technique.off) or {}
+        ):
+            yield name
+
+
+def _precision(value: str, trainer: Trainer) -> Precision:
+    return Precision() if value == "32-true" else MixedPrecision(value, trainer.strategy.root_device.type)

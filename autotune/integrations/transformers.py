@@ -1,0 +1,298 @@
+"""Hugging Face's Trainer: `tune(trainer)` returns the `TrainingArguments` that train fastest, `AutotuneCallback` trains with them.
+
+```python
+trainer = Trainer(model=model, args=args, train_dataset=dataset)
+args = autotune.integrations.transformers.tune(trainer, budget="2m")
+Trainer(model=model, args=args, train_dataset=dataset).train()
+```
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from autotune import techniques
+from autotune.errors import ConfigError, TaskError
+from autotune.integrations.live import LiveModel
+from autotune.integrations.words import changes, plain, read, search
+from autotune.randomness import restored_randomness
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.task import Task
+from autotune.techniques.frameworks import TRANSFORMERS
+from autotune.tuning.events import Listener
+
+_GIVEN = ("data_collator", "train_dataset", "processing_class", "compute_loss_func", "optimizer_cls_and_kwargs")
+# What is no matter of training steps, or would act on them beside what a config says.
+_IN_PROBES: dict[str, Any] = {
+    "report_to": "none", "push_to_hub": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "no",
+    "load_best_model_at_end": False, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "bf16_full_eval": False,
+    "fp16_full_eval": False, "eval_on_start": False, "tf32": None, "torch_compile_backend": None, "torch_compile_mode": None,
+    "activation_checkpointing": False, "auto_find_batch_size": False,
+}  # fmt: skip
+_PLAIN_OPTIMIZERS = {"AdamW": "adamw_torch"}  # class in torch.optim -> `optim` without any technique
+_LOOPS = ("train", "_inner_training_loop")
+
+
+def tune(trainer: Trainer, *, listener: Listener | None = None, **options: Any) -> Any:
+    """Find the `TrainingArguments` that train `trainer`'s model fastest on this machine. The global batch is kept.
+
+    Searched is what `TrainingArguments` can say. Each probe makes a trainer of the same class, with the same data, collator,
+    loss and optimizer, on a copy of the model. Nothing of `trainer` changes. Accelerate's state is made anew with the new
+    arguments, as with any: make a new Trainer of them.
+
+    Args:
+        trainer: as it stands before `train()`; its arguments are the baseline.
+        listener: watches the search; by default its progress goes to stderr.
+        **options: of `autotune.search`, such as `budget` and `include`.
+
+    Returns:
+        A copy of `trainer.args`, changed only where the answer says so.
+
+    Raises:
+        TaskError: this trainer cannot be tuned, with the reason.
+        AutotuneError: as `autotune.search` does.
+    """
+    task = task_of(trainer)
+    if _own_optimizer(trainer):  # which `optim` does not choose
+        said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
+        options["exclude"] = (*options.get("exclude", ()), *said_of_others)
+    result = search(task, (TRANSFORMERS,), options, listener, device=_device(trainer.args))
+    said = changes(task, result, (TRANSFORMERS,))
+    return replace(trainer.args, **_arguments(trainer.args, said[TRANSFORMERS]))
+
+
+def task_of(trainer: Trainer) -> Task:
+    """What a trainer trains, as a task.
+
+    Raises:
+        TaskError: it cannot be tuned, with the reason and what to do.
+    """
+    args = trainer.args
+    _refuse(trainer)
+    given = _given(trainer)
+    live = LiveTrainer(trainer, _in_probes(given))
+    task = Task(
+        build_model=live.model.build_model,
+        training_step=live.training_step,
+        loss_weight=live.loss_weight if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func else None,
+        configure_optimizers=live.configure_optimizers,
+        train_dataset=live.train_dataset,
+        collate_fn=live.collate_fn,
+        max_grad_norm=args.max_grad_norm or None,
+        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        name=type(trainer.model).__name__,
+        warnings=tuple(_left_out(trainer)),
+    )
+    baseline = read(TRANSFORMERS, given, task)
+    return replace(task, baseline={**baseline, **_plan(args)})
+
+
+class LiveTrainer:
+    """A user's trainer, of which the process of a probe makes one of its own.
+
+    Args:
+        in_probes: arguments there, in place of the user's.
+    """
+
+    def __init__(self, trainer: Any, in_probes: Mapping[str, Any]) -> None:
+        args = trainer.args
+        self.model = LiveModel(trainer.model, trainer.optimizer if _own_optimizer(trainer) else None)
+        self._has_optimizer = _own_optimizer(trainer)
+        self._class, self._class_of_args = type(trainer), type(args)
+        self._args = {item.name: getattr(args, item.name) for item in fields(args) if item.init}
+        self._args |= {name: value for name, value in in_probes.items() if name in self._args}
+        self._given = {name: getattr(trainer, name) for name in _GIVEN}
+        made_anew = {"train", *_names_in(Trainer.__init__), *_names_in(Trainer.create_accelerator_and_postprocess)}
+        self._own = {name: value for name, value in vars(trainer).items() if name not in made_anew}
+        self._made: Any = None
+        self._loader: Any = None
+
+    def training_step(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """The loss as the trainer's class computes it."""
+        trainer = self._trainer(model)
+        inputs = trainer._prepare_inputs({**batch} if isinstance(batch, Mapping) else batch)
+        num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        if self._class.training_step is Trainer.training_step:
+            return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[no-any-return]
+        losses: list[torch.Tensor] = []
+        trainer.accelerator.backward = lambda loss, **_: losses.append(loss)
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.training_step(model, inputs, num_items)
+        if len(losses) != 1:
+            raise TaskError(
+                f"training_step of {self._class.__name__} calls backward {len(losses)} times; expected once, as "
+                "Trainer's own does: compute one loss in compute_loss, or write the loop as train_step in a model file"
+            )
+        return losses[0]
+
+    def loss_weight(self, batch: Any) -> float:
+        """How many labels the mean loss of a micro batch is over."""
+        num_items = self._trainer()._get_num_items_in_batch([batch], torch.device("cpu"))
+        if num_items is not None:
+            return float(num_items)
+        return float(len(next(iter(batch.values()))))
+
+    def configure_optimizers(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer given to the trainer, or the one that it creates."""
+        if self._has_optimizer:
+            return self.model.configure_optimizers(model)
+        trainer = self._trainer(model)
+        trainer.optimizer = None
+        return trainer.create_optimizer()  # type: ignore[no-any-return]
+
+    def train_dataset(self) -> Any:
+        """The dataset as the trainer's loader reads it."""
+        return self._train_loader().dataset
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        """Make a batch as the trainer's loader does."""
+        return self._train_loader().collate_fn(samples)
+
+    def _train_loader(self) -> Any:
+        if self._loader is None:
+            self._loader = self._trainer().get_train_dataloader()
+        return self._loader
+
+    def _trainer(self, model: torch.nn.Module | None = None) -> Any:
+        """The trainer of this process, which trains `model` from now on."""
+        if self._made is None:
+            with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+                args = self._class_of_args(**{**self._args, "use_cpu": not torch.cuda.is_available()})
+                made: Any = object.__new__(self._class)
+                made._move_model_to_device = lambda *_: None
+                Trainer.__init__(made, model=self.model.model, args=args, **self._given)
+            vars(made).update(self._own)
+            self._made = made
+        if model is not None:
+            self._made.model = self._made.model_wrapped = model
+        return self._made
+
+
+class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
+    """Tunes a trainer when its `train()` is called, before training begins: `Trainer(..., callbacks=[AutotuneCallback()])`.
+
+    Args:
+        listener: as in `tune`.
+        **options: as in `tune`.
+    """
+
+    def __init__(self, *, listener: Listener | None = None, **options: Any) -> None:
+        self._listener, self._options = listener, options
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the trainer's `train` over, once: by `on_train_begin` its loader and its optimizer are there already."""
+        trainer = _being_made()
+        trainer.train = partial(self._train, trainer)
+
+    def _train(self, trainer: Any, *given: Any, **named: Any) -> Any:
+        del trainer.train
+        args = tune(trainer, listener=self._listener, **self._options)
+        trainer.args = args
+        trainer.create_accelerator_and_postprocess()
+        trainer._train_batch_size = args.train_batch_size
+        return trainer.train(*given, **named)
+
+
+def _being_made() -> Any:
+    """The trainer whose `__init__` tells its callbacks that it is made, which it does not hand to them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    raise ConfigError(
+        "AutotuneCallback was called by no Trainer; give it as Trainer(..., callbacks=[AutotuneCallback()])"
+    )
+
+
+def _refuse(trainer: Trainer) -> None:
+    args, name = trainer.args, type(trainer).__name__
+    if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
+        raise TaskError(f"the {name} has no train_dataset; give it the dataset that it is to train on")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.deepspeed or args.fsdp:
+        used = "DeepSpeed" if trainer.is_deepspeed_enabled or args.deepspeed else "FSDP"
+        raise TaskError(
+            f"the {name} trains with {used}, which shards over several devices; tune it without first, and add {used} to "
+            "the arguments that come back"
+        )
+    if args.n_gpu > 1:
+        raise TaskError(f"the {name} spreads batches over {args.n_gpu} GPUs; start with CUDA_VISIBLE_DEVICES=0")
+    if getattr(trainer.accelerator, "mixed_precision", "no") not in ("no", "bf16", "fp16"):
+        raise TaskError(f"the {name} trains in {trainer.accelerator.mixed_precision}; expected fp32, bf16 or fp16")
+    for loop in _LOOPS:
+        if getattr(type(trainer), loop) is not getattr(Trainer, loop):
+            raise TaskError(
+                f"{name} has a {loop} of its own, whose steps autotune does not know; write them as train_step(model, "
+                "optimizers, batch) in a model file, or tune a plain Trainer of the same model"
+            )
+
+
+def _given(trainer: Trainer) -> dict[str, Any]:
+    """The trainer's arguments as they take effect."""
+    given = {item.name: getattr(trainer.args, item.name) for item in fields(trainer.args)}
+    precision = trainer.accelerator.mixed_precision  # Accelerate's own configuration may set it
+    given |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    on_gpu = trainer.args.device.type == "cuda"
+    return given | {"dataloader_pin_memory": on_gpu and trainer.args.dataloader_pin_memory}
+
+
+def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a trainer whose techniques the session applies."""
+    said = {**plain(TRANSFORMERS), **_IN_PROBES}
+    for technique in techniques.REGISTRY.values():
+        if technique.said_of and technique.read(TRANSFORMERS, given) not in (None, technique.off):
+            said["optim"] = _PLAIN_OPTIMIZERS[technique.said_of]
+    return said
+
+
+def _plan(args: Any) -> dict[str, int]:
+    return {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
+
+
+def _arguments(args: Any, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes in `args`, under all the names that it has for it."""
+    changed = dict(said)
+    for name, value in said.items():
+        newer = name.replace("gradient_checkpointing", "activation_checkpointing")
+        if newer != name and hasattr(args, newer):
+            changed[newer] = value
+    if changed.get("torch_compile") is False:
+        changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
+    return changed
+
+
+def _left_out(trainer: Trainer) -> list[str]:
+    """What the user should know of probes of this trainer."""
+    args, name, found = trainer.args, type(trainer).__name__, []
+    if type(trainer).training_step is not Trainer.training_step:
+        found.append(f"of {name}.training_step probes measure all but what follows its backward pass")
+    if args.neftune_noise_alpha is not None:
+        found.append("probes add no NEFTune noise to embeddings")
+    if getattr(args, "use_liger_kernel", False):
+        found.append("probes run without Liger's kernels, which Trainer puts in when it trains")
+    return found
+
+
+def _own_optimizer(trainer: Trainer) -> bool:
+    """Whether the user gave the trainer an optimizer; an earlier `train()` leaves Accelerate's."""
+    return trainer.optimizer is not None and not type(trainer.optimizer).__module__.startswith("accelerate.")
+
+
+def _device(args: Any) -> str:
+    if args.device.type not in ("cpu", "cuda"):
+        raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU")
+    return str(args.device)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The attributes that a method sets or reads."""
+    return inspect.unwrap(function).__code__.co_names  # type: ignore[no-any-return]

@@ -1,0 +1,113 @@
+"""A framework's arguments read as a baseline, and an answer said in them: what all integrations share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autotune import api, techniques
+from autotune.errors import ConfigError
+from autotune.export.arguments import arguments
+from autotune.integrations.live import refuse_several_processes
+from autotune.records.config import Choice
+from autotune.records.result import Result
+from autotune.report.live import live_listener
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from autotune.techniques.frameworks import BATCH
+from autotune.tuning.events import Listener, Note
+
+
+def read(framework: str, given: Mapping[str, Any], task: Task | None = None) -> dict[str, Choice]:
+    """The choices that a framework's arguments make, as a partial config. What they do not say is left out.
+
+    Args:
+        task: tells what "all of the model" means, where arguments know no more than on and off.
+    """
+    found: dict[str, Choice | None] = {}
+    for name, words in BATCH.items():
+        found[name] = words[framework].read(given) if framework in words else None
+    for name, technique in techniques.REGISTRY.items():
+        found[name] = technique.read(framework, given)
+        if found[name] is None and task is not None and framework in technique.frameworks:
+            whole = technique.recomputation(task, task.build_model(), technique.off)
+            found[name] = None if whole is None else technique.read(framework, given, (technique.off, whole.each))
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def plain(framework: str) -> dict[str, Any]:
+    """The framework's arguments for plain training: every technique off that they can say."""
+    said: dict[str, Any] = {}
+    for technique in techniques.REGISTRY.values():
+        said |= technique.write(framework, technique.off) or {}
+    return said
+
+
+def search(
+    task: Task,
+    frameworks: Sequence[str],
+    options: Mapping[str, Any],
+    listener: Listener | None = None,
+    *,
+    device: str = "auto",
+) -> Result:
+    """Search what some frameworks can say. Progress and answer go to stderr unless a listener takes them.
+
+    Args:
+        device: on which the user trains, unless the options have another or a runner of their own.
+
+    Raises:
+        AutotuneError: as `autotune.search` does.
+    """
+    refuse_several_processes()
+    # an edited script is another task; without a script nobody knows
+    version = TaskSource.of(task).script_digest()[:8] or time.strftime("%Y%m%d-%H%M%S")
+    named: dict[str, Any] = {
+        "study": f"{task.name} {version}",
+        "storage": f"studies/{task.name}.db",
+        "frameworks": tuple(frameworks),
+    }
+    if options.get("runner") is None:
+        named["device"] = device
+    view = live_listener(sys.stderr, quiet=False) if listener is None else listener
+    result = api.search(task, listener=view, **{**named, **options})
+    gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
+    told = {name: choice for name, choice in result.config.items() if choice != _before(task, result)[name]}
+    changed = ", ".join(f"{name}={choice}" for name, choice in told.items()) or "nothing to change"
+    study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
+    view.on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
+    return result
+
+
+def changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the answer changes of the baseline: framework -> arguments.
+
+    Raises:
+        ConfigError: an option asked for something that none of the frameworks can say.
+    """
+    before = _before(task, result)
+    changed = {name: choice for name, choice in result.config.items() if choice != before[name]}
+    space = {name: (before[name], choice) for name, choice in changed.items()}
+    said, unsaid = arguments(replace(result, config=changed), space, frameworks, "no argument says it")
+    require_said(unsaid)
+    for words in said.values():
+        words.pop("shuffle", None)  # as it was
+    return said
+
+
+def require_said(unsaid: Mapping[str, str]) -> None:
+    """Raise ConfigError for what of an answer has no words."""
+    if unsaid:
+        raise ConfigError(
+            f"no argument says {' and '.join(unsaid)}, which an option asked for; leave it out, or train with "
+            "autotune.prepare"
+        )
+
+
+def _before(task: Task, result: Result) -> Mapping[str, Choice]:
+    if result.baseline is not None:
+        return result.baseline.config
+    return techniques.complete(task.baseline or {}, global_batch=task.global_batch).as_dict()

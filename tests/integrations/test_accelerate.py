@@ -1,0 +1,66 @@
+"""A decorator hands the config to a function that trains by Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autotune.errors import ConfigError, TaskError
+from autotune.task import Task
+from tests.integrations.answers import known
+from tests.integrations.test_live import dataset, net
+
+accelerate = pytest.importorskip("accelerate")
+from autotune.integrations.accelerate import find_executable_config  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    """One process has one precision, and tests of other files have chosen theirs."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def task() -> Task:
+    return Task.from_loader(net(), DataLoader(dataset(), batch_size=4), baseline={"accumulation_steps": 24})
+
+
+def test_the_function_receives_the_config_and_its_words(tmp_path: Path) -> None:
+    @find_executable_config(task, **known(tmp_path))
+    def train(config: Any, epochs: int) -> tuple[int, str, int]:
+        accelerator = accelerate.Accelerator(cpu=True, **config.accelerator)
+        loader = DataLoader(dataset(), **config.dataloader)
+        return loader.batch_size or 0, accelerator.mixed_precision, accelerator.gradient_accumulation_steps * epochs
+
+    size, precision, steps = train(1)
+    assert size * steps == 96 and size != 4 and precision == "bf16"
+
+
+def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches(tmp_path: Path) -> None:
+    seen = []
+
+    @find_executable_config(task(), **known(tmp_path))
+    def train(config: Any) -> str:
+        seen.append((config["batch_size"], config["accumulation_steps"]))
+        if config["batch_size"] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return "trained"
+
+    assert train() == "trained" and len(seen) > 1 and {size * steps for size, steps in seen} == {96}
+    assert train() == "trained" and seen[-1] == seen[-2], "it starts where it ended"
+
+
+def test_the_decorator_without_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"put on train without a task; write @find_executable_config\(task\)"):
+
+        @find_executable_config
+        def train(config: Any) -> None: ...
+
+
+def test_what_accelerate_has_prepared_is_refused_with_the_next_step() -> None:
+    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(dataset(), batch_size=4))
+    with pytest.raises(TaskError, match=r"make the task before accelerator.prepare"):
+        Task.from_loader(net(), loader)

@@ -1,0 +1,139 @@
+"""Lightning modules, datamodules and trainers are tuned as they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autotune.errors import TaskError
+from autotune.session import prepare
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from tests.integrations.answers import known
+from tests.integrations.test_live import CLASSES, FEATURES, dataset, net
+
+lightning = pytest.importorskip("lightning")
+from autotune.integrations import lightning as integration  # noqa: E402
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.seen: list[tuple[int, torch.dtype]] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        self.seen.append((len(batch[0]), logits.dtype))
+        loss = torch.nn.functional.mse_loss(logits.float(), torch.nn.functional.one_hot(batch[1] % CLASSES).float())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+class Data(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
+    def __init__(self, batch_size: int = 4, number: int = 192) -> None:
+        super().__init__()
+        self.batch_size, self.number = batch_size, number
+
+    def setup(self, stage: str) -> None:
+        self.order = torch.randperm(3)
+        self.samples = dataset(self.number)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
+
+
+def trainer_of(folder: Path, **changes: Any) -> Any:
+    usual = {"max_epochs": 1, "accumulate_grad_batches": 24, "default_root_dir": folder}
+    return lightning.Trainer(**{**QUIET, **usual, **changes})
+
+
+def in_a_probe(task: Task, folder: Path) -> Task:
+    return TaskSource.of(task).handed_over(folder).load()
+
+
+@pytest.mark.parametrize("cls", [Module, Manual])
+def test_a_probe_takes_the_step_that_the_trainer_takes(cls: type[Module], tmp_path: Path) -> None:
+    """Every sample is in the one step."""
+    module, steps = cls(), 4 if cls is Module else 1
+    data = Data(batch_size=64 // steps, number=64)
+    clip = {"gradient_clip_val": 0.05} if cls is Module else {}
+    trainer = trainer_of(tmp_path, accumulate_grad_batches=steps, **clip)
+    task = in_a_probe(integration.task_of(module, data, trainer), tmp_path)
+    session = prepare(task, task.baseline or {}, device="cpu")
+    session.step(next(iter(session.loader)))
+    assert not module.seen and not hasattr(data, "samples") and module._trainer is None
+    trainer.fit(module, data)
+    for ours, theirs in zip(session.model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_asking_a_datamodule_draws_none_of_the_users_random_numbers(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    task = integration.task_of(Module(), Data(), trainer_of(tmp_path, precision="bf16-mixed"))
+    torch.manual_seed(0)  # as `net` has left it
+    assert torch.equal(torch.get_rng_state(), before) or task.baseline is not None
+    assert task.global_batch == 96 and task.baseline is not None
+    assert {"batch_size": 4, "accumulation_steps": 24, "amp": "bf16", "num_workers": 0}.items() <= task.baseline.items()
+
+
+def test_the_answer_is_in_the_words_of_trainer_and_dataloader(tmp_path: Path) -> None:
+    found = integration.tune(Module(), Data(), trainer_of(tmp_path), **known(tmp_path))
+    module, size = Module(), found.dataloader["batch_size"]
+    assert found.trainer["precision"] == "bf16-mixed" and size * found.trainer["accumulate_grad_batches"] == 96
+    trainer = lightning.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path, **found.trainer)
+    trainer.fit(module, DataLoader(dataset(192), shuffle=True, **found.dataloader))
+    assert trainer.global_step == 2 and set(module.seen) == {(size, torch.bfloat16)}
+
+
+def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:
+    module, data = Module(), Data()
+    trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))])
+    trainer.fit(module, data)
+    assert data.batch_size != 4 and data.batch_size * trainer.accumulate_grad_batches == 96
+    assert trainer.global_step == 2 and set(module.seen) == {(data.batch_size, torch.bfloat16)}
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    tune = integration.tune
+    with pytest.raises(TaskError, match=r"Module has no train_dataloader\(\); give tune\(\) a datamodule"):
+        tune(Module())
+    with pytest.raises(TaskError, match="precision is '64-true'; expected '32-true'"):
+        tune(Module(), Data(), trainer_of(tmp_path, precision="64-true"))
+    with pytest.raises(TaskError, match=r"clips gradients by value.*configure_gradient_clipping"):
+        tune(Module(), Data(), trainer_of(tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value"))
+    with pytest.raises(TaskError, match=r"2 devices by .*give tune\(\) a Trainer\(devices=1\)"):
+        tune(Module(), Data(), trainer_of(tmp_path, devices=2, strategy="ddp"))
+    callback = integration.AutotuneCallback("size", **known(tmp_path))
+    with pytest.raises(TaskError, match="attribute size; make the loader from one, or name it"):
+        trainer_of(tmp_path, callbacks=[callback]).fit(Module(), Data())
+    with pytest.raises(TaskError, match=r"given to fit\(\); give a datamodule"):
+        trainer_of(tmp_path, callbacks=[callback]).fit(Module(), DataLoader(dataset(), batch_size=FEATURES))

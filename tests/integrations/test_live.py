@@ -1,0 +1,122 @@
+"""What lives in the user's process reaches the probes as copies, and is the same afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+import autotune
+from autotune.errors import TaskError
+from autotune.session import prepare
+from autotune.task.source import TaskSource
+from autotune.tuning.events import Listener, Note
+
+FEATURES, CLASSES = 12, 4
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 32), torch.nn.ReLU(), torch.nn.Linear(32, CLASSES))
+
+
+def dataset(number: int = 64) -> TensorDataset:
+    made = torch.Generator().manual_seed(0)
+    labels = torch.randint(CLASSES, (number,), generator=made)
+    labels[::3] = -100
+    return TensorDataset(torch.randn(number, FEATURES, generator=made), labels)
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Any) -> None:
+    for x, y in loader:
+        loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    own = [(p.data_ptr(), p.device, p.requires_grad, p.clone(), p.grad) for p in model.parameters()]
+    drawn = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
+    return [own, model.training, len(model._forward_pre_hooks), str(optimizer.state_dict()), drawn]
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on(self, event: Any) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
+
+
+def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp_path: Path) -> None:
+    model, loss = net().eval(), torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(dataset(), batch_size=16, shuffle=True, num_workers=1, persistent_workers=True)
+    trained(model, optimizer, loader, loss)
+    workers = psutil.Process().children()
+    before = state_of(model, optimizer)
+    task = autotune.Task.from_loader(model, loader, loss, optimizer)
+    notes = Notes()
+    result = autotune.search(
+        task, device="cpu", budget="60s", trials=1, storage=str(tmp_path / "live.db"), listener=notes
+    )
+    assert result.baseline is not None and result.baseline.config["num_workers"] == 1
+    after = state_of(model, optimizer)
+    for was, now in zip(before[0], after[0], strict=True):
+        assert was[:3] == now[:3] and torch.equal(was[3], now[3]) and was[4] is now[4]
+    assert before[1:] == after[1:]
+    assert psutil.Process().children() == workers and not torch.cuda.is_initialized()
+    assert any("this process holds" in text and "iB of host memory" in text for text in notes.texts)
+
+
+def test_a_copy_steps_as_the_loop_does(tmp_path: Path) -> None:
+    """The labels that do not count are spread unevenly over the micro batches; one step has all samples."""
+    model, loss = net(), torch.nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    groups = [{"params": model[2].parameters(), "lr": 0.5}, {"params": model[0].weight}]  # type: ignore[index]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    loader = DataLoader(dataset(), batch_size=64)
+    task = autotune.Task.from_loader(model, loader, loss, optimizer)
+    task = TaskSource.of(task).handed_over(tmp_path).load()
+    session = prepare(task, {"batch_size": 16}, device="cpu")
+    assert session.config.accumulation_steps == 4 and session.optimizer.defaults["momentum"] == 0.9
+    session.step(next(iter(session.loader)))
+    assert not torch.equal(session.model.state_dict()["2.weight"], model.state_dict()["2.weight"])
+    trained(model, optimizer, loader, loss)
+    for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_loader_says_the_baseline(tmp_path: Path) -> None:
+    loader = DataLoader(dataset(), batch_size=16, num_workers=2, prefetch_factor=4, drop_last=True)
+    task = autotune.Task.from_loader(net(), loader, baseline={"accumulation_steps": 3, "amp": "bf16"})
+    assert task.baseline is not None and task.global_batch == 48
+    expected = {"batch_size": 16, "accumulation_steps": 3, "num_workers": 2, "prefetch_factor": 4, "amp": "bf16"}
+    assert expected.items() <= task.baseline.items()
+
+
+def test_what_no_task_can_be_made_of_is_refused_with_the_next_step() -> None:
+    model = net()
+    cut = DataLoader(dataset(), batch_sampler=BatchSampler(SequentialSampler(range(64)), 8, drop_last=True))
+    with pytest.raises(TaskError, match=r"batch_sampler.*give one with a batch_size"):
+        autotune.Task.from_loader(model, cut)
+    with pytest.raises(TaskError, match=r"expected one torch.utils.data.DataLoader"):
+        autotune.Task.from_loader(model, [1, 2])  # type: ignore[arg-type]
+    loader = DataLoader(dataset(), batch_size=8)
+    with pytest.raises(TaskError, match=r"parameters that the Sequential does not have.*made after"):
+        autotune.Task.from_loader(model, loader, optimizer=torch.optim.SGD(net().parameters(), lr=1.0))
+    with pytest.raises(TaskError, match=r"wrapped in DataParallel; give the model itself, model.module"):
+        autotune.Task.from_loader(torch.nn.DataParallel(model), loader)
+
+
+def test_a_batch_without_a_target_is_refused_with_the_next_step() -> None:
+    loader = DataLoader(torch.randn(8, FEATURES), batch_size=4)  # type: ignore[arg-type]
+    task = autotune.Task.from_loader(net(), loader, torch.nn.CrossEntropyLoss())
+    with pytest.raises(TaskError, match=r"what is the target.*training_step"):
+        prepare(task, {}, device="cpu").step(torch.randn(4, FEATURES))

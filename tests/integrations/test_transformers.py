@@ -1,0 +1,202 @@
+"""Hugging Face's Trainer is tuned as it stands."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune import prepare
+from autotune.errors import TaskError
+from autotune.task import Task
+from autotune.task.source import TaskSource
+from tests.integrations.answers import known
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from autotune.integrations import transformers as integration  # noqa: E402
+
+QUIET = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "use_cpu": True}
+VOCABULARY = 50
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **off))
+    model.accepts_loss_kwargs = False  # else Trainer adds up the means of the micro batches, which this loss returns
+    return model
+
+
+def accepting() -> Any:
+    """As it comes: Trainer tells its loss how many labels a step has."""
+    model = bert()
+    del model.accepts_loss_kwargs
+    return model
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, **off)
+    )
+
+
+def sentences(number: int = 16) -> list[dict[str, Any]]:
+    made = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(VOCABULARY, (8,), generator=made), "labels": i % 2} for i in range(number)]
+
+
+def texts(number: int = 16) -> list[dict[str, Any]]:
+    """Lines with unequal numbers of labels that count."""
+    lines = sentences(number)
+    labels = [torch.where(torch.arange(8) < 3 + i % 5, line["input_ids"], -100) for i, line in enumerate(lines)]
+    return [{"input_ids": line["input_ids"], "labels": label} for line, label in zip(lines, labels, strict=True)]
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    usual: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+    }
+    usual["adam_epsilon"] = 1e-2  # else a first step is the gradients' signs, those of zeros included
+    return transformers.TrainingArguments(output_dir=str(folder), **{**QUIET, **usual, **changes})
+
+
+def trainer_of(folder: Path, cls: Any = None, *, args: dict[str, Any] | None = None, **given: Any) -> Any:
+    given = {"model": bert(), "train_dataset": sentences(), **given}
+    return (cls or transformers.Trainer)(args=arguments(folder, **(args or {})), **given)
+
+
+def in_a_probe(trainer: Any, folder: Path) -> Task:
+    """The task as the process of a probe has it."""
+    return TaskSource.of(integration.task_of(trainer)).handed_over(folder).load()
+
+
+class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """As the documentation has it, with state of its own, and with a wrapper around the step as SFTTrainer has."""
+
+    def __init__(self, *args: Any, weights: torch.Tensor, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights = weights
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        loss = torch.nn.functional.cross_entropy(model(**inputs).logits, labels, self.weights, reduction="sum")
+        return loss / num_items_in_batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            return super().training_step(*args, **kwargs)
+
+
+class Twice(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+
+def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "args"),
+    [
+        (None, {}, {}),
+        (None, {"model": gpt, "train_dataset": texts()}, {"optim": "adamw_torch_fused", "weight_decay": 0.1}),
+        (None, {"model": gpt, "train_dataset": texts()}, {"label_smoothing_factor": 0.1}),
+        (None, {"compute_loss_func": loss_of}, {"optim": "sgd"}),
+        (None, {"model": None, "model_init": bert}, {"optim": "sgd", "max_grad_norm": 0.1}),
+        (Weighted, {"model": accepting, "weights": torch.tensor([0.2, 0.8])}, {"gradient_accumulation_steps": 2}),
+    ],
+    ids=["plain", "labels that count", "smoothed", "loss function", "model_init", "SFT-style"],
+)
+def test_a_probe_takes_the_step_that_the_trainer_takes(cls: Any, given: Any, args: Any, tmp_path: Path) -> None:
+    """Every sample is in the one step, so that their order does not matter."""
+    given = {name: value() if name == "model" and value else value for name, value in given.items()}
+    trainer = trainer_of(tmp_path, cls, args=args, **given)
+    dataset = trainer.train_dataset
+    trainer.train_dataset = dataset[: 4 * trainer.args.gradient_accumulation_steps]
+    session = prepare(in_a_probe(trainer, tmp_path), integration.task_of(trainer).baseline or {}, device="cpu")
+    session.step(next(iter(session.loader)))
+    trainer.train()
+    for (name, ours), theirs in zip(session.model.named_parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_optimizer_of_the_users_own_steps_in_probes(tmp_path: Path) -> None:
+    model = bert()
+    optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.5, momentum=0.9)
+    trainer = trainer_of(tmp_path, model=model, optimizers=(optimizer, None))
+    session = prepare(in_a_probe(trainer, tmp_path), {}, device="cpu")
+    assert type(session.optimizer) is torch.optim.SGD and session.optimizer.param_groups[0]["momentum"] == 0.9
+    assert session.optimizer.param_groups[0]["params"] == list(session.model.classifier.parameters())  # type: ignore[operator, union-attr]
+
+
+def test_the_trainers_arguments_are_the_baseline(tmp_path: Path) -> None:
+    said = {"bf16": True, "gradient_checkpointing": True, "dataloader_num_workers": 2, "optim": "adamw_torch_fused"}
+    task = integration.task_of(trainer_of(tmp_path, args=said))
+    expected = {"batch_size": 4, "accumulation_steps": 4, "amp": "bf16", "num_workers": 2, "optimizer_impl": "fused"}
+    assert task.baseline is not None and expected.items() <= task.baseline.items()
+    assert task.baseline["checkpoint_segments"] == 3 and task.global_batch == 16
+
+
+def test_the_arguments_come_back_changed_where_the_answer_says_so(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "optim": "adamw_torch"}
+    trainer = trainer_of(tmp_path, args=asked)
+    found = integration.tune(trainer, **known(tmp_path))
+    names = [item.name for item in fields(found)]
+    changed = {name: getattr(found, name) for name in names if getattr(found, name) != getattr(trainer.args, name)}
+    expected = {"per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optim"}
+    assert changed.keys() == expected and changed["bf16"] and changed["optim"] == "adamw_torch_fused"
+    assert found.per_device_train_batch_size * found.gradient_accumulation_steps == 96
+
+
+def test_the_callback_tunes_before_training_begins(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "max_steps": 2}
+    callback = integration.AutotuneCallback(**known(tmp_path))
+    trainer = trainer_of(tmp_path, args=asked, callbacks=[callback], train_dataset=sentences(192))
+    sizes: list[tuple[int, bool]] = []
+    trainer.model.classifier.register_forward_pre_hook(
+        lambda _, inputs: sizes.append((len(inputs[0]), torch.is_autocast_enabled("cpu")))
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert sum(size for size, _ in sizes) == 2 * 96 and {autocast for _, autocast in sizes} == {True}
+    assert {size for size, _ in sizes} == {trainer.args.per_device_train_batch_size} != {4}
+
+
+def test_a_step_with_two_backward_passes_is_refused_with_the_reason(tmp_path: Path) -> None:
+    session = prepare(in_a_probe(trainer_of(tmp_path, Twice), tmp_path), {}, device="cpu")
+    with pytest.raises(TaskError, match=r"Twice calls backward 2 times; expected once.*compute_loss"):
+        session.step(next(iter(session.loader)))
+
+
+def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TaskError, match="no train_dataset; give it"):
+        integration.tune(trainer_of(tmp_path, train_dataset=None))
+
+    class Looped(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(TaskError, match=r"Looped has a _inner_training_loop of its own.*model file"):
+        integration.tune(trainer_of(tmp_path, Looped))
+    trainer = trainer_of(tmp_path)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(TaskError, match=r"DeepSpeed.*tune it without first"):
+        integration.tune(trainer)
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(TaskError, match=r"one of 2 that train together.*alone first"):
+        integration.tune(trainer, storage=str(tmp_path / "x.db"))
