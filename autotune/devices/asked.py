@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.lazy import torch
+
 _PATIENCE_S = 60.0
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, WSL's, AMD's
 _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -83,8 +85,6 @@ def answer() -> None:
     with warnings.catch_warnings(record=True) as said:  # `is_available` tells by a warning why not
         warnings.simplefilter("always")
         try:
-            import torch
-
             number = torch.cuda.device_count() if torch.cuda.is_available() else 0
             gpus = [asdict(describe(torch, index)) for index in range(number)]
         except Exception as error:

@@ -15,16 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from autotune.devices.base import Device
 from autotune.errors import DeviceError
+from autotune.lazy import torch
 from autotune.records.calibration import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, Rate
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_seconds
-
-if TYPE_CHECKING:
-    import torch
 
 # of measuring; a context on a GPU, and what libraries do once, come before. A GPU loads each kernel when it is first used.
 TOTAL_S = {"cpu": 3.0, "cuda": 6.0}
@@ -222,15 +220,11 @@ def _best_s(device: Device, run: Callable[[], object]) -> float:
 
 
 def _type(arithmetic: str) -> torch.dtype:
-    import torch
-
     return {BF16: torch.bfloat16, FP16: torch.float16}.get(arithmetic, torch.float32)
 
 
 def _matmul(device: Device, arithmetic: str, rows: int) -> Work:
     """A product of square matrices."""
-    import torch
-
     torch.set_float32_matmul_precision("high" if arithmetic == TF32 else "highest")
     matrix = torch.randn(rows, rows, device=device.torch_device).to(_type(arithmetic))  # ones would spare a GPU power
     return lambda: matrix @ matrix, 2.0 * rows**3
@@ -238,8 +232,6 @@ def _matmul(device: Device, arithmetic: str, rows: int) -> Work:
 
 def _fp8_matmul(device: Device, rows: int) -> Work:
     """A product of square matrices in `float8_e4m3fn`, scaled by one number each, with a result in bf16."""
-    import torch
-
     matrix = torch.randn(rows, rows, device=device.torch_device).to(torch.float8_e4m3fn)
     scale = torch.ones((), device=device.torch_device)
     multiply = partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
@@ -248,8 +240,6 @@ def _fp8_matmul(device: Device, rows: int) -> Work:
 
 def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
     """A 3x3 convolution with its backward pass, as training runs it: three times the FLOPs of the forward pass."""
-    import torch
-
     number, rows = IMAGES[device.kind]
     shape = (number, channels, rows, rows)
     images, weight, gradient = (
@@ -267,16 +257,12 @@ def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
 
 
 def _copying(device: Device) -> Iterator[Message]:
-    import torch
-
     source = torch.ones(COPIED_BYTES[device.kind], dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     yield {"value": 2 * source.numel() / _best_s(device, lambda: target.copy_(source))}
 
 
 def _launching(device: Device) -> Iterator[Message]:
-    import torch
-
     number = torch.ones((), device=device.torch_device)
 
     def run() -> None:
@@ -287,16 +273,12 @@ def _launching(device: Device) -> Iterator[Message]:
 
 
 def _allocating(device: Device) -> Iterator[Message]:
-    import torch
-
     yield {
         "value": _best_s(device, lambda: torch.empty(ALLOCATED_BYTES, dtype=torch.uint8, device=device.torch_device))
     }
 
 
 def _uploading(device: Device) -> Iterator[Message]:
-    import torch
-
     source = torch.ones(COPIED_BYTES["cpu"], dtype=torch.uint8).pin_memory()
     target = torch.empty_like(source, device=device.torch_device)
     yield {"value": source.numel() / _best_s(device, lambda: target.copy_(source, non_blocking=True))}

@@ -7,7 +7,6 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -15,11 +14,9 @@ from autotune.devices import cgroup, oom, procfs
 from autotune.devices.base import Device, Telemetry
 from autotune.devices.contention import ProcessorWatch, processors
 from autotune.errors import DeviceError
+from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes, plural
-
-if TYPE_CHECKING:
-    import torch
 
 # how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
 # and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
@@ -84,8 +81,6 @@ class CpuDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         """The device as torch's own object."""
-        import torch
-
         return torch.device("cpu")
 
     def enter(self) -> None:
@@ -225,7 +220,5 @@ def _start_compute_threads() -> None:
 
     Their stacks count towards the limit, and the OpenMP library ends the process when it cannot start one.
     """
-    import torch
-
     elements_per_thread = 2**15  # below this torch does not share the work out
     torch.ones(2 * elements_per_thread * torch.get_num_threads(), dtype=torch.uint8)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from autotune.devices import oom
 from autotune.devices.base import Device, Telemetry
 from autotune.devices.instruments import Instruments, has_context
 from autotune.devices.outside import OutsideMemory
 from autotune.errors import DeviceError
+from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 # how near its limit, or the whole card its end, must be to blame memory for a library's failure
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 512 * MIB, 0.05
@@ -77,8 +74,6 @@ class CudaDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         """The device as torch's own object."""
-        import torch
-
         return torch.device("cuda", self._index)
 
     def enter(self) -> None:
@@ -87,8 +82,6 @@ class CudaDevice(Device):
         Raises:
             DeviceError: torch cannot use it: the driver is too old, or torch has no kernels for it.
         """
-        import torch
-
         self._enter()
         torch.cuda.set_device(self._index)  # a session on another GPU may have come between
 
@@ -100,8 +93,6 @@ class CudaDevice(Device):
         Raises:
             DeviceError: the context alone is larger than the limit, or torch cannot use the GPU.
         """
-        import torch
-
         self._enter()
         outside_bytes = self._outside_bytes()
         if outside_bytes >= limit_bytes:
@@ -125,14 +116,10 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         """Wait for all work queued on the GPU."""
-        import torch
-
         torch.cuda.synchronize(self._index)
 
     def peak_bytes(self) -> int:
         """The most that the allocator has reserved, plus the most seen outside it."""
-        import torch
-
         self._enter()
         self._outside_bytes()
         return torch.cuda.max_memory_reserved(self._index) + self._outside.peak_bytes
@@ -142,8 +129,6 @@ class CudaDevice(Device):
 
         Reserved memory would not do: it grows by segments, and hides a leak for a while.
         """
-        import torch
-
         self._enter()
         return torch.cuda.memory_allocated(self._index) + self._outside_bytes()
 
@@ -152,8 +137,6 @@ class CudaDevice(Device):
 
         Before it raises, the allocator frees its cached blocks, which the peak still counts.
         """
-        import torch
-
         self._enter()
         return torch.cuda.memory_reserved(self._index) + self._outside_bytes()
 
@@ -162,8 +145,6 @@ class CudaDevice(Device):
 
         Without a context this process has nothing on the card: if not even that found room, others hold the memory.
         """
-        import torch
-
         if not self._entered:
             return True
         if self._limit_bytes is None:
@@ -175,8 +156,6 @@ class CudaDevice(Device):
 
     def memory_detail(self) -> dict[str, float]:
         """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`."""
-        import torch
-
         self._enter()
         self._outside_bytes()
         return {
@@ -199,8 +178,6 @@ class CudaDevice(Device):
 
         It allocates nothing: where there is no context yet, none is made.
         """
-        import torch
-
         if oom.kernel_oom_kills() > self._oom_kills:
             return True
         if not self._entered:
@@ -216,8 +193,6 @@ class CudaDevice(Device):
 
     def _enter(self) -> None:
         """Create the context and load what every training run loads, once."""
-        import torch
-
         if self._entered:
             return
         if not has_context():
@@ -238,8 +213,6 @@ class CudaDevice(Device):
 
     def _outside_bytes(self) -> int:
         """What this process has on the card outside torch's allocator now."""
-        import torch
-
         booked_bytes, shared = self._instruments.booked_bytes()
         return self._outside.now_bytes(
             reserved_bytes=torch.cuda.memory_reserved(self._index),
@@ -249,8 +222,6 @@ class CudaDevice(Device):
         )
 
     def _counts(self) -> dict[str, int]:
-        import torch
-
         statistics = torch.cuda.memory_stats(self._index)
         return {name: int(statistics.get(name, 0)) for name in ("num_alloc_retries", "num_ooms")}
 
@@ -260,8 +231,6 @@ def _load_libraries(device: torch.device) -> None:
 
     Their handles and kernels lie outside the allocator, and would grow after the limit was set.
     """
-    import torch
-
     ones = torch.ones(16, 16, device=device, requires_grad=True)
     product = torch.nn.functional.linear(ones @ ones, ones, torch.ones(16, device=device))
     if torch.version.hip is None:  # MIOpen would search for its fastest kernel, which takes seconds

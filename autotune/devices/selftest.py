@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.devices import nvml, open_device
 from autotune.devices.oom import attempted_bytes
+from autotune.lazy import torch
 from autotune.units import GIB, MIB
 
 Facts = dict[str, Any]
@@ -21,8 +22,6 @@ def first_line(error: BaseException) -> str:
 
 def memory_limit(name: str) -> Facts:
     """Fill the device block by block until it fails under a limit."""
-    import torch
-
     device = open_device(name)
     device.enter()
     gpu = device.kind == "cuda"
@@ -43,8 +42,6 @@ def memory_limit(name: str) -> Facts:
 
 def other_error(name: str) -> Facts:
     """Raise what is no lack of memory: shapes that do not match."""
-    import torch
-
     device = open_device(name)
     device.enter()
     try:
@@ -56,8 +53,6 @@ def other_error(name: str) -> Facts:
 
 def books(name: str) -> Facts:
     """Hold a known amount, and compare the device's peak with it and with what driver or kernel book."""
-    import torch
-
     device = open_device(name)
     device.enter()
     held_bytes = 256 * MIB
@@ -79,8 +74,6 @@ def books(name: str) -> Facts:
 
 def hold(name: str) -> Facts:
     """Hold memory until it is killed; what `autotune doctor` kills."""
-    import torch
-
     device = open_device(name)
     device.enter()
     block = torch.ones(GIB // 2, dtype=torch.uint8, device=device.torch_device)
@@ -90,8 +83,6 @@ def hold(name: str) -> Facts:
 
 def clock(name: str) -> Facts:
     """Time the same work by the wall clock and by the GPU's own events."""
-    import torch
-
     device = open_device(name)
     device.enter()
     matrix = torch.ones(2048, 2048, device=device.torch_device)
@@ -114,8 +105,6 @@ def clock(name: str) -> Facts:
 
 def page_locked(name: str) -> Facts:
     """Copy a batch to the GPU from pageable and from page-locked memory."""
-    import torch
-
     device = open_device(name)
     device.enter()
     facts: Facts = {}
@@ -134,8 +123,6 @@ def page_locked(name: str) -> Facts:
 
 def workers(name: str) -> Facts:
     """Load a few batches in two processes."""
-    import torch
-
     warnings.simplefilter("ignore")  # torch's, that two are many for a machine with one processor
     samples = torch.arange(64.0)
     loader = torch.utils.data.DataLoader(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task.describe import describe
-
-if TYPE_CHECKING:
-    import torch
 
 _REPLACING_HOOKS = ("optimizer_step", "backward")
 _UNUSED_HOOKS = (
@@ -147,8 +145,6 @@ def optimizers_of(result: Any) -> tuple[list[torch.optim.Optimizer], int]:
     Raises:
         TaskError: there is none.
     """
-    import torch
-
     found = list(_leaves(result))
     optimizers = [leaf for leaf in found if isinstance(leaf, torch.optim.Optimizer)]
     if not optimizers:
@@ -228,8 +224,6 @@ class LightningData:
         return self._load().collate_fn(samples)
 
     def _load(self) -> torch.utils.data.DataLoader[Any]:
-        import torch
-
         if self._loader is None:
             module = self._build_model()
             if not may_have_data(type(module)):
@@ -253,8 +247,6 @@ def _is_lightnings_own(base: type) -> bool:
 def _clip_gradients(
     optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
 ) -> None:
-    import torch
-
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if gradient_clip_val and gradient_clip_algorithm == "value":
         torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from autotune.lazy import torch
 
 _MAX_ITEMS = 6
 
 
 def describe(value: Any) -> str:
     """`(x, y)` -> `a tuple of 2 (a float32 tensor of shape (2, 8), an int64 tensor of shape (2,))`."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         kind = element_type(value)
         return f"{_article(kind)} {kind} tensor of shape {shape(value)}"

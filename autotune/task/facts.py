@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.task import adapters, samples
 from autotune.task.describe import describe, element_type, shape
@@ -15,8 +16,6 @@ from autotune.task.source import source_hash
 from autotune.task.usercode import is_allocation_failure, user_code
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task.task import Task
 
 
@@ -110,8 +109,6 @@ def gather_facts(task: Task) -> TaskFacts:
 
 
 def _class_of(optimizer: Any) -> str:
-    import torch
-
     if not isinstance(optimizer, torch.optim.Optimizer):
         return ""
     kind = type(optimizer)
@@ -211,8 +208,6 @@ def _batch(task: Task, batch_size: int) -> Any:
 
 
 def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
-    import torch
-
     from autotune.task.batches import to_device
 
     what = (
@@ -249,8 +244,6 @@ def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch
 
 
 def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    import torch
-
     advice = (
         "return an optimizer from configure_optimizers(model) whose step() takes this model's gradients and needs no "
         f"closure, such as torch.optim.SGD; or {adapters.WHOLE_STEP}"
@@ -268,8 +261,6 @@ def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def _check_blocks(model: torch.nn.Module, blocks: Any) -> None:
-    import torch
-
     inside = {id(module) for module in model.modules()}
     is_list = isinstance(blocks, list | tuple | torch.nn.ModuleList | torch.nn.Sequential)
     if not is_list or not len(blocks) or not all(id(block) in inside for block in blocks):

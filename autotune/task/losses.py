@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task.describe import describe
-
-if TYPE_CHECKING:
-    import torch
 
 IGNORED_LABEL = -100  # what torch's cross entropy and Hugging Face models leave out of the mean
 
@@ -25,8 +23,6 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
     Raises:
         TaskError: none of these fits. It describes the batch and shows the `training_step` to write.
     """
-    import torch
-
     if isinstance(batch, Mapping):
         output = model(**batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -47,8 +43,6 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
 
 def reported(returned: Any) -> torch.Tensor:
     """The sum of the losses that a `train_step` returned, in any structure; zero for none."""
-    import torch
-
     from autotune.task.batches import contents
 
     if isinstance(returned, torch.Tensor):
@@ -66,8 +60,6 @@ def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
         batch: a micro batch, on any device.
         shifts_labels: the model is a causal language model that predicts label t + 1 at t and so never label 0.
     """
-    import torch
-
     if isinstance(batch, Mapping):
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or not _is_integer(labels) or labels.dim() < 2:
@@ -80,8 +72,6 @@ def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
 
 
 def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
-    import torch
-
     scores = logits.dim() == y.dim() + 1 and y.dim() > 0
     class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1
     class_second = scores and (logits.shape[0], *logits.shape[2:]) == tuple(y.shape) and logits.shape[1] > 1
@@ -99,8 +89,6 @@ def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.T
 
 
 def _mean_squared_error(output: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
-    import torch
-
     if output.shape != y.shape:
         # (N, 1) against (N,) would broadcast to (N, N) without a word
         if [size for size in output.shape if size != 1] != [size for size in y.shape if size != 1]:
@@ -111,8 +99,6 @@ def _mean_squared_error(output: torch.Tensor, y: torch.Tensor, batch: Any) -> to
 
 
 def _is_pair(batch: Any) -> bool:
-    import torch
-
     return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
 
 
@@ -129,8 +115,6 @@ def _no_default(batch: Any, why: str, output: Any) -> TaskError:
 
 def _example(batch: Any, output: Any) -> str:
     """A `training_step` to start from, with the batch's own names and the model's output."""
-    import torch
-
     target, unpack, call = "target", "", "batch"
     if isinstance(batch, Mapping):
         known = (name for name in ("labels", "label", "targets", "target", "y") if name in batch)

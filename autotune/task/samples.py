@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task.describe import describe
 from autotune.units import plural
 
@@ -18,8 +19,6 @@ MAX_SAMPLING_S = 2.0
 
 def check_dataset(dataset: Any) -> Any:
     """Return `dataset` if batches can be made of it. Raises TaskError otherwise."""
-    import torch
-
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise TaskError(
             "train_dataset returned a DataLoader; expected its dataset, so that the batch size can be searched: "
@@ -106,6 +105,4 @@ def width(sample: Any) -> int:
 
 
 def _is_stream(dataset: Any) -> bool:
-    import torch
-
     return isinstance(dataset, torch.utils.data.IterableDataset)

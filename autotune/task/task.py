@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
@@ -18,8 +19,6 @@ from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task.batches import CannotCutError, Cuts
     from autotune.task.source import Origin
 
@@ -130,8 +129,6 @@ class Task:
         Raises:
             TaskError: the result is not a module, has nothing to train, or is not a new model.
         """
-        import torch
-
         model = self.built()
         if not isinstance(model, torch.nn.Module):
             hint = "is `return model` missing?" if model is None else "return the module itself"
@@ -171,8 +168,6 @@ class Task:
 
     def optimizer_and_schedulers(self, model: torch.nn.Module) -> tuple[Any, int]:
         """Like `optimizer`, with the number of learning-rate schedulers returned with it, which are not used."""
-        import torch
-
         if self.configure_optimizers is not None:
             result: Any = self.configure_optimizers(model)
         elif adapters.is_lightning(model) and adapters.overrides(type(model), "configure_optimizers"):
@@ -216,8 +211,6 @@ class Task:
 
         Raises TaskError when it is not a scalar, has no gradient, or no default loss fits.
         """
-        import torch
-
         if self.training_step is not None:
             source, loss = "training_step", self.training_step(model, batch)
         elif adapters.is_lightning(model):
@@ -274,8 +267,6 @@ class Task:
         Raises:
             CannotCutError: only the task's own code can make smaller batches.
         """
-        import torch
-
         from autotune.task.batches import CannotCutError, find_cuts
 
         known = _KNOWN.setdefault(self, _Known())
@@ -360,8 +351,6 @@ class Task:
 
     def _known(self) -> _Known:
         """Facts that a built model tells. Where one has to be built for them, nobody's random numbers change."""
-        import torch
-
         known = _KNOWN.setdefault(self, _Known())
         if known.last_model is None:
             with restored_randomness(torch.device("cpu")):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autotune.errors import AutotuneError, TaskError
+from autotune.lazy import torch
 
 _MAX_TEXT = 400  # characters of an exception's own text in a message; the frames hold it whole
 _ALLOCATION_FAILURES = (
@@ -49,8 +50,6 @@ def user_code(what: str, next_step: str = "correct it there and run again") -> I
 
 def is_allocation_failure(error: BaseException) -> bool:
     """Whether `error`, or an exception that led to it, is a failed allocation of torch or Python."""
-    import torch
-
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

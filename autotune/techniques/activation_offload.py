@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
@@ -15,8 +16,6 @@ from autotune.techniques.checkpoint_segments import blocks_of, thinned
 from autotune.techniques.expectation import Expectation, Factor
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task import Task
 
 _SMALLEST_BYTES = 64 * 1024  # smaller tensors cost more to move than they are worth
@@ -86,7 +85,6 @@ class _Offloaded:
         self.original = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
         call = self.original or type(self.module).forward.__get__(self.module)
@@ -120,8 +118,6 @@ class _Store:
     """Moves tensors to host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -130,8 +126,6 @@ class _Store:
 
     def move(self, tensor: torch.Tensor) -> _Moved:
         """Begin to copy a tensor to the host."""
-        import torch
-
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
         if self.stream is None:
             return _Moved(host.copy_(tensor), self.device, None)
@@ -153,8 +147,6 @@ class _Moved:
 
     def back(self) -> torch.Tensor:
         """The tensor on the device."""
-        import torch
-
         found: torch.Tensor | None = self.present()
         if found is None:
             if self.copied is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from autotune.lazy import torch
 from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
@@ -17,8 +18,6 @@ from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TRA
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.devices.base import Device
 
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
@@ -97,8 +96,6 @@ class Amp(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Wrap the forward pass; fp16 gets a GradScaler, bf16 (which has fp32's range) none."""
-        import torch
-
         dtype = torch.bfloat16 if choice == "bf16" else torch.float16
         build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype))
         if choice == "fp16":
@@ -152,8 +149,6 @@ def _hint(device: Device, choice: str) -> str:
 
 def _has_arithmetic(choice: str) -> bool:
     """Whether oneDNN, which computes torch's matrix products in short types on a CPU, has this processor's instructions."""
-    import torch
-
     try:
         supports = torch.ops.mkldnn
         return bool(supports._is_mkldnn_bf16_supported() if choice == "bf16" else supports._is_mkldnn_fp16_supported())
@@ -162,8 +157,6 @@ def _has_arithmetic(choice: str) -> bool:
 
 
 def _trains_in_fp16(device: torch.device) -> bool:
-    import torch
-
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     try:
         with warnings.catch_warnings():

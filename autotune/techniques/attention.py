@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-
-if TYPE_CHECKING:
-    import torch
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
@@ -62,8 +60,6 @@ class Attention(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Set the process's preference, or the model's implementation."""
-        import torch
-
         if choice == "sdpa":
             _set_implementation(_eager(build.model), "sdpa")
         elif choice == "math":
@@ -77,8 +73,6 @@ class Attention(Technique):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        import torch
-
         order = torch._C._get_sdp_priority_order()
         switched = {kernel: getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _FUSED}
         try:
@@ -155,8 +149,6 @@ def _calls(setting: Setting) -> list[bool]:
 
 def _refusal(name: str, capability: tuple[int, int], masked: Sequence[bool]) -> str:
     """Why a kernel is not worth preferring; empty where it is."""
-    import torch
-
     least = _CAPABILITY[name]
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
@@ -175,6 +167,4 @@ def _number(name: str) -> int:
 
 
 def _switch(kernel: str) -> Callable[[bool], None]:
-    import torch
-
     return cast("Callable[[bool], None]", getattr(torch.backends.cuda, f"enable_{kernel}_sdp"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    import torch
+from autotune.lazy import torch
 
 # Blocks inside the blocks of a chain are taken instead when they hold nearly all of its layers (stages of a residual
 # network): finer pieces keep fewer activations alive while one of them is recomputed. Experts of a mixture hold less.
@@ -62,8 +61,6 @@ def _repeated_kind(chain: Chain) -> type[torch.nn.Module] | None:
 
 def _chains(module: torch.nn.Module) -> Iterator[Chain]:
     """Every container of two blocks or more, outer ones first."""
-    import torch
-
     if _is_sequential(module) or isinstance(module, torch.nn.ModuleList):
         blocks = tuple(dict.fromkeys(_blocks(module)))
         if _is_sequential(module) and blocks == tuple(module.children()):
@@ -83,8 +80,6 @@ def _join(chains: list[Chain]) -> Chain:
 
 def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The children of a container; lists among them are laid flat, a `Sequential` of blocks is its own chain."""
-    import torch
-
     for child in container.children():
         if isinstance(child, torch.nn.ModuleList):
             yield from _blocks(child)
@@ -93,22 +88,16 @@ def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _is_sequential(module: torch.nn.Module) -> bool:
-    import torch
-
     return isinstance(module, torch.nn.Sequential) and type(module).forward is torch.nn.Sequential.forward
 
 
 def is_layer(module: torch.nn.Module) -> bool:
     """One of torch's own layers, which keeps its input and little else: recomputing it alone gains nothing."""
-    import torch
-
     own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, torch.nn.RNNBase)
     return own and next(module.children(), None) is None
 
 
 def _is_worth_recomputing(chain: Chain) -> bool:
-    import torch
-
     # A scripted block has no forward that could be replaced.
     scripted = any(isinstance(block, torch.jit.ScriptModule) for block in chain.blocks)
     return len(chain.blocks) > 1 and _num_layers(chain) > 1 and not scripted

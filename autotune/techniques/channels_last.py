@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ChannelsLast(Switch):
@@ -31,8 +29,6 @@ class ChannelsLast(Switch):
 
         Their input need not be in the batch as it is: models stack lists of images, and make spectrograms of sound.
         """
-        import torch
-
         from autotune.task.batches import map_tensors
 
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
@@ -60,8 +56,6 @@ class ChannelsLast(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the model in place and every micro batch as it arrives."""
-        import torch
-
         from autotune.task.batches import map_tensors
 
         build.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -69,7 +63,5 @@ class ChannelsLast(Switch):
 
 
 def _to_channels_last(tensor: torch.Tensor) -> Any:
-    import torch
-
     is_image = tensor.dim() == 4 and tensor.is_floating_point()
     return tensor.to(memory_format=torch.channels_last) if is_image else tensor

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
@@ -66,8 +67,6 @@ class CheckpointPolicy(Technique):
 
     def _try(self, setting: Setting) -> None:
         """Take a step with every block recomputed. Raises where a block changes in place what is kept, for example."""
-        import torch
-
         model = setting.model
         forwards = {module: vars(module).get("forward") for module in model.modules()}
         build = Build(task=setting.task, device=setting.device, config=Config(tuple(setting.baseline.items())))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
@@ -30,7 +31,6 @@ class CudnnBenchmark(Switch):
 
     def support(self, setting: Setting) -> Support:
         """It applies to models with convolutions on CUDA, unless the model file switches it on already."""
-        import torch
         from torch.nn.modules.conv import _ConvNd
 
         if setting.device.kind != "cuda":
@@ -43,14 +43,10 @@ class CudnnBenchmark(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch it on for the rest of the process."""
-        import torch
-
         torch.backends.cudnn.benchmark = True
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        import torch
-
         before = torch.backends.cudnn.benchmark
         try:
             yield

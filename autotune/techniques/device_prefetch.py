@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DevicePrefetch(Switch):
@@ -78,15 +76,11 @@ class _OnSideStream(_Copier):
     """Copies on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         super().__init__(device)
         self.stream = torch.cuda.Stream(device)
 
     def begin(self, batch: Any) -> Callable[[], Any]:
         """Begin to copy a batch beside what the device computes."""
-        import torch
-
         with torch.cuda.stream(self.stream):
             copied = super().begin(batch)()
             done = self.stream.record_event()

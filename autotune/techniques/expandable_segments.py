@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
@@ -65,8 +66,6 @@ class ExpandableSegments(Switch):
 
 def _settings() -> str:
     """What the allocator is set to; before torch 2.9 what the environment says."""
-    import torch
-
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         return str(torch._C._accelerator_getAllocatorSettings())
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
@@ -74,8 +73,6 @@ def _settings() -> str:
 
 def _set(settings: str) -> None:
     """Set the allocator to `settings` and nothing else."""
-    import torch
-
     if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         torch._C._accelerator_setAllocatorSettings(settings)
     else:

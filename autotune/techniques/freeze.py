@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autotune.errors import ConfigError
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import UnsupportedError
@@ -17,8 +18,6 @@ from autotune.techniques.partition import Partition
 from autotune.units import plural
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task import Task
 
 _BLOCKS = re.compile(r"blocks:([1-9]\d*)")
@@ -70,8 +69,6 @@ class Freeze(Partition):
         build_model = task.build_model
 
         def build_frozen(*variant: str) -> torch.nn.Module:
-            import torch
-
             model = build_model(*variant)
             if isinstance(model, torch.nn.Module):  # the task refuses anything else
                 for parameter in _frozen(task, model, str(choice)):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+from autotune.lazy import torch
 from autotune.randomness import restored_randomness
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
@@ -15,8 +16,6 @@ from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.recomputed import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task import Task
 
 # Modules whose backward pass in place needs their result only. The others of torch (SiLU, Mish, Hardtanh) keep a copy of
@@ -93,8 +92,6 @@ def _switch(modules: Sequence[Any], on: bool) -> None:
 
 def _only_in_training(module: Any, args: Any) -> None:
     """Before a call. Evaluation may use the input again, and has nothing to save."""
-    import torch
-
     module.inplace = module.training and torch.is_grad_enabled()
 
 
@@ -146,8 +143,6 @@ def _train(
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> None:
     """Forward and backward pass; without gradients, as where memory is short, forward alone."""
-    import torch
-
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())

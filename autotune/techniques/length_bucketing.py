@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.task.samples import NUM_SAMPLED, width
@@ -99,8 +100,6 @@ class _Buckets:
         return len(self._widths)
 
     def __iter__(self) -> Iterator[int]:
-        import torch
-
         size = self._batch_size
         positions = torch.randperm(len(self)).tolist()
         full = len(self) - len(self) % size

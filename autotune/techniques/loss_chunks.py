@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
@@ -12,8 +13,6 @@ from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.techniques.tensors.scores import Use
 
 _FEWEST_CLASSES = 4096  # with fewer, the scores are no large part of what a model keeps
@@ -70,8 +69,6 @@ class LossChunks(Switch):
 
 
 def _heads(model: torch.nn.Module) -> list[Any]:
-    import torch
-
     return [
         module
         for module in model.modules()
@@ -110,8 +107,6 @@ class _InPieces:
         self.use = use
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
-        import torch
-
         from autotune.techniques.tensors.scores import Scores
 
         module = self.module

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
+from autotune.lazy import torch
 from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
@@ -66,14 +67,10 @@ class MatmulPrecision(Technique):
         Not by `fp32_precision`: once that is set for one backend, the older getters raise, and inductor and Lightning read
         those.
         """
-        import torch
-
         torch.set_float32_matmul_precision("high")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        import torch
-
         before = _precision()
         try:
             yield
@@ -91,8 +88,6 @@ class MatmulPrecision(Technique):
 
 def _precision() -> str | None:
     """`highest`, `high` or `medium`; None where the model file has set one backend's `fp32_precision`, so that nobody can ask."""
-    import torch
-
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

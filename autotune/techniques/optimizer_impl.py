@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
@@ -13,8 +14,6 @@ from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 
-if TYPE_CHECKING:
-    import torch
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -99,8 +98,6 @@ def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) ->
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    import torch
-
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind or "foreach" not in optimizer.defaults:
         return f"{kind.__name__} is not an optimizer of torch.optim with several implementations"
@@ -113,8 +110,6 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _refusal(optimizer: torch.optim.Optimizer, implementation: str) -> str:
     """Why the implementation does not work, found by taking a step on one-element stand-ins; empty when it does."""
-    import torch
-
     if implementation == "fused" and "fused" not in optimizer.defaults:
         return f"{type(optimizer).__name__} has no fused implementation"
     groups = []

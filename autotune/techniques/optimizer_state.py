@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from autotune.devices.compiler import why_not_on
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
@@ -15,8 +16,6 @@ from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.devices.base import Device
 TORCHAO_MISSING = "torchao is not installed; `pip install 'autotune-torch[lean]'` installs it"
 _COMPILING_S = 90.0  # torchao compiles its step for each shape of a parameter: 18 s were seen for one on a CPU
@@ -70,8 +69,6 @@ class OptimizerState(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let the optimizer step in the chosen way; state is made in its first step."""
-        import torch
-
         from autotune.techniques.tensors.copies import CopySteps, take_steps_by
 
         optimizer = build.optimizer
@@ -111,7 +108,6 @@ class OptimizerState(Technique):
 
 def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
     """Steps of torchao's optimizer on the groups and the state of another one."""
-    import torch
     from torchao import optim
 
     decouples = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
@@ -130,8 +126,6 @@ def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[t
 
 
 def _why_not_low_bit(optimizer: torch.optim.Optimizer, device: Device) -> str:
-    import torch
-
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         return f"torchao has Adam and AdamW in so few bits, the task's optimizer is {kind.__name__}"

@@ -7,6 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.lazy import torch
 from autotune.records.calibration import BF16
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
@@ -17,8 +18,6 @@ from autotune.techniques.frameworks import ACCELERATE, Table, Words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.devices.base import Device
 _FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
@@ -67,8 +66,6 @@ class ParamDtype(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the weights, and let the optimizer step on their values in fp32; or replace linear layers' forward."""
-        import torch
-
         from autotune.techniques.tensors.copies import CopySteps, take_steps_by
 
         model, optimizer = build.model, build.optimizer
@@ -110,8 +107,6 @@ class ParamDtype(Technique):
 
 def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """What is in fp32 and has, or stands beside, a matrix."""
-    import torch
-
     found: dict[torch.nn.Parameter, None] = {}
     sparse: set[torch.nn.Parameter] = set()
     for module in model.modules():
@@ -124,8 +119,6 @@ def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _linear_layers(model: torch.nn.Module) -> list[Any]:
-    import torch
-
     def fits(module: torch.nn.Module) -> bool:
         sides = (module.in_features, module.out_features) if type(module) is torch.nn.Linear else (1,)
         return not any(side % _FP8_MULTIPLE for side in sides) and "forward" not in vars(module)

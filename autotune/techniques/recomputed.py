@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from autotune.lazy import torch
 
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
@@ -207,6 +206,4 @@ def _buffer(place: Place) -> torch.Tensor | None:
 
 
 def _is_training(module: torch.nn.Module) -> bool:
-    import torch
-
     return module.training and torch.is_grad_enabled()
