@@ -10,7 +10,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-avx2 lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-peers test-peers clean
+.PHONY: help demo test test-avx2 notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -34,6 +34,9 @@ test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic on
 
 test-peers: $(VENV)/.installed-peers  ## what is exported, run by the peers themselves, DeepSpeed included
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --timeout 900 tests/export/test_peers.py $(PYTEST_ARGS)
+
+notebooks: $(VENV)/.installed-dev  ## run the notebooks, and keep what they show
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.notebooks
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy and the rule of imports
 	$(RUN)/ruff check .

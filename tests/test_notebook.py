@@ -1,4 +1,4 @@
-"""The notebook runs from a fresh kernel and shows what it promises."""
+"""The notebook that inspects a study shows what it promises."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.report.sample_study import ANSWER, BASELINE, add_probe, measured, without_a_gain, write_study
+pytest.importorskip("nbclient")
 
-NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "inspect_study.ipynb"
+from tests.notebooks import executed
+from tests.report.sample_study import ANSWER, BASELINE, add_probe, measured, without_a_gain, write_study
 
 
 def run(study: Path) -> list[dict[str, Any]]:
     """What the notebook shows of a study, cell by cell."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOTUNE_STUDY", str(study))
-        folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
-        nbclient.NotebookClient(notebook, timeout=180, kernel_name="python3", resources=folder).execute()
+    notebook = executed("inspect_study", {"AUTOTUNE_STUDY": str(study)})
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
