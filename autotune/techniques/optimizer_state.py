@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
@@ -106,10 +107,22 @@ class OptimizerState(Technique):
         )
 
 
+def torchao(module: str) -> Any:
+    """A module of torchao.
+
+    Raises:
+        UnsupportedError: the installed release does not work with this torch, of which pip knows nothing.
+    """
+    try:
+        return import_module(f"torchao.{module}")
+    except Exception as error:
+        both = f"torchao {metadata.version('torchao')} does not work with torch {metadata.version('torch')}"
+        raise UnsupportedError(f"{both} ({type(error).__name__}: {error}); install another release of it") from error
+
+
 def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
     """Steps of torchao's optimizer on the groups and the state of another one."""
-    from torchao import optim
-
+    optim = torchao("optim")
     decouples = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     kind = getattr(optim, f"Adam{'W' if decouples else ''}{choice}")
     lean = kind([dict(group) for group in optimizer.param_groups], bf16_stochastic_round=True)

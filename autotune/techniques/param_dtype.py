@@ -15,7 +15,7 @@ from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import ACCELERATE, Table, Words
-from autotune.techniques.optimizer_state import TORCHAO_MISSING
+from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -128,12 +128,10 @@ def _linear_layers(model: torch.nn.Module) -> list[Any]:
 
 def _compute_in_fp8(model: torch.nn.Module) -> None:
     """Replace the layers' forward by that of torchao's layer, which computes with the same parameters."""
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = Float8LinearConfig(emulate=EMULATED, pad_inner_dim=True)
+    config = torchao("float8").Float8LinearConfig(emulate=EMULATED, pad_inner_dim=True)
+    in_fp8 = torchao("float8.float8_linear").Float8Linear
     for layer in _linear_layers(model):
-        layer.forward = Float8Linear.from_float(layer, config=config).forward
+        layer.forward = in_fp8.from_float(layer, config=config).forward
 
 
 def _why_not_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -164,6 +164,8 @@ def test_a_large_file_mapped_for_a_while_is_not_memory(tmp_path):
 
 def train(limit_bytes):
     """A few steps whose memory is mostly activations: whether they were out of memory, and the peak."""
+    import torch._dynamo  # as an optimizer does, which takes more than the steps where torch was built for CUDA
+
     device = open_device("cpu")
     if limit_bytes:
         device.limit_memory(limit_bytes)
@@ -181,8 +183,8 @@ def train(limit_bytes):
 
 def test_a_run_fits_into_its_own_peak_and_not_into_less():
     _, peak_bytes = in_process(train, 0)
-    assert in_process(train, int(1.03 * peak_bytes))[0] is False
-    assert in_process(train, int(0.93 * peak_bytes))[0] is True
+    assert in_process(train, peak_bytes + 16 * MIB)[0] is False
+    assert in_process(train, peak_bytes - 32 * MIB)[0] is True
 
 
 class Hoarder(torch.utils.data.Dataset):

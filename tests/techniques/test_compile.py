@@ -80,10 +80,18 @@ def test_blocks_that_differ_in_a_plain_attribute_are_compiled_each(make_task: An
         def forward(self, x: Any) -> Any:
             return x + self.layer(x * (1 if self.number % 2 else 2 + self.number))
 
-    blocks = [Scaled(i) for i in range(12)]
-    session = trained(make_task(lambda: nn.Sequential(nn.Sequential(*blocks, Scaled(0)), nn.Linear(8, 4))), ON)
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(*map(Scaled, [*range(12), 0])), nn.Linear(8, 4))
+
+    plain, session = trained(make_task(made), {}), trained(make_task(made), ON)
+    for expected, found in zip(plain.model.parameters(), session.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
     assert len(compiled(session.model)) == 13
-    assert num_graphs() == 13  # block 0 twice, since its first input needs no gradient; one limit for all would be 8
+    if hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"):  # to torch 2.6 the number is a variable
+        assert (
+            num_graphs() == 13
+        )  # block 0 twice, since its first input needs no gradient; one limit for all would be 8
 
 
 def test_blocks_that_only_bear_different_numbers_share_a_compilation_and_the_limit_is_put_back(make_task: Any) -> None:

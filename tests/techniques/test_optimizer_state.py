@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,6 +193,14 @@ def test_an_implementation_of_torchs_own_is_not_combined_with_few_bits(make_task
     assert not OptimizerState().is_redundant(techniques.complete({**both, "optimizer_state": "cpu"}))
     with pytest.raises(UnsupportedError, match="one implementation"):
         prepare(make_task(wide), both, device="cpu")
+
+
+def test_a_torchao_that_does_not_work_with_this_torch_is_said_to_be_at_fault(
+    make_task: Any, torchao: Any, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UnsupportedError, match=r"torchao [\d.]+ does not work with torch .*install another release"):
+        prepare(make_task(wide), {"optimizer_state": "8bit"}, device="cpu")
 
 
 def test_it_says_where_it_does_not_apply(make_setting: Any, make_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
