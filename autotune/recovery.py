@@ -15,8 +15,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from autotune.devices import Device
 from autotune.devices.oom import attempted_bytes
 from autotune.randomness import RandomState
+from autotune.task import Task
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques.build import Build
@@ -39,25 +41,91 @@ class StepPhases(Protocol):
         """Update the parameters, and clear the gradients."""
 
 
+class Halving:
+    """Cuts batches that are as large as one for which memory was short.
+
+    What ran out of memory is remembered by its bytes: from then on each batch of as many bytes or more is halved until it has
+    fewer. So a rare long input costs the others nothing, and a neighbour who stays costs no failed attempt each time. Of two
+    with as many bytes (none, where a batch has no tensors) that with more samples is the larger.
+
+    Args:
+        what: the batches in words, `micro batch`.
+        again: what is done again with a batch that was cut; `note`: what else is to be said then.
+    """
+
+    def __init__(self, task: Task, what: str, again: str, note: str = "") -> None:
+        self._task = task
+        self._what, self._again, self._note = what, again, note
+        self._too_large: tuple[float, int] = (math.inf, 0)  # bytes, samples
+
+    def cut(self, batches: StepBatch) -> StepBatch:
+        """Batches of which none is known to be too large."""
+        if self._too_large[0] == math.inf:
+            return batches
+        pairs = zip(batches, batches.sizes, strict=True)
+        return StepBatch(part for batch, size in pairs for part in self._fitting(batch, size))
+
+    def _fitting(self, batch: Any, num_samples: int) -> Iterator[tuple[Any, int]]:
+        parts = StepBatch([(batch, num_samples)])
+        if num_samples > 1 and (_bytes_of(batch), num_samples) >= self._too_large:
+            with suppress(CannotCutError):
+                parts = self._halves(batch, num_samples)
+        for part, size in zip(parts, parts.sizes, strict=True):
+            if len(parts) == 1:
+                yield part, size
+            else:
+                yield from self._fitting(part, size)
+
+    def _halves(self, batch: Any, num_samples: int) -> StepBatch:
+        return split(batch, self._task.cuts(), -(-num_samples // 2))
+
+    def learn(self, batch: Any, num_samples: int, error: Exception) -> str:
+        """Cut batches as large as this one, which ran out of memory, from now on, and say so. Returns why it cannot be cut."""
+        try:
+            halves = self._halves(batch, num_samples)
+        except CannotCutError as cannot:
+            return f"only the task itself can make smaller batches, since one holds {cannot}"
+        if len(halves) == 1:
+            return "one sample alone does not fit"
+        held_bytes, attempted = _bytes_of(batch), attempted_bytes(error)
+        self._too_large = held_bytes, num_samples
+        _LOG.warning(
+            "out of memory in a %s of %s%s: %s in %ses of %d, and from now on every %s of as much data%s or more is cut so; "
+            "smaller ones stay whole%s",
+            self._what,
+            plural(num_samples, "sample"),
+            f" (an allocation of {format_bytes(attempted)} failed)" if attempted else "",
+            self._again,
+            self._what,
+            halves.sizes[0],
+            self._what,
+            f" ({format_bytes(held_bytes)})" if held_bytes else "",
+            self._note,
+        )
+        return ""
+
+
+def give_back(device: Device) -> None:
+    """Give the memory that a failed attempt took back to the device. Called when its error is gone, and so its frames."""
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Recovery:
     """Takes the steps of one session.
 
     Before a step it takes note of what the step will change: the random state, and the buffers that forward passes were
     seen to change. Nothing is copied from a GPU for that, and nothing waits for it. Only the first step copies all buffers
     to the host, to see which of them change. A failure to take note never fails the step.
-
-    What ran out of memory is remembered by its bytes: from then on each micro batch of as many bytes or more is halved until
-    it has fewer. So a rare long input costs the others nothing, and a neighbour who stays costs no failed attempt each step.
-    Of two with as many bytes (none, where a batch has no tensors) that with more samples is the larger.
     """
 
     def __init__(self, build: Build) -> None:
         self._device = build.device
-        self._task = build.task
+        self._halving = Halving(build.task, "micro batch", "the same optimizer step is taken again", _NOTE)
         self._model = build.model
         self._parameters = tuple(build.model.parameters())
         self._buffers = _Buffers(build.model)
-        self._too_large: tuple[float, int] = (math.inf, 0)  # bytes, samples
         self._has_warned = False  # of a gradient that is not cleared
         self._never = build.unrepeatable or build.one_micro_batch
         if build.task.takes_whole_steps:
@@ -72,7 +140,7 @@ class Recovery:
             Exception: what the step raises. Out of memory that cannot be recovered from has a note that says why not.
         """
         while True:
-            cut = self._cut(micro_batches)
+            cut = self._halving.cut(micro_batches)
             start = self._note(cut)
             try:
                 loss = session.accumulate(cut)
@@ -82,7 +150,8 @@ class Recovery:
                     raise
                 reason = self._never
                 if start is not None:
-                    reason = self._why_not(start) or self._remember(cut, session._position, error)
+                    micro, size = cut[session._position], cut.sizes[session._position]
+                    reason = self._why_not(start) or self._halving.learn(micro, size, error)
                 if start is None or reason:
                     error.add_note(f"autotune cannot take the step again in smaller micro batches: {reason}")
                     raise
@@ -124,27 +193,6 @@ class Recovery:
             self._never = f"what steps change could not be noted ({type(error).__name__}: {error})"
             _LOG.warning("should memory run out, autotune cannot take the step again: %s", self._never)
 
-    def _cut(self, micro_batches: StepBatch) -> StepBatch:
-        """Micro batches of which none is known to be too large."""
-        if self._too_large[0] == math.inf:
-            return micro_batches
-        pairs = zip(micro_batches, micro_batches.sizes, strict=True)
-        return StepBatch(part for micro, size in pairs for part in self._fitting(micro, size))
-
-    def _fitting(self, micro: Any, num_samples: int) -> Iterator[tuple[Any, int]]:
-        parts = StepBatch([(micro, num_samples)])
-        if num_samples > 1 and (_bytes_of(micro), num_samples) >= self._too_large:
-            with suppress(CannotCutError):
-                parts = self._halves(micro, num_samples)
-        for part, size in zip(parts, parts.sizes, strict=True):
-            if len(parts) == 1:
-                yield part, size
-            else:
-                yield from self._fitting(part, size)
-
-    def _halves(self, micro: Any, num_samples: int) -> StepBatch:
-        return split(micro, self._task.cuts(), -(-num_samples // 2))
-
     def _why_not(self, start: _Start) -> str:
         """Why what the attempt changed cannot be restored; empty where it can."""
         if start.with_gradient is not None:
@@ -163,40 +211,19 @@ class Recovery:
             return f"the buffer {lost} changed, and its value from before was not kept"
         return ""
 
-    def _remember(self, batch: StepBatch, position: int, error: Exception) -> str:
-        """Cut micro batches as large as the one that failed from now on, and say so. Returns the reason if it cannot be cut."""
-        micro, num_samples = batch[position], batch.sizes[position]
-        try:
-            halves = self._halves(micro, num_samples)
-        except CannotCutError as cannot:
-            return f"only the task itself can make smaller batches, since one holds {cannot}"
-        if len(halves) == 1:
-            return "one sample alone does not fit"
-        micro_bytes = _bytes_of(micro)
-        self._too_large = micro_bytes, num_samples
-        attempted = attempted_bytes(error)
-        _LOG.warning(
-            "out of memory in a micro batch of %s%s: the same optimizer step is taken again in micro batches of %d, and from "
-            "now on every micro batch of as much data%s or more is cut so; smaller ones stay whole. A loss that compares the "
-            "samples of a batch with each other sees fewer of them and learns something else: use on_oom='raise' for it",
-            plural(num_samples, "sample"),
-            f" (an allocation of {format_bytes(attempted)} failed)" if attempted else "",
-            halves.sizes[0],
-            f" ({format_bytes(micro_bytes)})" if micro_bytes else "",
-        )
-        return ""
-
     def _undo(self, start: _Start) -> None:
-        """Put everything back as it was, and give the memory that the attempt took back to the device."""
+        """Put everything back as it was."""
         for parameter in self._model.parameters():
             parameter.grad = None
         self._buffers.restore()
         start.random.restore()
-        gc.collect()
-        if self._device.kind == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self._device)
 
 
+_NOTE = (
+    ". A loss that compares the samples of a batch with each other sees fewer of them and learns something else: use "
+    "on_oom='raise' for it"
+)
 _BATCH_STATISTICS = (
     "batch normalisation would see smaller micro batches, and the step would learn something else; choose a smaller "
     "batch_size"

@@ -14,6 +14,7 @@ import torch
 from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
+from autotune.evaluation import Evaluator
 from autotune.records.config import Choice, Config
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
@@ -31,6 +32,7 @@ class Session:
         config: the config that was applied.
         device: the torch device.
         scaler: GradScaler for fp16, else None.
+        evaluator: evaluates single batches; `evaluate` takes a whole loader.
     """
 
     def __init__(self, build: Build, recovery: Recovery | None = None) -> None:
@@ -44,7 +46,9 @@ class Session:
         self._forward_contexts = tuple(build.forward_contexts)
         self._batch_transforms = tuple(build.batch_transforms)
         self._one_micro_batch = build.one_micro_batch
+        self._loader_options = build.loader_options
         self._recovery = recovery
+        self.evaluator = Evaluator(build, self._ready, halves=recovery is not None)
         self._position = 0  # of the micro batch that `accumulate` has come to
 
     def step(self, batch: Any) -> torch.Tensor:
@@ -105,6 +109,38 @@ class Session:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
         with self._ready(micro_batch) as ready:
             return self.task.loss(self.model, ready)
+
+    def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
+        """Evaluate the model, in the config's precision and `torch.inference_mode`, without changing how training goes on.
+
+        Where memory runs out, a batch is evaluated in halves (`prepare`'s `on_oom`).
+
+        Args:
+            data: batches, such as a data loader yields, or a dataset; None for the task's `eval_dataset`.
+            batch_size: of a dataset: `result.evaluation.eval_batch_size`. None for that of training.
+
+        Returns:
+            The means of what the task's `eval_step` returns, `loss` without one. Each batch is weighted as in training: by
+            `loss_weight`, the targets that count, or the samples.
+
+        Raises:
+            TaskError: there is no such data or nothing in it that counts, or no loss to evaluate with.
+            Exception: out of memory, as torch raises it, with a note that says why the batch was not halved.
+        """
+        data = self.task.evaluation_set() if data is None else data
+        if data is None:
+            raise TaskError(
+                "there is nothing to evaluate on; give a loader of batches or a dataset, or write eval_dataset()"
+            )
+        if batch_size is not None or isinstance(data, torch.utils.data.Dataset):
+            options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
+            data = (
+                StepBatch([pair])
+                for pair in _micro_loader(
+                    self.task, data, batch_size or self.config.batch_size, shuffle=False, **options
+                )
+            )
+        return self.evaluator.means(data)
 
     def _whole_step(self, micro_batches: StepBatch) -> torch.Tensor:
         """The task's own `train_step`, updates included."""
@@ -175,12 +211,8 @@ class StepLoader:
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
         if dataset is not None:
             ordered = isinstance(dataset, torch.utils.data.IterableDataset) or "sampler" in build.loader_options
-            self._micro_loader = torch.utils.data.DataLoader(
-                dataset,
-                batch_size=build.config.batch_size,
-                shuffle=None if ordered else True,
-                collate_fn=_Counted(build.task.collate_fn or torch.utils.data.default_collate),
-                **build.loader_options,
+            self._micro_loader = _micro_loader(
+                build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **build.loader_options
             )
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -203,6 +235,12 @@ class StepLoader:
         else:
             while True:
                 yield self._task.batch(self._config.batch_size), self._config.batch_size
+
+
+def _micro_loader(task: Task, dataset: Any, batch_size: int, **options: Any) -> torch.utils.data.DataLoader[Any]:
+    """Yields batches with their numbers of samples."""
+    collate = _Counted(task.collate_fn or torch.utils.data.default_collate)
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
 
 
 class _Counted:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
-from autotune.records.option_kinds import SHARE
+from autotune.records.option_kinds import SHARE, SWITCH
 from autotune.records.options import (
     KEPT,
     TASK,
@@ -201,6 +201,11 @@ def given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str,
 
 def _add_table(parser: Parser, options: type[RunOptions]) -> None:
     for option, default in table(options).items():
+        if option.kind is SWITCH:
+            parser.group(option.group).add_argument(
+                option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+            )
+            continue
         known = "" if default in (None, MISSING) or not default else f" (default: {option.kind.write(default)})"
         action = parser.group(option.group).add_argument(
             option.flag,

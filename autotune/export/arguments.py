@@ -8,7 +8,7 @@ from typing import Any
 from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.techniques import REGISTRY, trained
-from autotune.techniques.frameworks import BATCH, DATALOADER
+from autotune.techniques.frameworks import BATCH, DATALOADER, EVAL_BATCH
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
 
@@ -27,7 +27,7 @@ def arguments(
         no_words: why a technique that is on and that none of them can say is not said.
 
     Returns:
-        framework -> its arguments; key of the config -> why it is in none of them.
+        framework -> its arguments; key of the config (or `eval_batch_size`) -> why it is in none of them.
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
@@ -41,6 +41,11 @@ def arguments(
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif choice != REGISTRY[name].off and name not in users_own:
                 unsaid[name] = f"{REGISTRY[name].label(choice)}: {no_words}"
+    if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
+        for framework in EVAL_BATCH.keys() & set(frameworks):
+            said[framework] |= EVAL_BATCH[framework].write(size)
+        if not EVAL_BATCH.keys() & set(frameworks):
+            unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
     return said, unsaid
 
 

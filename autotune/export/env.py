@@ -20,8 +20,10 @@ class Env(Exporter):
     summary: ClassVar[str] = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
 
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
-        """Every key of the config, those that are off included."""
-        return Export("\n".join(f"{PREFIX}{name.upper()}={_value(choice)}" for name, choice in result.config.items()))
+        """Every key of the config, those that are off included, and the batch size for evaluation if there is one."""
+        found = result.evaluation and result.evaluation.eval_batch_size
+        said = {**result.config, **({"eval_batch_size": found} if found else {})}
+        return Export("\n".join(f"{PREFIX}{name.upper()}={_value(choice)}" for name, choice in said.items()))
 
 
 def _value(choice: Choice) -> str:

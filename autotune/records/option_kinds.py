@@ -57,6 +57,12 @@ def path(metavar: str) -> Kind:
     return Kind(read=Path, python="str | Path", metavar=metavar)
 
 
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is not possible; expected True or False")
+    return value
+
+
 def one_of(choices: tuple[str, ...]) -> Kind:
     """One of a few words."""
 
@@ -165,6 +171,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
+SWITCH = Kind(read=_switch, python="bool", metavar="")  # on a command line a word without a value
 COUNT = whole(1, "at least 1")
 SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
 SECONDS = Kind(

@@ -119,6 +119,7 @@ INTERVAL = _option(
 )
 MAX_REPEATS = _option("max_repeats", kinds.COUNT, EFFORT, "repeat a config at most N times")
 TIMED = _option("timed", kinds.SECONDS, EFFORT, "time each probe for at most this long")
+EVAL = _option("eval", kinds.SWITCH, EFFORT, "find the batch size for evaluation too, in a share of the budget")
 STUDY = _option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
 STORAGE = _option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
 TABLE = _option("out", kinds.path("FILE.csv"), KEPT, "the table to write; an existing one is continued")
@@ -196,6 +197,7 @@ class SearchOptions(RunOptions):
     budget_s: float = BUDGET.default(300.0)
     num_trials: int | None = TRIALS.default(None)
     probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
+    eval: bool = EVAL.default(False)
     study: str | None = STUDY.default(None)
     storage: str | None = STORAGE.default(None)
 

@@ -96,6 +96,47 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluated(Record):
+    """One process that evaluated in batches of `eval_batch_size` samples.
+
+    Attributes:
+        kind: how it ended, as an outcome's; `cause` says why, where it failed.
+        fits: it ran, within the memory limit less headroom.
+        samples_per_s, samples_per_s_ci, peak_bytes: None where it failed.
+    """
+
+    eval_batch_size: int
+    kind: str
+    fits: bool
+    samples_per_s: float | None = None
+    samples_per_s_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The batch size with which the answer's techniques evaluate fastest: forward passes without gradients.
+
+    Attributes:
+        eval_batch_size: the smallest of those that are as fast as the fastest; None where none was found, and so are all
+            figures.
+        peak_bytes: of its processes. Each took a training step of a few samples first, so the optimizer's state counts.
+        num_processes: fresh processes behind the figures.
+        tried: every process, in order.
+        unfinished: why no more was tried; empty where enough is known.
+    """
+
+    eval_batch_size: int | None = None
+    samples_per_s: float | None = None
+    samples_per_s_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    num_processes: int = 0
+    tried: tuple[Evaluated, ...] = ()
+    unfinished: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceUse:
     """How far from the limits of the device the answer runs.
 
@@ -137,11 +178,12 @@ class Result(Record):
             nothing, or never does.
         train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
             of them, compiling included. None where the speed of a step decided.
+        evaluation: None where nobody asked for it.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
             None where none was. `split_s`: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`,
-            `probes` (outside training), `training`, `checks`, `other`.
+            `probes` (outside training), `training`, `checks`, `evaluation`, `other`.
         optimizer: class of the task's optimizer, as in `TaskFacts`.
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
@@ -193,6 +235,7 @@ class Result(Record):
     command: str = ""
     trained: dict[str, Choice] = field(default_factory=dict)
     rankings: tuple[Ranking, ...] = ()
+    evaluation: Evaluation | None = None
     format: int = FORMAT
 
     @classmethod

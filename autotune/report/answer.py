@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autotune.records.result import Check, Dropped, Effect, Measured, Result
+from autotune.records.result import Check, Dropped, Effect, Evaluation, Measured, Result
 from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
 from autotune.report.run_it import as_code, python_lines, verify_command
-from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, table
+from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
@@ -34,6 +34,8 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
         yield front_section(result.front, result, result.baseline)
     if result.rankings:
         yield _rankings(result)
+    if result.evaluation is not None:
+        yield _evaluation(result.evaluation)
     yield from _reasons(result)
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
@@ -202,6 +204,34 @@ def _rankings(result: Result) -> Section:
         "baseline of the same training. The answer above is the first."
     )
     return Section("Rankings", (shown, Paragraph(Span(said, Tone.NOTE))), "one for each thing that may be trained")
+
+
+def _evaluation(evaluation: Evaluation) -> Section:
+    """The batch size for evaluation, and what was tried for it."""
+    rows = []
+    for one in evaluation.tried:
+        speed, low, high = one.samples_per_s or 0.0, *(one.samples_per_s_ci or (0.0, 0.0))
+        told = (
+            one.cause if one.samples_per_s is None else "" if one.fits else "more than the memory limit less headroom"
+        )
+        best = one.eval_batch_size == evaluation.eval_batch_size
+        rows.append(
+            (
+                Span(str(one.eval_batch_size), Tone.BEST if best else Tone.PLAIN),
+                f"{rate(speed)} {spread(speed, low, high)}".rstrip() if speed else Span(one.kind, Tone.BAD),
+                format_bytes(one.peak_bytes) if one.peak_bytes else "-",
+                Span(told, Tone.WARNING),
+            )
+        )
+    blocks: list[Block] = [table((">eval batch", ">samples/s", ">peak", ""), rows)] if rows else []
+    if evaluation.unfinished:
+        blocks.append(Paragraph(Span(f"Not finished: {evaluation.unfinished}.", Tone.WARNING)))
+    if evaluation.eval_batch_size is not None:
+        size = evaluation.eval_batch_size
+        blocks.append(Code(f"session.evaluate(dataset, batch_size={size})"))
+    return Section(
+        "Evaluation", tuple(blocks), "forward passes with the answer's techniques, beside the optimizer's state"
+    )
 
 
 def _figures(measured: Measured) -> tuple[str, str, str]:

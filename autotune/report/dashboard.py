@@ -42,6 +42,7 @@ WORK = {
     "inspection": "measuring the device, and inspecting the model with small steps",
     "tracing": "tracing training steps, which predicts their memory",
     "checks": "comparing gradients with plain fp32",
+    "evaluation": "finding the batch size for evaluation",
 }
 SPARE_LINES = 10  # of everything that is neither the front nor the last probes
 

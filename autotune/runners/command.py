@@ -179,6 +179,12 @@ class CommandRunner(LocalRunner):
             "compare the loss of a longer run"
         )
 
+    def evaluate(self, config: Config, settings: ProbeSettings, num_samples: int) -> Outcome:
+        """Nothing: how the script evaluates is not seen."""
+        return Outcome(
+            kind=Kind.UNSUPPORTED, cause="the script's own model is not seen, so it cannot be evaluated alone"
+        )
+
     def trace(
         self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None, **_: Any
     ) -> Traces:

@@ -28,6 +28,7 @@ from autotune.runners.request import arguments_of
 from autotune.runners.runner import (
     AnatomyJob,
     CheckJob,
+    EvaluateJob,
     Finished,
     Job,
     ModulesJob,
@@ -79,7 +80,7 @@ class LocalRunner(Runner):
         self._import_timeout_s = import_timeout_s
         self._fork = fork
         self._compiled = None if compiled is None else CompileCache(compiled)
-        self._in_cache: set[Config] = set()  # what was compiled, and need not be before its probe
+        self._in_cache: set[tuple[str, Config]] = set()  # jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
         self._num_jobs = 0
         self._num_logs = 0
@@ -142,10 +143,10 @@ class LocalRunner(Runner):
         self._num_jobs += 1
         compiles = (
             self._source is not None  # what a command compiles is its own business
-            and isinstance(job, ProbeJob | CheckJob | ModulesJob)
+            and isinstance(job, ProbeJob | CheckJob | ModulesJob | EvaluateJob)
             and techniques.setup_s(job.config) > 0
         )
-        is_first = isinstance(job, ProbeJob) and job.config not in self._in_cache
+        is_first = isinstance(job, ProbeJob | EvaluateJob) and (job.name, job.config) not in self._in_cache
         view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
             "ticket": self._num_jobs,
@@ -189,8 +190,8 @@ class LocalRunner(Runner):
                 raise
             result = running.traces(running.job, str(fault))
         ended_well = ended is not None and ended["exit_code"] >= 0
-        if ended_well and isinstance(running.job, ProbeJob):
-            self._in_cache.add(running.job.config)
+        if ended_well and isinstance(running.job, ProbeJob | EvaluateJob):
+            self._in_cache.add((running.job.name, running.job.config))
         self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
             self._widest = tuple(result.facts["widest"]) or None

@@ -20,6 +20,7 @@ from autotune.runners.runner import (
     AnatomyJob,
     CalibrateJob,
     CheckJob,
+    EvaluateJob,
     InspectJob,
     Job,
     JobResult,
@@ -89,6 +90,10 @@ class ReplayRunner(InstantRunner):
                 return outcome
             case CheckJob():
                 return NotCompared(reason="the search ran over a recorded table, which holds no gradients")
+            case EvaluateJob():
+                return Outcome(
+                    kind=Kind.UNSUPPORTED, cause="a recorded table holds no evaluation; search the model itself"
+                )
             case TraceJob():
                 return self._traces(job)
             case AnatomyJob() | ModulesJob():

@@ -9,6 +9,7 @@ from autotune.runners.runner import (
     AnatomyJob,
     CalibrateJob,
     CheckJob,
+    EvaluateJob,
     InspectJob,
     Job,
     ModulesJob,
@@ -35,8 +36,9 @@ def arguments_of(job: Job, *, device: str, channel: str) -> dict[str, Any]:
                 "absent": None if job.absent is None else asdict(job.absent),
                 "trained": dict(job.trained),
             }
-        case ProbeJob() | ModulesJob():
-            return {"config": job.config.as_dict(), "device": device, "settings": job.settings.to_dict()}
+        case ProbeJob() | ModulesJob() | EvaluateJob():
+            more = {"num_samples": job.num_samples} if isinstance(job, EvaluateJob) else {}
+            return {"config": job.config.as_dict(), "device": device, "settings": job.settings.to_dict(), **more}
         case CheckJob():
             return {
                 "config": job.config.as_dict(),

@@ -138,13 +138,28 @@ class ModulesJob(ConfigJob):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluateJob:
+    """Measure evaluation with a config, after a training step of `num_samples`."""
+
+    name: ClassVar[str] = "evaluate"
+    config: Config
+    settings: ProbeSettings
+    num_samples: int
+
+    @property
+    def timeout_s(self) -> float:
+        """The process is killed then."""
+        return self.settings.timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotCompared:
     """A check that this runner cannot do, and why."""
 
     reason: str
 
 
-Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob | AnatomyJob | ModulesJob
+Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob | AnatomyJob | ModulesJob | EvaluateJob
 Anatomies = tuple[Anatomy | str, ...]  # of each config, or why it cannot be traced; of those begun
 JobResult = Calibration | Inspection | Outcome | Check | NotCompared | Traces | Anatomies | ModuleTimes
 
@@ -157,7 +172,7 @@ class Finished:
         ticket: as `submit` gave it.
         result: of a `CalibrateJob` a `Calibration`, of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a
             `CheckJob` a `Check` or `NotCompared`, of a `TraceJob` the `Traces` that it added, of an `AnatomyJob` `Anatomies`, of a
-            `ModulesJob` `ModuleTimes`. What failed is an `Outcome`.
+            `ModulesJob` `ModuleTimes`, of an `EvaluateJob` an `Outcome`. What failed is an `Outcome`.
     """
 
     ticket: int
@@ -297,6 +312,16 @@ class Runner(ABC):
         """Measure where a config's time goes, module by module; an `Outcome` when that failed."""
         result = self._run(ModulesJob(config=config, settings=settings))
         assert isinstance(result, ModuleTimes | Outcome), result
+        return result
+
+    def evaluate(self, config: Config, settings: ProbeSettings, num_samples: int) -> Outcome:
+        """Measure evaluation in batches of `config.batch_size` samples, beside the optimizer's state.
+
+        Args:
+            num_samples: of the training step that makes that state.
+        """
+        result = self._run_undisturbed(EvaluateJob(config=config, settings=settings, num_samples=num_samples))
+        assert isinstance(result, Outcome), result
         return result
 
     def trace(

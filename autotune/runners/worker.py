@@ -29,6 +29,7 @@ from autotune.units import format_bytes
 
 if TYPE_CHECKING:
     from autotune.devices import Device
+    from autotune.probe.measure import Run
 
 Report = Callable[[Progress], None]
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
@@ -158,18 +159,13 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 
 def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Compile what a config needs, so that its probe finds it in the cache: the arguments of `_probe`."""
-    from autotune.probe.measure import Run
-    from autotune.recovery import RAISE
-    from autotune.session import prepare
-
+    """Compile what a config needs, so that its job finds it in the cache: the arguments of `_probe` or `_evaluate`."""
     report(Progress(stage=COMPILING))
     settings = ProbeSettings(**arguments["settings"])
     device: Device | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed, compiles=True)
-        session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
-        return {"compile_s": Run(session, device, settings, lambda progress: None).warm_up()}
+        return {"compile_s": _prepared(task, arguments, device, settings, lambda progress: None).warm_up()}
     except BaseException as error:
         return {"outcome": failed_job(error, device, COMPILING).to_dict()}
 
@@ -286,6 +282,36 @@ def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     return {"modules": measure_modules(task, techniques.complete(arguments["config"]), device).to_dict()}
 
 
+def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Measure evaluation: the arguments of `_probe`, and `num_samples` of the training step before it."""
+    settings = ProbeSettings(**arguments["settings"])
+    started = time.perf_counter()
+    device: Device | None = None
+    run: Run | None = None
+    try:
+        device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
+        run = _prepared(task, arguments, device, settings, report)
+        return {"outcome": Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started)).to_dict()}
+    except BaseException as error:
+        return {"outcome": failed_job(error, device, run.stage if run else "setup").to_dict()}
+
+
+def _prepared(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
+    """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
+    from autotune.probe.evaluation import EvaluationRun, train_a_step
+    from autotune.probe.measure import Run
+    from autotune.recovery import RAISE
+    from autotune.session import prepare
+
+    if (num_samples := arguments.get("num_samples")) is None:
+        return Run(prepare(task, arguments["config"], device=device, on_oom=RAISE), device, settings, report)
+    few = task.small_batch(num_samples)
+    session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE)
+    train_a_step(session, few, num_samples)
+    session.model.eval()
+    return EvaluationRun(session, device, settings, report)
+
+
 JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
     "calibrate": _calibrate,
     "fill_cache": _fill_cache,
@@ -295,6 +321,7 @@ JOBS: dict[str, Callable[[Any, dict[str, Any], Report], dict[str, Any]]] = {
     "trace": _trace,
     "anatomy": _anatomies,
     "modules": _modules,
+    "evaluate": _evaluate,
 }
 
 

@@ -38,6 +38,8 @@ class TaskFacts:
             `make_batch`, else the training set's first two. Empty if it differs from call to call.
         widest: positions of up to 512 sampled members of the training set, the widest first.
         tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one.
+        evaluates: the batch size for evaluation is searched, too.
+        eval_samples: samples in the set to evaluate on, as `dataset_size`.
         warnings: what the user should know about how the task was read.
     """
 
@@ -54,6 +56,8 @@ class TaskFacts:
     batch: tuple[str, ...]
     widest: tuple[int, ...]
     tokens_per_sample: float | None = None
+    evaluates: bool = False
+    eval_samples: int | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -71,6 +75,8 @@ def gather_facts(task: Task) -> TaskFacts:
         optimizer, num_schedulers = task.optimizer_and_schedulers(model)
     with user_code("your train_dataset"):
         dataset = task.dataset()
+    with user_code("your eval_dataset"):
+        eval_set = dataset if task.eval_dataset is None else task.evaluation_set()
     with user_code("reading samples of your train_dataset"):
         widest = task.widest()
     parameters = list(model.parameters())
@@ -104,6 +110,8 @@ def gather_facts(task: Task) -> TaskFacts:
         batch=_shapes(task),
         widest=widest,
         tokens_per_sample=_tokens_per_sample(task),
+        evaluates=bool(task.eval),
+        eval_samples=None if eval_set is None else samples.dataset_size(eval_set),
         warnings=tuple(warnings),
     )
 
@@ -158,6 +166,8 @@ def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
     Raises:
         TaskError: the task is not valid, or the user's code raised (with its frames).
     """
+    from autotune.task.batches import to_device
+
     with user_code("your build_model"):
         model = task.model()
     with user_code(
@@ -185,7 +195,11 @@ def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
         )
     _check_gradients(task, model, batch, device)
     _check_update(task, model, optimizer)
-    return time.perf_counter() - started
+    taken_s = time.perf_counter() - started
+    if task.eval_step is not None:
+        with user_code("your eval_step"), torch.inference_mode():
+            task.evaluate(model.eval(), to_device(_batch(task, batch_size), device))
+    return taken_s
 
 
 def _batch(task: Task, batch_size: int) -> Any:

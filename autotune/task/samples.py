@@ -17,23 +17,23 @@ NUM_SAMPLED = 512
 MAX_SAMPLING_S = 2.0
 
 
-def check_dataset(dataset: Any) -> Any:
-    """Return `dataset` if batches can be made of it. Raises TaskError otherwise."""
+def check_dataset(dataset: Any, name: str = "train_dataset") -> Any:
+    """Return `dataset`, which the task's function `name` made, if batches can be made of it. Raises TaskError otherwise."""
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise TaskError(
-            "train_dataset returned a DataLoader; expected its dataset, so that the batch size can be searched: "
+            f"{name} returned a DataLoader; expected its dataset, so that the batch size can be searched: "
             "return `loader.dataset`, and give the loader's collate_fn as collate_fn(samples)"
         )
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return dataset
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TaskError(
-            f"train_dataset returned {describe(dataset)}; expected a torch.utils.data.Dataset (or anything with "
-            "__len__ and __getitem__ by position): return the training set itself"
+            f"{name} returned {describe(dataset)}; expected a torch.utils.data.Dataset (or anything with "
+            "__len__ and __getitem__ by position): return the data set itself"
         )
     if len(dataset) == 0:
         raise TaskError(
-            f"train_dataset returned {describe(dataset)} of 0 samples; expected at least one: check where it reads from"
+            f"{name} returned {describe(dataset)} of 0 samples; expected at least one: check where it reads from"
         )
     return dataset
 

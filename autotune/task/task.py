@@ -41,12 +41,16 @@ class Task:
         checkpoint_blocks: returns the modules that activation checkpointing may recompute; None to find them.
         loss_weight: returns the number of terms that the mean loss of a micro batch averages over (tokens, say), so that
             accumulation weights it correctly; None for the number of samples.
+        eval_step: returns what evaluation finds of a batch without gradients: its mean loss, or a dict of such means; None for
+            the loss.
+        eval_dataset: returns what to evaluate on, batched by `collate_fn`; None for what is trained on.
         global_batch: samples per optimizer step; None leaves it open.
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
         variants: names of architectures that `build_model` takes; the first is trained unless a config says otherwise.
         freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
             them); None to find leading parts of the model.
+        eval: a search is to find the batch size for evaluation too.
         name: short name, used for the study.
         warnings: what the user should know about how the task was made; told with the answer.
         origin: where `load_task` found it; not for users to set.
@@ -64,11 +68,14 @@ class Task:
     collate_fn: Callable[[list[Any]], Any] | None = None
     checkpoint_blocks: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None
     loss_weight: Callable[[Any], float] | None = None
+    eval_step: Callable[[torch.nn.Module, Any], Any] | None = None
+    eval_dataset: Callable[[], Any] | None = None
     global_batch: int | None = None
     baseline: Mapping[str, Choice] | None = None
     max_grad_norm: float | None = None
     variants: Sequence[str] | None = None
     freeze: Sequence[str] | None = None
+    eval: bool | None = None
     name: str = "task"
     warnings: Sequence[str] = ()
     origin: Origin | None = field(default=None, repr=False)
@@ -116,6 +123,14 @@ class Task:
         """
         origin = self.origin and replace(self.origin, loaded={**self.origin.loaded, **changes})
         task = replace(self, origin=origin, **changes)
+        _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
+        return task
+
+    def on_evaluation_data(self) -> Task:
+        """The same task with any batch, trained on what it is evaluated on: its sessions show what evaluating takes."""
+        if self.eval_dataset is not None:
+            return replace(self, global_batch=None, make_batch=None, train_dataset=self.eval_dataset)
+        task = replace(self, global_batch=None)
         _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
         return task
 
@@ -234,6 +249,28 @@ class Task:
             )
         return loss
 
+    def evaluate(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """What evaluation finds of a batch that is on the model's device: scalars by name, `loss` where there is one alone.
+
+        Raises:
+            TaskError: it is not a scalar or a dict of them, or there is no loss to evaluate with.
+        """
+        if self.eval_step is None:
+            if self.takes_whole_steps:
+                raise TaskError(validation.NOTHING_TO_EVALUATE)
+            return {"loss": self.loss(model, batch)}
+        found = self.eval_step(model, batch)
+        values = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        for name, value in values.items():
+            is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if not is_number:
+                what = describe(value) + (f" as {name!r}" if isinstance(found, Mapping) else "")
+                hint = "is `return` missing?" if value is None else "add `.mean()`"
+                raise TaskError(
+                    f"eval_step returned {what}; expected a scalar, the mean over the batch, or a dict of them: {hint}"
+                )
+        return {str(name): torch.as_tensor(value).detach().reshape(()) for name, value in values.items()}
+
     def weight(self, batch: Any, num_samples: int) -> float:
         """How many terms `loss` averages over in this micro batch of `num_samples`.
 
@@ -310,6 +347,10 @@ class Task:
         if known.dataset is None:
             known.dataset = samples.check_dataset(self.train_dataset())
         return known.dataset
+
+    def evaluation_set(self) -> Any | None:
+        """What `eval_dataset` returns, built anew; None where there is none."""
+        return None if self.eval_dataset is None else samples.check_dataset(self.eval_dataset(), "eval_dataset")
 
     def loader_batch_size(self) -> int | None:
         """Samples of the batches that a LightningModule's own loader makes, where the data is that loader's; else None."""

@@ -101,6 +101,19 @@ def make_batch(batch_size: int):
 # def loss_weight(batch):
 #     return int((batch[1] != -100).sum())
 
+# What to evaluate, where it is not the loss, and on what data, where it is not the training set. With EVAL, or `--eval`,
+# the search finds the batch size for that as well.
+#
+# def eval_step(model, batch):
+#     x, y = batch
+#     scores = model(x)
+#     return {{"loss": nn.functional.cross_entropy(scores, y), "accuracy": (scores.argmax(-1) == y).float().mean()}}
+#
+# def eval_dataset():
+#     return torch.utils.data.TensorDataset(torch.randn(512, 32, 64), torch.randint(NUM_CLASSES, (512,)))
+#
+# EVAL = True
+
 # Samples per optimizer step. When given, it never changes: the search splits it into micro batches.
 # GLOBAL_BATCH = 256
 

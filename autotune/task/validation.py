@@ -23,10 +23,16 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "collate_fn": ("samples",),
     "checkpoint_blocks": ("model",),
     "loss_weight": ("batch",),
+    "eval_step": ("model", "batch"),
+    "eval_dataset": (),
 }
 
 
 ONE_OF_SEVERAL = ("variant_name",)  # what build_model takes where the task names several
+NOTHING_TO_EVALUATE = (
+    "a whole optimizer step of the task's own gives no loss to evaluate with; write eval_step(model, batch) that returns "
+    "the mean loss of the batch, or a dict of such means"
+)
 _WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
@@ -47,6 +53,8 @@ def check_fields(task: Task) -> None:
                     f"there is train_step, which is a whole optimizer step of its own, and {name}, which it leaves unused; "
                     f"do that inside train_step and leave {name} out, or leave train_step out"
                 )
+        if task.eval is True and task.eval_step is None:
+            raise TaskError(f"EVAL is True, and {NOTHING_TO_EVALUATE}")
     for name, (is_valid, expected) in CONSTANTS.items():
         value = getattr(task, name.lower())
         if value is not None and not is_valid(value):
@@ -105,6 +113,11 @@ CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "FREEZE": (
         _are_names,
         'a list of names such as ["encoder", "encoder.layers.0"]: modules or parameters of the model',
+    ),
+    "EVAL": (
+        lambda value: type(value) is bool,
+        "True to search the batch size for evaluation too (what to compute, say in eval_step(model, batch), and on what "
+        "data, in eval_dataset())",
     ),
 }
 

@@ -84,6 +84,9 @@ class Argument:
         return self.unset if value is None else value
 
 
+# The batch size of evaluation, which is no key of a config.
+EVAL_BATCH: Mapping[str, Argument] = {TRANSFORMERS: Argument("per_device_eval_batch_size")}
+
 # The batch plan's keys, which are no techniques.
 BATCH: Mapping[str, Mapping[str, Argument]] = {
     BATCH_SIZE: {

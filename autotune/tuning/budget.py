@@ -38,6 +38,7 @@ class Budget:
         first_probe_s: seconds from the start to the first probe; None before it.
         shared_from_s: when exploring and the play-off began to share the rest of the time, in seconds from the start.
         check_s: how long the longest check has taken, which the answer's own check will take again.
+        evaluation_s: for what comes after the answer, beyond `budget_s`: finding the batch size for evaluation.
     """
 
     budget_s: float
@@ -51,6 +52,12 @@ class Budget:
     first_probe_s: float | None = None
     shared_from_s: float = 0.0
     check_s: float = 0.0
+    evaluation_s: float = 0.0
+
+    def keep_for_evaluation(self, share: float) -> None:
+        """Keep a share of the time that is left."""
+        self.evaluation_s = share * max(0.0, self.budget_s - self.elapsed_s)
+        self.budget_s -= self.evaluation_s
 
     @property
     def elapsed_s(self) -> float:

@@ -68,7 +68,7 @@ class ProbeEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class Working:
-    """Something other than a probe begins: `import`, `inspection`, `tracing`, `checks`."""
+    """Something other than a probe begins: `import`, `inspection`, `tracing`, `checks`, `evaluation`."""
 
     purpose: str
 

@@ -45,6 +45,7 @@ from autotune.version import __version__
 
 MAX_TRACE_SHARE = 0.05  # of the budget
 STEP_SHARE = 0.02  # of the budget, that a micro step may take
+EVALUATION_SHARE = 0.15  # of the budget that the start left, where the batch size for evaluation is asked for
 OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
 
 
@@ -227,6 +228,8 @@ def _over(
         target = target_of(inspection.device)
         trained = techniques.trained(space.baseline)
         cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
+        if own is None and (options.eval or inspection.facts.get("evaluates")):
+            budget.keep_for_evaluation(EVALUATION_SHARE)
         max_trace_s = MAX_TRACE_SHARE * budget.budget_s
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
         stack.enter_context(tracing)

@@ -17,6 +17,7 @@ from autotune.runners.runner import NotCompared
 from autotune.study.figures import measured as measured_by
 from autotune.tuning import shortage, why
 from autotune.tuning.entrant import Ratio, Standing, failure
+from autotune.tuning.evaluation import evaluation_of
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.playoff import CLOSE
 from autotune.tuning.state import Search
@@ -87,6 +88,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     undecided = open_question(search, standing, rival) if is_baseline and baseline else ""
     checks = _checks(search, exactness, answer) if standing is not None else ()
     _warn(search, exactness, standing, answer, outcomes, baseline)
+    evaluation = evaluation_of(search, answer)
     known = why.figures(history.trials, [*_ran_through(standing)])
     found = history.known[answer].measurement if answer in history.known else None
     roofline = Roofline.of(search.calibration, search.tracing.traces)
@@ -135,6 +137,7 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         warnings=tuple(search.warnings),
         command=search.runner.command(answer),
         trained=dict(search.store.place.trained),
+        evaluation=evaluation,
     )
 
 

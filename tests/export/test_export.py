@@ -16,7 +16,7 @@ from autotune.cli import main
 from autotune.errors import ConfigError
 from autotune.export import Export, Exporter, export, exporters
 from autotune.records.config import Choice
-from autotune.records.result import Result
+from autotune.records.result import Evaluation, Result
 from tests.report.sample_study import answer, write_study
 
 RESULT = answer("sqlite:///gpt.db")
@@ -68,6 +68,16 @@ def test_transformers_is_told_batch_accumulation_and_each_technique_in_its_own_w
     assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (24, 2)
     assert (arguments["bf16"], arguments["fp16"], arguments["optim"]) == (True, False, "adamw_torch_fused")
     assert not exported.unsaid
+
+
+def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
+    result = Result(**{**vars(RESULT), "evaluation": Evaluation(eval_batch_size=64)})
+    assert json.loads(export(result, "transformers").text)["per_device_eval_batch_size"] == 64
+    assert "AUTOTUNE_EVAL_BATCH_SIZE=64" in export(result, "env").text
+    for name in ("accelerate", "deepspeed", "lightning"):
+        assert export(result, name).unsaid["eval_batch_size"].startswith("64: give it to the `DataLoader`")
+    none = Result(**{**vars(RESULT), "evaluation": Evaluation(unfinished="no batch size fits")})
+    assert export(none, "transformers") == export(RESULT, "transformers")
 
 
 def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:

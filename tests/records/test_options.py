@@ -75,6 +75,7 @@ def test_one_name_is_a_list_of_one_name() -> None:
         ("global_batch", 0, "global_batch: 0 is not possible; expected at least 1"),
         ("trials", "many", "trials: 'many' is not a whole number; expected at least 1"),
         ("seed", 2**32, "seed: 4294967296 is not possible; expected a number from 0 to 4294967295"),
+        ("eval", "yes", "eval: 'yes' is not possible; expected True or False"),
         ("fix", ["amp"], "fix: 'amp' is not NAME=CHOICE; expected for example amp=bf16"),
     ],
 )
@@ -133,6 +134,11 @@ def test_what_was_given_on_the_command_line_is_what_the_options_are_made_of() ->
         memory_limit_bytes=GIB, fix={"amp": "bf16", "num_workers": 2}, seed=7, include=("amp",)
     )
     assert parsed.replay == "table.csv"
+
+
+def test_a_switch_has_no_value_on_the_command_line() -> None:
+    parsed = build_parser().parse_args(["search", "model.py", "--eval"])
+    assert SearchOptions.of(given(parsed, SearchOptions)).eval and not of().eval
 
 
 def test_what_was_asked_of_a_search_is_written_as_words_of_a_command_line() -> None:

@@ -131,6 +131,42 @@ def test_a_valid_task_passes(load):
     check_task(load("def checkpoint_blocks(model): return [model]\nBASELINE = {'amp': 'bf16'}"), CPU)
 
 
+def test_what_the_task_evaluates_is_tried_before_the_search(load):
+    wrong = load("def eval_step(model, batch): return model(batch[0]).argmax(-1) == batch[1]\nEVAL = True")
+    with pytest.raises(TaskError, match=r"eval_step returned .* bool tensor of shape \(2,\); expected a scalar"):
+        check_task(wrong, CPU)
+    with pytest.raises(TaskError, match="your eval_step raised ZeroDivisionError"):
+        check_task(load("def eval_step(model, batch): 1 / 0", name="other.py"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("lines", "evaluates", "samples"),
+    [
+        ("", False, None),
+        ("EVAL = True", True, None),
+        ("def train_dataset(): return [(torch.zeros(4), 0)] * 9\nEVAL = True", True, 9),
+        ("def eval_dataset(): return [(torch.zeros(4), 0)] * 7", False, 7),
+    ],
+)
+def test_whether_and_on_how_much_it_evaluates_is_a_fact(load, lines, evaluates, samples):
+    facts = gather_facts(load(lines))
+    assert (facts.evaluates, facts.eval_samples) == (evaluates, samples)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("EVAL = 32", "EVAL in a model file.* is 32; expected True .*eval_step"),
+        ("def eval_step(model): pass", r"eval_step\(model\) on line .* cannot be called as eval_step\(model, batch\)"),
+        ("def eval_dataset(): return None", "eval_dataset returned None; expected a torch.utils.data.Dataset"),
+        ("def train_step(model, optimizers, batch): pass\nEVAL = True", "EVAL is True, and .*; write eval_step"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(load, lines, said):
+    with pytest.raises(TaskError, match=said):
+        gather_facts(load(lines))
+
+
 def test_the_step_that_is_tried_leaves_no_trace_in_models_built_later():
     built = []
 

@@ -316,7 +316,7 @@ def test_an_empty_stream_is_refused():
     ("dataset", "expected"),
     [
         (DataLoader(Lines()), ("a DataLoader", "loader.dataset")),
-        ({"train": Lines(), "test": Lines()}, ("a dict with 2 keys", "return the training set")),
+        ({"train": Lines(), "test": Lines()}, ("a dict with 2 keys", "return the data set")),
         (None, ("None", "torch.utils.data.Dataset")),
         ([], ("0 samples", "check where it reads from")),
     ],
