@@ -139,6 +139,7 @@ class CommandRunner(LocalRunner):
     """
 
     keeps_traces = False
+    slowest_start = 3.0  # imports and downloads take as long as the disk and the other programs let them
 
     def __init__(
         self,

@@ -185,6 +185,7 @@ class Runner(ABC):
     Attributes:
         num_slots: jobs that may be in flight.
         keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
+        slowest_start: times the longest start so far that a probe's own may take: more where the user's code starts.
         task_name: of the task; it names the study.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
@@ -192,6 +193,7 @@ class Runner(ABC):
 
     num_slots: int = 1
     keeps_traces: bool = True
+    slowest_start: float = 1.0
     task_name: str
     stated: Stated = Stated()
     notes: tuple[str, ...] = ()

@@ -85,8 +85,10 @@ class Patience:
         return high is None or not any(peak <= progress.peak_bytes and speed >= high for peak, speed in self.front)
 
 
-def patience_for(proposal: Proposal, history: History, budget: Budget, inspection: Inspection) -> Patience:
-    """How long a proposal's probe may take.
+def patience_for(
+    proposal: Proposal, history: History, budget: Budget, inspection: Inspection, slowest_start: float = 1.0
+) -> Patience:
+    """How long a proposal's probe may take. `slowest_start` is as of `Runner`.
 
     What is searched is compared with the best so far. The play-off's configs are compared with what they did before, and
     the baseline, like everything as long as nothing has run, with the inspection's step of a few samples, which was cold.
@@ -123,7 +125,7 @@ def patience_for(proposal: Proposal, history: History, budget: Budget, inspectio
         num_first=num_first,
         step_s=step_s,
         factor=factor,
-        begin_s=set_up_s + first_s + COMPILING_PATIENCE * setup_s,
+        begin_s=slowest_start * set_up_s + first_s + COMPILING_PATIENCE * setup_s,
         warmup_s=max((grown * found.warmup_s for grown, (_, found, _) in zip(larger, ran, strict=True)), default=0.0),
         most_s=most_s,
         front=front_of(history.feasible),

@@ -105,7 +105,7 @@ class Probing:
             settings: the play-off's; by default the search's, paced by the budget.
         """
         in_play_off = proposal.stage == PLAY_OFF
-        patience = patience_for(proposal, self.history, self.budget, self.inspection)
+        patience = patience_for(proposal, self.history, self.budget, self.inspection, self.runner.slowest_start)
         if settings is None:
             front = () if proposal.stage == BASELINE else patience.front
             settings = self.budget.paced(self.settings, self.history).replace(front=front)

@@ -20,13 +20,24 @@ model = torch.nn.Linear(16, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 while True:
     for _ in range(given.accumulate):
-        time.sleep(0.001 if given.fast else 0.02)
+        time.sleep(0.02 if given.fast else 0.1)
         model(torch.randn(given.batch, 16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 LINE = f"{sys.executable} script.py --batch {{batch_size}} --accumulate {{accumulation_steps}} {{speed}}"
-SEARCH = ["--choices", "speed:slow=,fast=--fast", "--global-batch", "8", "--device", "cpu", "--fix", "batch_size=8"]
+SEARCH = [
+    "--choices",
+    "speed:slow=,fast=--fast",
+    "--global-batch",
+    "8",
+    "--device",
+    "cpu",
+    "--fix",
+    "batch_size=8",
+    "--probe-timeout",
+    "60s",
+]
 
 
 def run(*arguments, cwd):
@@ -42,7 +53,7 @@ def search(line, *arguments, cwd):
 def answered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "script.py").write_text(SCRIPT)
-    done = search(LINE, "--baseline", "batch_size=8", "--budget", "75s", "--probe-timeout", "60s", "--json", cwd=folder)
+    done = search(LINE, "--baseline", "batch_size=8", "--budget", "120s", "--trials", "2", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
 
@@ -78,11 +89,12 @@ def test_what_needs_a_task_refuses_with_the_command(answered, arguments):
     assert done.returncode == 2 and result["command"] in done.stderr
 
 
+@pytest.mark.slow
 def test_another_command_is_another_study_and_the_same_one_goes_on(answered):
     folder, _ = answered
     other = search(f"{LINE} --x", cwd=folder)
     assert other.returncode == 2 and "task" in other.stderr
-    again = search(LINE, "--budget", "75s", "--trials", "1", cwd=folder)
+    again = search(LINE, "--budget", "30s", cwd=folder)
     assert again.returncode == 0 and "--fast" in again.stdout, again.stderr
 
 
