@@ -92,7 +92,7 @@ def task_of(trainer: Trainer) -> Task:
         name=type(trainer.model).__name__,
         warnings=tuple(_left_out(trainer)),
     )
-    baseline = read(TRANSFORMERS, given, task)
+    baseline = read(TRANSFORMERS, given, task, trainer.model)
     return replace(task, baseline={**baseline, **_plan(args)})
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune import api, techniques
 from autotune.errors import ConfigError
@@ -20,20 +20,25 @@ from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Note
 
+if TYPE_CHECKING:
+    import torch
 
-def read(framework: str, given: Mapping[str, Any], task: Task | None = None) -> dict[str, Choice]:
+
+def read(
+    framework: str, given: Mapping[str, Any], task: Task | None = None, model: torch.nn.Module | None = None
+) -> dict[str, Choice]:
     """The choices that a framework's arguments make, as a partial config. What they do not say is left out.
 
     Args:
-        task: tells what "all of the model" means, where arguments know no more than on and off.
+        task, model: tell what "all of the model" means, where arguments know no more than on and off. The model is looked at.
     """
     found: dict[str, Choice | None] = {}
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
     for name, technique in techniques.REGISTRY.items():
         found[name] = technique.read(framework, given)
-        if found[name] is None and task is not None and framework in technique.frameworks:
-            whole = technique.recomputation(task, task.build_model(), technique.off)
+        if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
+            whole = technique.recomputation(task, model, technique.off)
             found[name] = None if whole is None else technique.read(framework, given, (technique.off, whole.each))
     return {name: choice for name, choice in found.items() if choice is not None}
 
