@@ -28,6 +28,11 @@ def test_an_unknown_sampler_is_refused_before_anything_runs(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_an_unknown_framework_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'keras' is not known; expected some of transformers, lightning"):
+        api.search(TINY, device="cpu", frameworks=["keras"])
+
+
 def test_a_sweep_and_a_prediction_go_by_the_measured_rates_too(avx2: None, tmp_path: Path) -> None:
     model = tmp_path / "images.py"
     model.write_text(CONVOLUTIONS)

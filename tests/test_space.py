@@ -46,6 +46,16 @@ def test_an_excluded_technique_stays_as_in_the_baseline():
     assert {config["amp"] for config in space_of(exclude=("amp",))} == {"off"}
 
 
+def test_what_a_framework_has_no_words_for_is_left_as_in_the_baseline():
+    """Hugging Face models checkpoint every block or none, and `optim` names an AdamW."""
+    space = space_of()
+    said = space.said_in(("transformers",), "AdamW").choices
+    assert said["checkpoint_segments"] == (0, 6) and said["optimizer_impl"] == ("default", "fused")
+    assert said["batch_size"] == space.choices["batch_size"] and said["amp"] == space.choices["amp"]
+    assert space.said_in(("transformers",), "SGD").choices["optimizer_impl"] == ("default",)
+    assert space.said_in(("lightning", "dataloader"), "AdamW").choices["checkpoint_segments"] == (0,)
+
+
 def test_the_baseline_belongs_to_the_space_whatever_is_fixed():
     space = space_of(fix={"amp": "bf16"})
     assert space.contains(space.baseline)

@@ -63,8 +63,9 @@ def find_executable_config(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorate a function that trains: its first argument becomes the config that trains `task` fastest on this machine.
 
-    The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. Should the
-    function run out of memory all the same, it is called again with micro batches half as large, and more of them a step.
+    The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. The answer
+    may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
+    memory all the same, it is called again with micro batches half as large, and more of them a step.
 
     Args:
         task: what the function trains, or a function that makes it, or a model file.

@@ -275,11 +275,27 @@ def _left_out(trainer: Trainer) -> list[str]:
     args, name, found = trainer.args, type(trainer).__name__, []
     if type(trainer).training_step is not Trainer.training_step:
         found.append(f"of {name}.training_step probes measure all but what follows its backward pass")
+    if trainer.model_accepts_loss_kwargs and not _counts_items(trainer):
+        found.append(
+            f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so Trainer adds up the means of its "
+            "micro batches: another number of accumulation steps scales the gradients. To have their mean, set "
+            "model.accepts_loss_kwargs = False before the Trainer is made"
+        )
     if args.neftune_noise_alpha is not None:
         found.append("probes add no NEFTune noise to embeddings")
     if getattr(args, "use_liger_kernel", False):
         found.append("probes run without Liger's kernels, which Trainer puts in when it trains")
     return found
+
+
+def _counts_items(trainer: Any) -> bool:
+    """Whether the loss is a mean over the labels of the whole step, as Trainer takes it to be."""
+    if trainer.compute_loss_func or trainer.label_smoother or type(trainer).compute_loss is not Trainer.compute_loss:
+        return True
+    code = getattr(inspect.unwrap(type(trainer.model).forward), "__code__", None)
+    named = () if code is None else (*code.co_names, *code.co_varnames)
+    wraps = code is None or not {"labels"} & {*named}  # another module's forward, as in PEFT
+    return wraps or not {"loss_function", "num_items_in_batch"}.isdisjoint(named)
 
 
 def _own_optimizer(trainer: Trainer) -> bool:

@@ -135,6 +135,13 @@ def test_a_probe_takes_the_step_that_the_trainer_takes(cls: Any, given: Any, arg
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_loss_that_trainer_would_scale_by_accumulating_is_told(tmp_path: Path) -> None:
+    warned = integration.task_of(trainer_of(tmp_path, model=accepting())).warnings
+    assert "accepts_loss_kwargs = False" in "".join(warned)
+    for model in (bert(), gpt()):
+        assert not integration.task_of(trainer_of(tmp_path, model=model)).warnings
+
+
 def test_an_optimizer_of_the_users_own_steps_in_probes(tmp_path: Path) -> None:
     model = bert()
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.5, momentum=0.9)
