@@ -14,6 +14,7 @@ from autotune import prepare
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, activation_offload, complete
 from autotune.techniques.inplace_activations import InplaceActivations
+from tests.arithmetic import skip_without_arithmetic
 from tests.predict.real_memory import real_peak_bytes
 from tests.predict.test_tracing import traced
 
@@ -277,11 +278,13 @@ def level() -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3), *(level() for _ in range(4)), nn.Flatten(), nn.Linear(16 * 900, 4))
+    return nn.Sequential(nn.Conv2d(3, 16, 3), *(level() for _ in range(8)), nn.Flatten(), nn.Linear(16 * 900, 4))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_its_memory_is_predicted_and_less(amp: str) -> None:
+    skip_without_arithmetic(amp)
     task = Task(build_model=convolutional, make_batch=lambda n: (torch.randn(n, 3, 32, 32), torch.randint(0, 4, (n,))))
     plain, switched = (complete({"batch_size": 8, "amp": amp, "inplace_activations": on}) for on in (False, True))
     traces = traced(task, [plain, switched])
