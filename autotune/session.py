@@ -33,6 +33,7 @@ class Session:
         device: the torch device.
         scaler: GradScaler for fp16, else None.
         evaluator: evaluates single batches; `evaluate` takes a whole loader.
+        places: technique -> the modules of the model that it acts on, as in `Build`.
     """
 
     def __init__(self, build: Build, recovery: Recovery | None = None) -> None:
@@ -42,6 +43,7 @@ class Session:
         self.model = build.model
         self.optimizer = build.optimizer
         self.scaler = build.scaler
+        self.places = build.places
         self.loader = StepLoader(build)
         self._forward_contexts = tuple(build.forward_contexts)
         self._batch_transforms = tuple(build.batch_transforms)

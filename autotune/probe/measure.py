@@ -136,6 +136,7 @@ class Run:
             disturbances=disturbances(contention, self._slowdowns, len(blocks.samples_per_s)),
             memory=detail,
             telemetry=telemetry.values,
+            places=self.session.places,
         )
         return replace(measured, leaks=self._leaks()) if growth and not self._has_spent(0.5) else measured
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from autotune.records.formats import Record
 from autotune.units import format_bytes, plural
@@ -91,6 +92,7 @@ class Measurement:
     telemetry: dict[str, float] = field(
         default_factory=dict
     )  # device-specific: gpu_utilization, temperature_c, power_w
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)  # technique -> modules that it acted on, by role
 
     @property
     def train_s(self) -> float:

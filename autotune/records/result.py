@@ -188,6 +188,9 @@ class Result(Record):
         asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
             `verify` to be given, too.
         command: the command line of the answer, where the search ran one for each probe; empty otherwise.
+        model: the task as `prepare` and the command line take it; empty for one built in Python.
+        parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
+        places: technique of the answer -> the modules that it acted on, as its probe told.
         trained: what is trained that the task's own baseline does not train.
         rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
             learned differs between them and was not compared, so none of them is better than another. `probes`, `outcomes`,
@@ -233,6 +236,9 @@ class Result(Record):
     asked: dict[str, str | int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     command: str = ""
+    model: str = ""
+    parts: tuple[str, ...] = ()
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, Choice] = field(default_factory=dict)
     rankings: tuple[Ranking, ...] = ()
     evaluation: Evaluation | None = None

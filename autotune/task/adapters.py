@@ -48,12 +48,22 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
             model.configure_model()  # type: ignore[operator]
         model.log = model.log_dict = _log_nothing  # type: ignore[assignment]
         model.clip_gradients = _clip_gradients  # type: ignore[assignment]
+    switch_off_caches(model)
+    return model
+
+
+def switch_off_caches(model: torch.nn.Module) -> None:
+    """Let the Hugging Face models in a model, itself included, keep no keys and values for generation."""
     for module in model.modules():
-        if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+        if is_pretrained(module):
             config: Any = module.config
             if getattr(config, "use_cache", False):
                 config.use_cache = False
-    return model
+
+
+def is_pretrained(module: Any) -> bool:
+    """Whether a module is a Hugging Face model."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def is_lazy(module: torch.nn.Module) -> bool:
@@ -145,14 +155,18 @@ def optimizers_of(result: Any) -> tuple[list[torch.optim.Optimizer], int]:
     Raises:
         TaskError: there is none.
     """
-    found = list(_leaves(result))
-    optimizers = [leaf for leaf in found if isinstance(leaf, torch.optim.Optimizer)]
+    optimizers = optimizers_in(result)
     if not optimizers:
         raise TaskError(
             f"configure_optimizers returned {describe(result)}; expected a torch.optim.Optimizer, for example `return "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)`"
         )
-    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in found)
+    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in _leaves(result))
+
+
+def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in what `configure_optimizers` returned."""
+    return [leaf for leaf in _leaves(result) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from autotune.task import adapters, samples
 from autotune.task.describe import describe, element_type, shape
 from autotune.task.source import source_hash
 from autotune.task.usercode import is_allocation_failure, user_code
+from autotune.task.validation import CONSTANTS, SIGNATURES
 
 if TYPE_CHECKING:
     from autotune.task.task import Task
@@ -40,6 +41,8 @@ class TaskFacts:
         tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one.
         evaluates: the batch size for evaluation is searched, too.
         eval_samples: samples in the set to evaluate on, as `dataset_size`.
+        parts: the functions and constants of a model file that the task has, by their names there, and `LightningModule`
+            or `PreTrainedModel` where the model is one or has one in it.
         warnings: what the user should know about how the task was read.
     """
 
@@ -58,6 +61,7 @@ class TaskFacts:
     tokens_per_sample: float | None = None
     evaluates: bool = False
     eval_samples: int | None = None
+    parts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -112,6 +116,11 @@ def gather_facts(task: Task) -> TaskFacts:
         tokens_per_sample=_tokens_per_sample(task),
         evaluates=bool(task.eval),
         eval_samples=None if eval_set is None else samples.dataset_size(eval_set),
+        parts=(
+            *(name for name in (*SIGNATURES, *CONSTANTS) if getattr(task, name.lower()) is not None),
+            *(["LightningModule"] if adapters.is_lightning(model) else []),
+            *(["PreTrainedModel"] if any(map(adapters.is_pretrained, model.modules())) else []),
+        ),
         warnings=tuple(warnings),
     )
 

@@ -76,7 +76,7 @@ def load_file(path: Path, attribute: str = "") -> Task:
         elif hasattr(module, "build_model"):
             task, warnings = _from_functions(module, module.build_model), _misspelt(module)
         elif isinstance(getattr(module, "task", None), Task):
-            task = module.task
+            task, attribute = module.task, "task"
         else:
             task, warnings = _from_lightning(module), _misspelt(module)
     except TaskError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
@@ -14,6 +14,7 @@ from autotune.techniques.block_chains import is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import blocks_of, thinned
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -38,6 +39,7 @@ class ActivationOffload(Technique):
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
     keeps_random_masks = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "offload(model, DEVICE, {places})"})}
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks on CUDA, thinned when there are many."""
@@ -54,10 +56,8 @@ class ActivationOffload(Technique):
         blocks, number = _blocks(build.task, build.model), int(choice)
         if number > len(blocks):
             raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
-        store = _Store(build.device.torch_device)
-        for index in range(number):
-            block = blocks[index * len(blocks) // number]
-            block.forward = _Offloaded(block, store)
+        spread = (blocks[index * len(blocks) // number] for index in range(number))
+        offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
 
     def label(self, choice: Choice) -> str:
         return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
@@ -70,6 +70,14 @@ class ActivationOffload(Technique):
         share = int(choice) / max(int(other) for other in choices)
         moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
         return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
+
+
+def offload(model: torch.nn.Module, device: torch.device, modules: Sequence[str]) -> None:
+    """Replace the forward of blocks, by their names."""
+    store = _Store(device)
+    for name in modules:
+        block: Any = model.get_submodule(name)
+        block.forward = _Offloaded(block, store)
 
 
 def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:

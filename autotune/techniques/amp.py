@@ -14,7 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TORCH, TRANSFORMERS, At, Table, Words
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
@@ -64,6 +64,15 @@ class Amp(Technique):
                 "off": {"torch_autocast": {"enabled": False}},
                 "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
                 "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            }
+        ),
+        TORCH: Table(
+            {
+                "bf16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"},
+                "fp16": {
+                    At.FORWARD: "torch.autocast(DEVICE.type, torch.float16)",
+                    At.SCALER: "torch.amp.GradScaler(DEVICE.type)",
+                },
             }
         ),
     }

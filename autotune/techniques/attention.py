@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, cast
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
@@ -12,6 +12,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Table, Words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
@@ -38,6 +39,15 @@ class Attention(Technique):
     phase = Phase.MODEL
     order = 5
     likely = ("sdpa",)
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TORCH: Table(
+            {
+                "sdpa": {At.MODEL: "use_implementation(model, {places})"},
+                "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
+                **{kernel: {At.STEP: f"preferring({backend!r})"} for kernel, backend in _BACKENDS.items()},
+            }
+        )
+    }
 
     def support(self, setting: Setting) -> Support:
         """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
@@ -61,7 +71,7 @@ class Attention(Technique):
     def apply(self, build: Build, choice: Choice) -> None:
         """Set the process's preference, or the model's implementation."""
         if choice == "sdpa":
-            _set_implementation(_eager(build.model), "sdpa")
+            use_implementation(build.model, **build.acting_on(self.name, _eager(build.model)))
         elif choice == "math":
             for kernel in _FUSED:
                 _switch(kernel)(False)
@@ -123,6 +133,22 @@ def _eager(model: torch.nn.Module) -> list[Any]:
 def _set_implementation(models: Sequence[Any], implementation: str) -> None:
     for model in models:
         model.set_attn_implementation(implementation)
+
+
+def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
+    """Let Hugging Face models, by their names in `model`, call `scaled_dot_product_attention`."""
+    for name in modules:
+        module: Any = model.get_submodule(name)
+        module.set_attn_implementation("sdpa")
+
+
+def preferring(backend: str) -> AbstractContextManager[Any]:
+    """A context in which torch tries that kernel of `scaled_dot_product_attention` first, and then the others."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    first = SDPBackend.__members__[backend]
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel([first, *(other for other in fused if other != first), SDPBackend.MATH], set_priority=True)
 
 
 def _calls(setting: Setting) -> list[bool]:

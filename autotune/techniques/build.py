@@ -79,6 +79,7 @@ class Build:
         batch_streams: applied in order to the stream of micro batches that the data loader yields.
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
+        places: technique -> what it found in the model to act on: names of modules by their role.
     """
 
     task: Task
@@ -93,3 +94,16 @@ class Build:
     batch_streams: list[Callable[[Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
     one_micro_batch: str = ""
     unrepeatable: str = ""
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def acting_on(self, technique: str, modules: Iterable[torch.nn.Module], **one: torch.nn.Module) -> dict[str, Any]:
+        """Write into `places` what a technique acts on, by its names for `get_submodule`.
+
+        Args:
+            modules: the role that every technique has.
+            one: further roles, of one module each.
+        """
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found = {"modules": [names[id(module)] for module in modules]}
+        self.places[technique] = {**found, **{role: names[id(module)] for role, module in one.items()}}
+        return self.places[technique]

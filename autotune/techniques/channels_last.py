@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
@@ -10,6 +11,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 
 class ChannelsLast(Switch):
@@ -23,20 +25,26 @@ class ChannelsLast(Switch):
     likely = (True,)
     # Most fast convolutions use this layout, yet some kernels do not have it.
     expected = Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TORCH: Lines(
+            {
+                At.MODEL: "model.to(memory_format=torch.channels_last)",
+                At.BATCH: "batch = images_to_channels_last(batch)",
+            }
+        )
+    }
 
     def support(self, setting: Setting) -> Support:
         """It applies to 2-D convolutions, unless the model's code calls `view` in the old layout.
 
         Their input need not be in the batch as it is: models stack lists of images, and make spectrograms of sound.
         """
-        from autotune.task.batches import map_tensors
-
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
             return Support(choices=(False,), reason="the model has no 2-D convolution")
         layouts = [(parameter, parameter.data) for parameter in setting.model.parameters()]
         try:
             setting.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            setting.try_step(map_tensors(_to_channels_last, setting.fresh_batch()))
+            setting.try_step(images_to_channels_last(setting.fresh_batch()))
         except RuntimeError as error:
             if "view size is not compatible" not in str(error):
                 raise
@@ -56,10 +64,15 @@ class ChannelsLast(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the model in place and every micro batch as it arrives."""
-        from autotune.task.batches import map_tensors
-
         build.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        build.batch_transforms.append(lambda batch: map_tensors(_to_channels_last, batch))
+        build.batch_transforms.append(images_to_channels_last)
+
+
+def images_to_channels_last(batch: Any) -> Any:
+    """The batch with every tensor of four dimensions in that layout."""
+    from autotune.task.batches import map_tensors
+
+    return map_tensors(_to_channels_last, batch)
 
 
 def _to_channels_last(tensor: torch.Tensor) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
@@ -13,10 +13,8 @@ from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import CheckpointSegments, blocks_of
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 from autotune.techniques.recomputed import Recomputed
-
-if TYPE_CHECKING:
-    pass
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -46,6 +44,7 @@ class CheckpointPolicy(Technique):
         activations=Factor(typical=1.5, spread=1.4),
     )
     keeps_random_masks = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "keep_costly_results(model)"})}
 
     def support(self, setting: Setting) -> Support:
         """It applies to models with blocks to recompute that do not change what they keep in place."""
@@ -61,9 +60,7 @@ class CheckpointPolicy(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let every recomputed block keep the results of costly operators."""
-        for module in build.model.modules():
-            if isinstance(recomputed := vars(module).get("forward"), Recomputed):
-                recomputed.keep = _contexts
+        keep_costly_results(build.model)
 
     def _try(self, setting: Setting) -> None:
         """Take a step with every block recomputed. Raises where a block changes in place what is kept, for example."""
@@ -88,6 +85,13 @@ class CheckpointPolicy(Technique):
     def is_redundant(self, config: Config) -> bool:
         """Without recomputation it does nothing."""
         return config["checkpoint_segments"] == 0
+
+
+def keep_costly_results(model: torch.nn.Module) -> None:
+    """Let every recomputed block of a model keep them."""
+    for module in model.modules():
+        if isinstance(recomputed := vars(module).get("forward"), Recomputed):
+            recomputed.keep = _contexts
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

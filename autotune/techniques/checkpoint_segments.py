@@ -12,7 +12,7 @@ from autotune.techniques.base import Phase, Recomputation, Technique, Unsupporte
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
 from autotune.techniques.recomputed import Checkpointed, Segments
 from autotune.units import plural
 
@@ -39,7 +39,10 @@ class CheckpointSegments(Technique):
     ordered = True
     order = 30
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TRANSFORMERS: Table({0: {"gradient_checkpointing": False}})}
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TRANSFORMERS: Table({0: {"gradient_checkpointing": False}}),
+        TORCH: Lines({At.MODEL: "recompute(model, {choice}, {places})"}),
+    }
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks, thinned when there are many."""
@@ -60,15 +63,10 @@ class CheckpointSegments(Technique):
             raise UnsupportedError(
                 f"checkpoint_segments={num_segments}: the model has no more than {plural(num_blocks, 'block')}"
             )
-        _switch_off_caches(build.model)
-        sequence = None
-        if chain.sequential is not None:
-            sequence = Segments(chain.sequential, num_segments)
-            chain.sequential.forward = sequence  # type: ignore[method-assign]
-        for start, _ in _segments(chain, num_segments):
-            block = chain.blocks[start]
-            if not is_layer(block):
-                block.forward = Checkpointed(block, sequence)
+        first = (chain.blocks[start] for start, _ in _segments(chain, num_segments))
+        blocks = (block for block in first if not is_layer(block))
+        whole = {} if chain.sequential is None else {"sequential": chain.sequential}
+        recompute(build.model, num_segments, **build.acting_on(self.name, blocks, **whole))
 
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
         """The segments of the chain; None where the model has none."""
@@ -104,6 +102,18 @@ class CheckpointSegments(Technique):
         share = int(choice) / max(int(other) for other in choices)
         again = Factor(typical=1 + 0.3 * share, spread=1.06 + 0.06 * share)
         return Expectation(compute=again, launch=again, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
+
+
+def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str], sequential: str | None = None) -> None:
+    """Replace the forward of blocks, by their names, and of the `Sequential` that holds them."""
+    _switch_off_caches(model)
+    sequence = None
+    if sequential is not None:
+        container: Any = model.get_submodule(sequential)
+        container.forward = sequence = Segments(container, num_segments)
+    for name in modules:
+        block = model.get_submodule(name)
+        block.forward = Checkpointed(block, sequence)
 
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:

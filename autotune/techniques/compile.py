@@ -16,17 +16,23 @@ from autotune.techniques.block_chains import is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import blocks_of
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import ACCELERATE, TORCH, TRANSFORMERS, At, Table, Words
 
 if TYPE_CHECKING:
     import torch
 
     from autotune.task import Task
 BACKEND = "inductor"
-_CHOICES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
-_SETUP_S = {"default": 90.0, "reduce-overhead": 90.0, "max-autotune-no-cudagraphs": 300.0}  # of an unknown model
+_GRAPHS = "reduce-overhead"
+_CHOICES = ("off", "default", _GRAPHS, "max-autotune-no-cudagraphs")
+_SETUP_S = {"default": 90.0, _GRAPHS: 90.0, "max-autotune-no-cudagraphs": 300.0}  # of an unknown model
 # of a known one, on one core; seen there: 43 s with 7 layers, and, beside other work, 81 to 170 s with 18 to 46
 _FIXED_S, _LAYER_S = 20.0, 2.0
+
+
+def _lines(choice: str) -> dict[str, str]:
+    compiled: dict[str, str] = {At.MODEL: f"compile_forward(model, {choice!r}, {{places}})"}
+    return {**compiled, At.BATCH: "torch.compiler.cudagraph_mark_step_begin()"} if choice == _GRAPHS else compiled
 
 
 class Compile(Technique):
@@ -56,6 +62,7 @@ class Compile(Technique):
             }
         ),
         ACCELERATE: Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
+        TORCH: Table({c: _lines(c) for c in _CHOICES if c != "off"}),
     }
 
     @property
@@ -75,22 +82,11 @@ class Compile(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks, or of the model, by a compiled one."""
-        import torch
-
         if reason := _why_not_beside(build.config):
             raise UnsupportedError(f"compile={choice}: {reason}")
-        compiled: dict[Any, Any] = {}
         regions = _regions(build.task, build.model, recomputed=bool(build.config["checkpoint_segments"]))
-        limits = torch._dynamo.config
-        # Blocks that print the same may still differ in what they compute, and past the limit would not be compiled.
-        limits.cache_size_limit = max(limits.cache_size_limit, 4 * len(regions))
-        for module in regions:
-            kind = _kind(module)
-            if kind not in compiled:
-                mode = str(choice) if BACKEND == "inductor" else None
-                compiled[kind] = torch.compile(_own_copy(type(module).forward), backend=BACKEND, mode=mode)
-            module.forward = _Compiled(module, compiled[kind])
-        if choice == "reduce-overhead":
+        compile_forward(build.model, str(choice), **build.acting_on(self.name, regions))
+        if choice == _GRAPHS:
             build.batch_transforms.append(_begin_step)
             build.unrepeatable = "the CUDA graphs that were being recorded keep the memory that they took"
 
@@ -119,7 +115,7 @@ class Compile(Technique):
         """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""
         return Expectation(
             compute=Factor(typical=0.88, spread=1.2),
-            launch=Factor(typical=0.4 if choice == "reduce-overhead" else 0.7, spread=1.6),
+            launch=Factor(typical=0.4 if choice == _GRAPHS else 0.7, spread=1.6),
             activations=Factor(typical=0.85, spread=1.25),
             untraced=Factor(spread=3.0),
             setup_s=_SETUP_S[str(choice)],
@@ -132,6 +128,23 @@ class Compile(Technique):
     def validate(self, choice: Any) -> Choice:
         """One of `off`, `default`, `reduce-overhead`, `max-autotune-no-cudagraphs`."""
         return one_of(choice, _CHOICES)
+
+
+def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -> None:
+    """Replace the forward of modules, by their names; those that are alike share a compilation."""
+    import torch
+
+    compiled: dict[Any, Any] = {}
+    limits = torch._dynamo.config
+    # Blocks that print the same may still differ in what they compute, and past the limit would not be compiled.
+    limits.cache_size_limit = max(limits.cache_size_limit, 4 * len(modules))
+    for name in modules:
+        module: Any = model.get_submodule(name)
+        kind = _kind(module)
+        if kind not in compiled:
+            own = _own_copy(type(module).forward)
+            compiled[kind] = torch.compile(own, backend=BACKEND, mode=mode if BACKEND == "inductor" else None)
+        module.forward = _Compiled(module, compiled[kind])
 
 
 class _Compiled:

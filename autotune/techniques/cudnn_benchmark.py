@@ -12,7 +12,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LIGHTNING, Argument, Words
+from autotune.techniques.frameworks import LIGHTNING, TORCH, Argument, At, Lines, Words
 
 
 class CudnnBenchmark(Switch):
@@ -27,7 +27,10 @@ class CudnnBenchmark(Switch):
     expected = Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))
     keeps_random_masks = True
     likely = (True,)
-    frameworks: ClassVar[Mapping[str, Words]] = {LIGHTNING: Argument("benchmark")}
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        LIGHTNING: Argument("benchmark"),
+        TORCH: Lines({At.PROCESS: "torch.backends.cudnn.benchmark = True"}),
+    }
 
     def support(self, setting: Setting) -> Support:
         """It applies to models with convolutions on CUDA, unless the model file switches it on already."""

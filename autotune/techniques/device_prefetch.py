@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
@@ -12,6 +12,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 
 class DevicePrefetch(Switch):
@@ -27,6 +28,7 @@ class DevicePrefetch(Switch):
         launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
     )
     keeps_random_masks = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.BATCHES: "ahead(copier(DEVICE), batches)"})}
 
     def support(self, setting: Setting) -> Support:
         """It applies to tasks with a dataset on CUDA."""
@@ -38,20 +40,23 @@ class DevicePrefetch(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let the loader run one micro batch ahead."""
-        on_gpu = build.device.kind == "cuda"
-        copier = _OnSideStream(build.device.torch_device) if on_gpu else _Copier(build.device.torch_device)
-        build.batch_streams.append(partial(ahead, copier))
+        build.batch_streams.append(partial(ahead, copier(build.device.torch_device)))
 
     def conflict(self, config: Config) -> str:
         accumulates = config.accumulation_steps > 1
         return "all micro batches of a step would be on the device at once" if accumulates else ""
 
 
-def ahead(copier: _Copier, batches: Iterator[Any]) -> Iterator[Any]:
+def copier(device: torch.device) -> _Copier:
+    """What copies batches to a device."""
+    return _OnSideStream(device) if device.type == "cuda" else _Copier(device)
+
+
+def ahead(copies: _Copier, batches: Iterator[Any]) -> Iterator[Any]:
     """Each batch on the device; the copy of the next one has begun when it is yielded."""
     coming: list[Callable[[], Any]] = []
     for batch in batches:
-        coming.append(copier.begin(batch))
+        coming.append(copies.begin(batch))
         if len(coming) > 1:
             yield coming.pop(0)()
     for arrive in coming:

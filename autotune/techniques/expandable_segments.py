@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
@@ -12,6 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
 _ON = "expandable_segments:True"
@@ -38,6 +40,11 @@ class ExpandableSegments(Switch):
         state=Factor(typical=0.93, spread=1.07),
     )
     keeps_random_masks = True
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TORCH: Lines(
+            {At.ENVIRONMENT: f'os.environ["{_VARIABLES[1]}"] = "{_ON}"  # from torch 2.9 on {_VARIABLES[0]}, too'}
+        )
+    }
 
     def support(self, setting: Setting) -> Support:
         """It applies to CUDA, unless the environment switches it on already."""

@@ -7,20 +7,39 @@ The names of the frameworks, which are the keys of `Technique.frameworks`:
 - `accelerate`: arguments of `accelerate.Accelerator`
 - `deepspeed`: sections of a `ds_config.json`
 - `dataloader`: arguments of `torch.utils.data.DataLoader`, which Lightning and Accelerate leave to the user
+- `torch`: lines of a training script in plain torch, by their place in it; see `Lines`
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
-DEEPSPEED, DATALOADER = "deepspeed", "dataloader"
-FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)
+DEEPSPEED, DATALOADER, TORCH = "deepspeed", "dataloader", "torch"
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)  # whose arguments are read back, too
+
+
+class At(StrEnum):
+    """A place in a training script. `DEVICE`, `model`, `optimizer`, `dataset` are there from the second, fourth, fifth, sixth on."""
+
+    ENVIRONMENT = "environment"  # before torch is imported
+    PROCESS = "process"  # before the model is built
+    BUILD = "build"  # an argument of `build_model`
+    MODEL = "model"  # the model is on its device
+    OPTIMIZER = "optimizer"  # it is made, and has no state
+    LOADER = "loader"  # arguments of the data loader
+    BATCHES = "batches"  # an iterator in the place of `batches`, the loader's
+    STEP = "step"  # a context around an optimizer step
+    BATCH = "batch"  # `batch`, a micro batch, is on the device
+    FORWARD = "forward"  # a context around a forward pass
+    SCALER = "scaler"  # of the loss
 
 
 class Words(Protocol):
@@ -82,6 +101,29 @@ class Argument:
             return None
         value: Choice | None = arguments[self.name]
         return self.unset if value is None else value
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Each choice is the same lines of plain torch.
+
+    What they name is brought along by name from the technique's own file, with what it needs in turn. `{choice}` stands for
+    the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments.
+
+    Attributes:
+        lines: place in the script -> lines, an expression where the place takes one.
+    """
+
+    lines: Mapping[At, str]
+
+    def write(self, choice: Choice) -> dict[str, Any]:
+        """The lines for a choice."""
+        literal = json.dumps(choice) if isinstance(choice, str) else repr(choice)
+        return {place: text.replace("{choice}", literal) for place, text in self.lines.items()}
+
+    def read(self, arguments: Mapping[str, Any]) -> Choice | None:
+        """Nothing: lines are not read back."""
+        return None
 
 
 # The batch size of evaluation, which is no key of a config.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import ConfigError
 from autotune.lazy import torch
@@ -14,6 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import UnsupportedError
 from autotune.techniques.build import Setting
 from autotune.techniques.checkpoint_segments import blocks_of
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 from autotune.techniques.partition import Partition
 from autotune.units import plural
 
@@ -42,6 +43,7 @@ class Freeze(Partition):
     listed_choices = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
     applies = "if included: named modules, or a chain of blocks"
     order = 20
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "freeze(model, {choice})"})}
 
     def support(self, setting: Setting) -> Support:
         """What the task names, else up to four leading parts of its chain of blocks."""
@@ -77,6 +79,12 @@ class Freeze(Partition):
 
         return task.with_other_models(build_model=build_frozen)
 
+    def write(
+        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
+    ) -> dict[str, Any] | None:
+        """What names parts of the model; which the first blocks are, only the model says."""
+        return None if _BLOCKS.search(str(choice)) else super().write(framework, choice, choices, optimizer=optimizer)
+
     def label(self, choice: Choice) -> str:
         blocks = _BLOCKS.fullmatch(str(choice))
         what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
@@ -90,18 +98,33 @@ def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Pa
         ConfigError: the model has nothing of that name.
         UnsupportedError: it has no chain of blocks.
     """
-    parameters = list(model.named_parameters(remove_duplicate=False))  # a shared one under each of its names
-    chosen: set[str] = set()
+    names: list[str] = []
     for part in choice.split("+"):
         blocks = _BLOCKS.fullmatch(part)
-        prefixes = _first_blocks(task, model, int(blocks[1])) if blocks else [part]
-        found = {name for name, _ in parameters if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)}
-        if not found:
+        found = _first_blocks(task, model, int(blocks[1])) if blocks else [part]
+        if not any(map(_inside(found), (name for name, _ in model.named_parameters(remove_duplicate=False)))):
             near = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(f"freeze={choice}: the model has no parameter in {part!r}; expected a part of: {near}")
-        chosen |= found
-    shared = {id(parameter) for name, parameter in parameters if name not in chosen}
-    return [parameter for name, parameter in parameters if name in chosen and id(parameter) not in shared]
+        names += found
+    return _only_in(model, names)
+
+
+def freeze(model: torch.nn.Module, choice: str) -> None:
+    """Do not train parts of a model, by their names with `+` between them."""
+    for parameter in _only_in(model, choice.split("+")):
+        parameter.requires_grad_(False)
+
+
+def _only_in(model: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Parameter]:
+    """The parameters in some parts of a model that nothing outside them shares."""
+    parameters = list(model.named_parameters(remove_duplicate=False))  # a shared one under each of its names
+    is_inside = _inside(names)
+    shared = {id(parameter) for name, parameter in parameters if not is_inside(name)}
+    return [parameter for name, parameter in parameters if is_inside(name) and id(parameter) not in shared]
+
+
+def _inside(names: Sequence[str]) -> Callable[[str], bool]:
+    return lambda name: any(f"{name}.".startswith(f"{prefix}.") for prefix in names)
 
 
 def _first_blocks(task: Task, model: torch.nn.Module, num_blocks: int) -> list[str]:

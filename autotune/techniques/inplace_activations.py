@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.randomness import restored_randomness
@@ -13,6 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 from autotune.techniques.recomputed import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class InplaceActivations(Switch):
     # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "overwrite_inputs(model, {places})"})}
 
     def support(self, setting: Setting) -> Support:
         """It applies where at least one module may overwrite its input, and training so raises no error."""
@@ -70,12 +72,18 @@ class InplaceActivations(Switch):
                 safe = _safe_in(build, build.config.batch_size)
         if not safe:
             raise UnsupportedError(f"inplace_activations: {_why_none(build.model)}")
-        _switch(safe, True)
-        for module in safe:
-            module.register_forward_pre_hook(_only_in_training)
+        overwrite_inputs(build.model, **build.acting_on(self.name, safe))
 
     def conflict(self, config: Config) -> str:
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
+
+
+def overwrite_inputs(model: torch.nn.Module, modules: Sequence[str]) -> None:
+    """Switch modules on, by their names."""
+    for name in modules:
+        module: Any = model.get_submodule(name)
+        module.inplace = True
+        module.register_forward_pre_hook(_only_in_training)
 
 
 def _candidates(model: torch.nn.Module) -> list[Any]:

@@ -14,7 +14,7 @@ from autotune.task.samples import NUM_SAMPLED, width
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
 
 _WINDOW = 50  # batches among which samples are put together by length, as in transformers' LengthGroupedSampler
 
@@ -49,7 +49,8 @@ class LengthBucketing(Switch):
                 ("group_by_length", True): True,  # before transformers 5
                 ("group_by_length", False): False,
             },
-        )
+        ),
+        TORCH: Lines({At.LOADER: "sampler=Buckets(dataset, BATCH_SIZE)"}),
     }
 
     def support(self, setting: Setting) -> Support:
@@ -60,7 +61,7 @@ class LengthBucketing(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the loader's order."""
-        build.loader_options["sampler"] = _Buckets(build.task.dataset(), build.config.batch_size)
+        build.loader_options["sampler"] = Buckets(build.task.dataset(), build.config.batch_size)
 
     def is_redundant(self, config: Config) -> bool:
         """A sample alone is not padded."""
@@ -85,7 +86,7 @@ def _why_not(setting: Setting) -> str:
     return ""
 
 
-class _Buckets:
+class Buckets:
     """Every position of a dataset once, in an order of which each `batch_size` in a row make a batch.
 
     The samples of the last, smaller batch are drawn at random. Lengths are read once.

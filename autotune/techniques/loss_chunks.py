@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
@@ -11,6 +11,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 if TYPE_CHECKING:
     from autotune.techniques.tensors.scores import Use
@@ -40,6 +41,14 @@ class LossChunks(Switch):
     traced_in_whole_steps = True
     against_shortage = True
     likely = (True,)
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        TORCH: Lines(
+            {
+                At.MODEL: "put_back_other_layers = compute_scores_in_pieces(model, {places})",
+                At.BATCH: "batch = put_back_other_layers(batch)",
+            }
+        )
+    }
 
     def support(self, setting: Setting) -> Support:
         """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
@@ -59,8 +68,8 @@ class LossChunks(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
-        heads = _heads(build.model)
-        build.batch_transforms.append(_PutBack(heads, _replace(heads)))
+        places = build.acting_on(self.name, _heads(build.model))
+        build.batch_transforms.append(compute_scores_in_pieces(build.model, **places))
 
     def conflict(self, config: Config) -> str:
         if config["amp"] == "fp16":
@@ -74,6 +83,12 @@ def _heads(model: torch.nn.Module) -> list[Any]:
         for module in model.modules()
         if type(module) is torch.nn.Linear and module.out_features >= _FEWEST_CLASSES and "forward" not in vars(module)
     ]
+
+
+def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> _PutBack:
+    """Replace the forward of layers, by their names. What is returned is called with every micro batch, which it returns."""
+    heads = [model.get_submodule(name) for name in modules]
+    return _PutBack(heads, _replace(heads))
 
 
 def _replace(heads: Sequence[Any]) -> list[Use]:

@@ -13,7 +13,7 @@ from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
+from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -34,6 +34,7 @@ class NumWorkers(LoaderOption):
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_num_workers"),
         DATALOADER: Argument("num_workers"),
+        TORCH: Lines({At.LOADER: 'num_workers={choice}, multiprocessing_context="fork"'}),
     }
 
     def support(self, setting: Setting) -> Support:

@@ -12,7 +12,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -40,6 +40,7 @@ class OptimizerImpl(Technique):
     said_of = "AdamW"
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
+        TORCH: Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
     }
 
     def support(self, setting: Setting) -> Support:
@@ -62,17 +63,7 @@ class OptimizerImpl(Technique):
         reason = _why_not(optimizer) or _refusal(optimizer, str(choice))
         if reason:
             raise UnsupportedError(f"optimizer_impl={choice}: {reason}")
-        # A second optimizer is built so that the class itself validates the flags and creates what depends on them
-        # (Adagrad's initial state, the marks above); its parts then move into the first.
-        fresh = _build(optimizer, optimizer.param_groups, str(choice))
-        for group, fresh_group in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-            group.update(fresh_group)
-        optimizer.defaults.update(fresh.defaults)
-        optimizer.state = fresh.state
-        for mark in _FUSED_MARKS:
-            vars(optimizer).pop(mark, None)
-            if hasattr(fresh, mark):
-                setattr(optimizer, mark, getattr(fresh, mark))
+        implement(optimizer, str(choice))
 
     def label(self, choice: Choice) -> str:
         return f"{choice} optimizer" if choice == self.off else str(choice)
@@ -85,6 +76,23 @@ class OptimizerImpl(Technique):
             update=Factor(typical=typical, spread=1.4),
             state=Factor(spread=1.15),
         )
+
+
+def implement(optimizer: torch.optim.Optimizer, implementation: str) -> None:
+    """Give one of torch's own optimizers, before its first step, another implementation.
+
+    A second optimizer is built so that the class itself validates the flags and creates what depends on them (Adagrad's
+    initial state, the marks above); its parts then move into the first.
+    """
+    fresh = _build(optimizer, optimizer.param_groups, implementation)
+    for group, fresh_group in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        group.update(fresh_group)
+    optimizer.defaults.update(fresh.defaults)
+    optimizer.state = fresh.state
+    for mark in _FUSED_MARKS:
+        vars(optimizer).pop(mark, None)
+        if hasattr(fresh, mark):
+            setattr(optimizer, mark, getattr(fresh, mark))
 
 
 def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> str:

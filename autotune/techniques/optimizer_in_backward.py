@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ class OptimizerInBackward(Switch):
     check_steps = 3
     traced_in_whole_steps = True
     against_shortage = True
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.OPTIMIZER: "update_in_backward(optimizer)"})}
 
     def support(self, setting: Setting) -> Support:
         """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""
@@ -59,16 +62,21 @@ class OptimizerInBackward(Switch):
         if reason:
             raise UnsupportedError(f"optimizer_in_backward: {reason}")
         build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
-        update = _Update(build.optimizer)
-        for group in build.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(update)
+        update_in_backward(build.optimizer)
 
     def conflict(self, config: Config) -> str:
         if config.accumulation_steps > 1:
             return "gradients that accumulate over several micro batches must be kept"
         return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer on each parameter when its gradient is there; its own step then finds none."""
+    update = _Update(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(update)
 
 
 class _Update:

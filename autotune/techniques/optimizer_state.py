@@ -14,7 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TRANSFORMERS, Table, Words
+from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -48,6 +48,7 @@ class OptimizerState(Technique):
             {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
             aliases={("optim", "adamw_bnb_8bit"): "8bit", ("optim", "adamw_8bit"): "8bit"},
         ),
+        TORCH: Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
     }
 
     def support(self, setting: Setting) -> Support:
@@ -70,14 +71,12 @@ class OptimizerState(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Let the optimizer step in the chosen way; state is made in its first step."""
-        from autotune.techniques.tensors.copies import CopySteps, take_steps_by
-
         optimizer = build.optimizer
         on_host = choice == "cpu"
         reason = _why_not_on_host(optimizer) if on_host else _why_not_low_bit(optimizer, build.device)
         if reason:
             raise UnsupportedError(f"optimizer_state={choice}: {reason}")
-        take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, str(choice)))
+        keep_state(optimizer, str(choice))
 
     def conflict(self, config: Config) -> str:
         other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
@@ -105,6 +104,14 @@ class OptimizerState(Technique):
         return (
             "state on the host is not traced" if choice == "cpu" else "what torchao's compiled step holds is not traced"
         )
+
+
+def keep_state(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Let an optimizer keep its state on the host (`cpu`), or in `8bit` or `4bit`, from its first step on."""
+    from autotune.techniques.tensors.copies import CopySteps, take_steps_by
+
+    on_host = where == "cpu"
+    take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, where))
 
 
 def torchao(module: str) -> Any:

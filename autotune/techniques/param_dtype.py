@@ -14,13 +14,14 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, Table, Words
+from autotune.techniques.frameworks import ACCELERATE, TORCH, At, Table, Words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
 _FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
+_AUTOCAST = "torch.autocast(DEVICE.type, torch.bfloat16)"
 EMULATED = False  # whether fp8 is rounded to and computed otherwise, which runs anywhere
 
 
@@ -45,7 +46,15 @@ class ParamDtype(Technique):
     leanest = ("bf16",)
     exact = False
     likely = ("bf16",)
-    frameworks: ClassVar[Mapping[str, Words]] = {ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}})}
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}}),
+        TORCH: Table(
+            {
+                "bf16": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "keep_weights_in_bf16(model, optimizer)"},
+                "fp8": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "compute_in_fp8(model)"},
+            }
+        ),
+    }
 
     def support(self, setting: Setting) -> Support:
         """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
@@ -66,8 +75,6 @@ class ParamDtype(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the weights, and let the optimizer step on their values in fp32; or replace linear layers' forward."""
-        from autotune.techniques.tensors.copies import CopySteps, take_steps_by
-
         model, optimizer = build.model, build.optimizer
         reason = _why_not_bf16(model, optimizer) if choice == "bf16" else _why_not_fp8(model, build.device)
         if reason:
@@ -75,12 +82,9 @@ class ParamDtype(Technique):
         kind = build.device.torch_device.type  # a GPU that is not here is played by the CPU
         build.forward_contexts.append(partial(torch.autocast, kind, torch.bfloat16))
         if choice == "fp8":
-            _compute_in_fp8(model)
+            compute_in_fp8(model)
         else:
-            for parameter in _weights(model):
-                parameter.data = parameter.data.to(torch.bfloat16)
-                parameter.grad = None
-            take_steps_by(optimizer, CopySteps())
+            keep_weights_in_bf16(model, optimizer)
 
     def conflict(self, config: Config) -> str:
         return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""
@@ -105,6 +109,16 @@ class ParamDtype(Technique):
         )
 
 
+def keep_weights_in_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Convert the weights, and let the optimizer step on their values in fp32."""
+    from autotune.techniques.tensors.copies import CopySteps, take_steps_by
+
+    for parameter in _weights(model):
+        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.grad = None
+    take_steps_by(optimizer, CopySteps())
+
+
 def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """What is in fp32 and has, or stands beside, a matrix."""
     found: dict[torch.nn.Parameter, None] = {}
@@ -126,7 +140,7 @@ def _linear_layers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if fits(module)]
 
 
-def _compute_in_fp8(model: torch.nn.Module) -> None:
+def compute_in_fp8(model: torch.nn.Module) -> None:
     """Replace the layers' forward by that of torchao's layer, which computes with the same parameters."""
     config = torchao("float8").Float8LinearConfig(emulate=EMULATED, pad_inner_dim=True)
     in_fp8 = torchao("float8.float8_linear").Float8Linear

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from autotune.techniques.base import Switch
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
+from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -23,4 +23,5 @@ class PersistentWorkers(Switch, LoaderOption):
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_persistent_workers"),
         DATALOADER: Argument("persistent_workers"),
+        TORCH: Lines({At.LOADER: "persistent_workers={choice}"}),
     }

@@ -10,7 +10,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Switch
 from autotune.techniques.build import Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
+from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -25,6 +25,7 @@ class PinMemory(Switch, LoaderOption):
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_pin_memory"),
         DATALOADER: Argument("pin_memory"),
+        TORCH: Lines({At.LOADER: "pin_memory={choice}"}),
     }
 
     def support(self, setting: Setting) -> Support:

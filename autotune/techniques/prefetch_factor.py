@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from autotune.records.config import Choice
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TRANSFORMERS, Argument, Words
+from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -28,6 +28,7 @@ class PrefetchFactor(LoaderOption):
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_prefetch_factor", unset=2),
         DATALOADER: Argument("prefetch_factor", unset=2),
+        TORCH: Lines({At.LOADER: "prefetch_factor={choice}"}),
     }
 
     def label(self, choice: Choice) -> str:

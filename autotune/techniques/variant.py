@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.build import Setting
+from autotune.techniques.frameworks import TORCH, At, Lines, Words
 from autotune.techniques.partition import Partition
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class Variant(Partition):
     listed_choices = "the names in `VARIANTS`; `none` is the first"
     applies = "where the model file names them, and has `build_model(variant)`"
     order = 10
+    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.BUILD: "{choice}"})}
 
     def support(self, setting: Setting) -> Support:
         """The names that the task gives."""

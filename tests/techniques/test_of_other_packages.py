@@ -23,7 +23,14 @@ TECHNIQUE = '''
 import os
 
 from autotune.techniques import Phase, Support, Technique
-from autotune.techniques.frameworks import Table
+from autotune.techniques.frameworks import At, Lines, Table
+
+
+def wake_up(model):
+    model.nap_s = AWAKE
+
+
+AWAKE = 0.0
 
 
 class SkipNaps(Technique):
@@ -37,7 +44,10 @@ class SkipNaps(Technique):
     phase = Phase.MODEL
     keeps_random_masks = True
     likely = (True,)
-    frameworks = {"transformers": Table({False: {"take_naps": True}, True: {"take_naps": False}})}
+    frameworks = {
+        "transformers": Table({False: {"take_naps": True}, True: {"take_naps": False}}),
+        "torch": Lines({At.MODEL: "wake_up(model)"}),
+    }
 
     def support(self, setting):
         if not hasattr(setting.model, "nap_s"):
@@ -45,7 +55,7 @@ class SkipNaps(Technique):
         return Support(choices=(False, True))
 
     def apply(self, build, choice):
-        build.model.nap_s = 0.0
+        wake_up(build.model)
         with open(os.environ["APPLIED"], "a") as file:
             file.write(f"{os.getpid()}\\n")
 
@@ -197,3 +207,5 @@ def test_it_is_exported_by_its_name_and_in_a_frameworks_words(searched: tuple[Pa
     in_words = run(*export, "transformers", installed=installed, cwd=folder)
     assert json.loads(by_name.stdout)[NAME] is True, by_name.stderr
     assert json.loads(in_words.stdout)["take_naps"] is False, in_words.stderr
+    in_lines = run(*export, "torch", installed=installed, cwd=folder)
+    assert "\nAWAKE = 0.0\n" in in_lines.stdout and "\nwake_up(model)\n" in in_lines.stdout, in_lines.stderr

@@ -1,0 +1,296 @@
+"""The answer as a training script in plain torch: every technique is spelled out, and nothing of autotune is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import indent, wrap
+from typing import ClassVar
+
+from autotune.errors import ConfigError
+from autotune.export.base import Export, Exporter
+from autotune.export.source import Source
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.config import Choice
+from autotune.records.result import Result
+from autotune.techniques import REGISTRY
+from autotune.techniques.frameworks import TORCH, At
+from autotune.techniques.labels import describe
+
+# whose functions and imports the script's own lines use
+_MODULES = ("autotune.task.batches", "autotune.task.losses", "autotune.task.adapters", "autotune.session")
+_DEFAULT_LOSS = '''
+
+def training_step(model, batch):
+    """The mean loss of a micro batch: the model's own for a dict, else cross entropy or the mean squared error."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+        return output["loss"] if isinstance(output, Mapping) else output.loss
+    x, y = batch
+    output = model(x)
+    if y.is_floating_point():
+        return torch.nn.functional.mse_loss(output.reshape(y.shape), y)
+    if output.shape[:-1] == y.shape:  # the classes are in the last dimension
+        output, y = output.reshape(-1, output.shape[-1]), y.reshape(-1)
+    return torch.nn.functional.cross_entropy(output, y.long(), ignore_index=-100)
+'''
+_YOURS = """
+# YOUR CODE: replace these three.
+def build_model():
+    raise NotImplementedError("return the model, on the CPU")
+
+
+def make_batch(batch_size):
+    raise NotImplementedError("return a batch of that many samples, on the CPU")
+
+
+def training_step(model, batch):
+    raise NotImplementedError("return the mean loss of a batch")
+"""
+_LOADER = """
+
+def counted(samples):
+    \"\"\"A micro batch, and how many samples it has.\"\"\"
+    return {collate}(samples), len(samples)
+
+
+dataset = train_dataset()
+loader = torch.utils.data.DataLoader(
+    dataset,
+    batch_size=BATCH_SIZE,
+    collate_fn=counted,
+{options})
+"""
+_STEPS = """
+
+def steps():
+    \"\"\"The micro batches of each optimizer step, with how many samples each has.\"\"\"
+{streams}
+    while micro_batches := list(itertools.islice(batches, ACCUMULATION_STEPS)):
+        yield micro_batches
+"""
+_NUM_TERMS = """
+
+def num_terms(batch, num_samples):
+    \"\"\"What the mean loss of a micro batch averages over: targets that are not ignored, else samples.\"\"\"
+    terms = default_weight(batch, shifts_labels=shifts_labels(model))
+    return num_samples if terms is None else terms
+"""
+_WHOLE_STEP = "return train_step(model, optimizer, batch)"
+_STEP = """
+
+def step(micro_batches):
+    \"\"\"Take one optimizer step. {told}\"\"\"
+{body}
+"""
+_LOOP = """
+
+if __name__ == "__main__":
+    for number, micro_batches in enumerate(itertools.islice(steps(), NUM_STEPS), start=1):
+        print(f"step {number}: {step(micro_batches)}")
+"""
+_NUM_STEPS = 100
+_WIDTH = 116  # of a comment
+
+
+class PlainTorch(Exporter):
+    """A file that takes the session's steps when it is run in the folder in which the search was run.
+
+    A step that runs out of memory is not taken again in smaller micro batches, as a session's is.
+    """
+
+    name: ClassVar[str] = TORCH
+    summary: ClassVar[str] = "a training script in plain torch, without autotune"
+
+    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+        """What the techniques need first, then model, optimizer, data, the step and the loop.
+
+        Raises:
+            ConfigError: the task is a LightningModule, whose steps are its Trainer's.
+        """
+        if "LightningModule" in result.parts:
+            raise ConfigError("a LightningModule is trained by its Trainer, not by a loop of torch; use --to lightning")
+        script = _Script(result)
+        return Export(script.text(), script.unsaid)
+
+
+class _Script:
+    """The script of an answer.
+
+    Attributes:
+        said: place -> lines.
+        unsaid: technique -> why it is not in the script.
+    """
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.parts = set(result.parts if result.model else ()) or {"build_model", "make_batch", "training_step"}
+        self.accumulates = int(result.config[ACCUMULATION]) > 1
+        self.source = Source()
+        self.said: dict[At, list[str]] = {place: [] for place in At}
+        self.unsaid: dict[str, str] = {}
+        for name, choice in result.config.items():
+            if name in REGISTRY and choice != REGISTRY[name].off:
+                self._say(name, choice)
+            elif name not in REGISTRY and name not in BATCH_KEYS:
+                self.unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
+
+    def _say(self, name: str, choice: Choice) -> None:
+        technique = REGISTRY[name]
+        lines = technique.write(TORCH, choice, optimizer=technique.said_of)
+        why = ""
+        if lines is None:
+            why = "it has no lines of plain torch"
+        elif name not in self.result.places and any("{places}" in text for text in lines.values()):
+            why = "the study does not say which modules it acted on; search again"
+        if why or lines is None:
+            self.unsaid[name] = f"{technique.label(choice)}: {why}"
+            return
+        places = ", ".join(f"{role}={json.dumps(names)}" for role, names in self.result.places.get(name, {}).items())
+        for place, text in lines.items():
+            said = text.replace("{places}", places)
+            self.said[At(place)].append(said)
+            self.source.bring(f"dict({said})" if place == At.LOADER else said, type(technique).__module__)
+
+    def text(self) -> str:
+        """The file."""
+        own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
+        self.source.bring(own, *_MODULES)
+        early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
+        imports = {"import itertools", "import sys", *self.source.import_lines()} - {"import torch"}
+        ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
+        head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
+        brought = (f"\n\n{definition}" for definition in self.source.definitions.values())
+        return "\n".join([*head, "", *self._yours(), *brought, "", "", own])
+
+    def _comment(self) -> Iterator[str]:
+        result = self.result
+        lines = [
+            f"The answer of the search {result.study} as a training script in plain torch: {describe(result.config)}.",
+            "Run it in the folder of the search. `step`, at its end, takes an optimizer step.",
+        ]
+        if self.unsaid:
+            lines.append("NOT IN THIS SCRIPT, though part of the answer:")
+        lines += [f"- {name}: {why}" for name, why in self.unsaid.items()]
+        yield from (f"# {line}" for text in lines for line in wrap(text, _WIDTH))
+
+    def _yours(self) -> Iterator[str]:
+        """The functions and constants of the model file."""
+        model = self.result.model
+        if not model or not self.result.parts:
+            yield _YOURS.strip("\n")
+            return
+        file, _, attribute = (model, "", "") if model.endswith(".py") else model.rpartition(":")
+        names = sorted(self._used())
+        yield "# The model file."
+        yield f"sys.path.insert(0, {json.dumps(str(Path(file).parent))})"
+        stem = Path(file).stem
+        if stem.isidentifier():
+            yield f"from {stem} import {attribute or ', '.join(names)}"
+        else:
+            yield f"import importlib\n\nmodel_file = importlib.import_module({json.dumps(stem)})"
+        if attribute or not stem.isidentifier():
+            owner = ".".join(filter(None, ("" if stem.isidentifier() else "model_file", attribute)))
+            yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in names)
+
+    def _used(self) -> set[str]:
+        used = {"build_model", "training_step", "train_step", "configure_optimizers", "MAX_GRAD_NORM", "VARIANTS"}
+        used |= {"train_dataset", "collate_fn"} if "train_dataset" in self.parts else {"make_batch"}
+        return self.parts & (used | ({"loss_weight"} if self.accumulates else set()))
+
+    def _settings(self) -> Iterator[str]:
+        config = self.result.config
+        yield f"BATCH_SIZE = {config[BATCH_SIZE]}  # samples of a micro batch"
+        yield f"ACCUMULATION_STEPS = {config[ACCUMULATION]}  # micro batches of an optimizer step"
+        yield f"NUM_STEPS = {_NUM_STEPS}"
+        yield f'DEVICE = torch.device("{self.result.device}")'
+        if not self.result.device.startswith("cpu"):
+            yield "torch.cuda.set_device(DEVICE)"
+        yield from self.said[At.PROCESS]
+
+    def _model(self) -> Iterator[str]:
+        """Model and optimizer."""
+        variant = self.said[At.BUILD] or (["VARIANTS[0]"] if "VARIANTS" in self.parts else [])
+        yield ""
+        yield f"model = build_model({', '.join(variant)}).train().to(DEVICE)"
+        if "PreTrainedModel" in self.parts:
+            yield "switch_off_caches(model)"
+        yield from self.said[At.MODEL]
+        if "train_step" in self.parts and "configure_optimizers" in self.parts:
+            yield "optimizer = configure_optimizers(model)"
+        elif "configure_optimizers" in self.parts:
+            yield "optimizer, = optimizers_in(configure_optimizers(model))"
+        else:
+            yield "optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)"
+        yield from self.said[At.OPTIMIZER]
+        yield from (f"scaler = {scaler}" for scaler in self.said[At.SCALER])
+
+    def _data(self) -> Iterator[str]:
+        """`steps`, which yields what each `step` takes."""
+        batches = "batches = ((make_batch(BATCH_SIZE), BATCH_SIZE) for _ in itertools.count())"
+        if "train_dataset" in self.parts:
+            options = self.said[At.LOADER]
+            if not any(option.startswith("sampler=") for option in options):
+                options = ["shuffle=not isinstance(dataset, torch.utils.data.IterableDataset)", *options]
+            collate = "collate_fn" if "collate_fn" in self.parts else "torch.utils.data.default_collate"
+            yield _LOADER.format(collate=collate, options="".join(f"    {option},\n" for option in options)).rstrip(
+                "\n"
+            )
+            batches = "batches = iter(loader)"
+        streams = [batches, *(f"batches = {stream}" for stream in self.said[At.BATCHES])]
+        yield _STEPS.format(streams=indent("\n".join(streams), "    ")).rstrip("\n")
+
+    def _step(self) -> Iterator[str]:
+        """`step`."""
+        if not {"training_step", "train_step"} & self.parts:
+            yield _DEFAULT_LOSS.rstrip("\n")
+        if "train_step" in self.parts:
+            body = ["((batch, _),) = micro_batches", *self._ready(), *self._within(At.FORWARD, [_WHOLE_STEP])]
+            yield _def_step("Returns what `train_step` returns.", self._within(At.STEP, body))
+            return
+        if self.accumulates and not {"training_step", "loss_weight"} & self.parts:
+            yield _NUM_TERMS.rstrip("\n")
+        micro = [*self._ready(), *self._within(At.FORWARD, ["loss = training_step(model, batch)"])]
+        scaled = "scaler.scale({}).backward()" if self.said[At.SCALER] else "{}.backward()"
+        if self.accumulates:
+            taken = ["if share == 0:  # no label of it counts", "    continue", *micro, "loss = loss * share"]
+            taken += [scaled.format("loss"), "mean_loss = mean_loss + loss.detach()"]
+            body = [
+                f"shares = _shares([{self._weight()} for batch, num_samples in micro_batches])",
+                "mean_loss = torch.zeros((), device=DEVICE)",
+                "for (batch, _), share in zip(micro_batches, shares, strict=True):",
+                *(f"    {line}" for line in taken),
+            ]
+            told = "Micro batches weigh what they have in the mean over the whole batch. Returns that mean loss."
+        else:
+            body = ["((batch, _),) = micro_batches", *micro, scaled.format("loss"), "mean_loss = loss.detach()"]
+            told = "Returns the mean loss."
+        yield _def_step(told, [*self._within(At.STEP, body), *self._update(), "return mean_loss"])
+
+    def _ready(self) -> list[str]:
+        return ["batch = to_device(batch, DEVICE)", *self.said[At.BATCH]]
+
+    def _weight(self) -> str:
+        if "loss_weight" in self.parts:
+            return "float(loss_weight(batch))"
+        return "num_samples" if "training_step" in self.parts else "num_terms(batch, num_samples)"
+
+    def _update(self) -> Iterator[str]:
+        scales = bool(self.said[At.SCALER])
+        if scales:
+            yield "scaler.unscale_(optimizer)"
+        if "MAX_GRAD_NORM" in self.parts:
+            yield "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)"
+        yield from ["scaler.step(optimizer)", "scaler.update()"] if scales else ["optimizer.step()"]
+        yield "optimizer.zero_grad(set_to_none=True)"
+
+    def _within(self, place: At, lines: list[str]) -> list[str]:
+        """The lines inside the contexts of that place."""
+        if not self.said[place]:
+            return lines
+        return [f"with {', '.join(self.said[place])}:", *(f"    {line}" for line in lines)]
+
+
+def _def_step(told: str, body: Sequence[str]) -> str:
+    return _STEP.format(told=told, body=indent("\n".join(body), "    ")).rstrip("\n")

@@ -1,0 +1,279 @@
+"""The answer as a script of plain torch: it runs where there is no autotune, and takes the session's steps to the last bit."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autotune
+from autotune.errors import ConfigError
+from autotune.export import Export, export
+from autotune.recovery import RAISE
+from autotune.session import prepare
+from autotune.task import load_task
+from autotune.task.facts import gather_facts
+from autotune.techniques import REGISTRY, complete, restored_settings
+from autotune.techniques import compile as techniques_compile
+from tests.report.sample_study import answer
+from tests.techniques.test_frameworks import CHOICES
+
+RESULT = replace(answer("sqlite:///gpt.db"), device="cpu", model="model.py", parts=("build_model", "make_batch"))
+ROOT = Path(autotune.__file__).parents[1]
+NUM_STEPS = 3
+KIND = "from tests.techniques.kinds import KINDS\n\ntask = KINDS[{!r}]()\n"
+LINES = """
+import torch
+from torch import nn
+
+MAX_GRAD_NORM = 0.1
+GLOBAL_BATCH = 8
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(8, 16)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(16, 5000)
+
+    def forward(self, words):
+        return self.head(self.blocks(self.words(words)))
+
+
+def build_model():
+    return Model()
+
+
+def train_dataset():
+    lengths = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 8, (int(n),)) for n in torch.randint(2, 9, (60,), generator=lengths)]
+
+
+def collate_fn(samples):
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def training_step(model, batch):
+    scores = model(batch)[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(scores, batch[:, 1:].flatten(), ignore_index=0)
+
+
+def loss_weight(batch):
+    return batch[:, 1:].count_nonzero()
+
+
+def configure_optimizers(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+"""
+HUGGING_FACE = """
+import torch
+import transformers
+
+
+def build_model():
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=3, n_head=2)
+    config._attn_implementation = "eager"
+    return transformers.GPT2LMHeadModel(config)
+
+
+def make_batch(batch_size):
+    ids = torch.randint(64, (batch_size, 12))
+    return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < 0.2, -100, ids)}
+"""
+TASKS: dict[str, str] = {
+    **{kind: KIND.format(kind) for kind in ("transformer", "residual", "recurrent", "unet", "sparse", "frozen")},
+    "lines": LINES,
+    "hugging_face": HUGGING_FACE,
+    "gan": (ROOT / "tests/models/gan.py").read_text(),
+    "variants": (ROOT / "tests/models/variants.py").read_text(),
+}
+CONFIGS: dict[str, list[dict[str, Any]]] = {
+    "transformer": [
+        {"batch_size": 2, "accumulation_steps": 2},
+        {"batch_size": 4, "checkpoint_segments": 2, "checkpoint_policy": "selective", "attention": "math"},
+        {"batch_size": 2, "accumulation_steps": 3, "checkpoint_segments": 3, "amp": "bf16", "optimizer_impl": "fused"},
+        {"batch_size": 4, "param_dtype": "bf16", "optimizer_state": "cpu", "attention": "efficient"},
+        {"batch_size": 4, "compile": "default", "checkpoint_segments": 1, "optimizer_in_backward": True},
+        {"batch_size": 4, "activation_offload": 2, "matmul_precision": "tf32", "cudnn_benchmark": True},
+    ],
+    "residual": [
+        {"batch_size": 2, "accumulation_steps": 2, "channels_last": True, "checkpoint_segments": 2},
+        {"batch_size": 4, "inplace_activations": True, "optimizer_impl": "foreach", "amp": "bf16"},
+    ],
+    "recurrent": [{"batch_size": 2, "accumulation_steps": 2, "checkpoint_segments": 1}],
+    "unet": [{"batch_size": 4, "channels_last": True, "checkpoint_segments": 1, "amp": "bf16"}],
+    "sparse": [{"batch_size": 2, "accumulation_steps": 2, "checkpoint_segments": 2}],
+    "frozen": [{"batch_size": 4, "optimizer_in_backward": True, "checkpoint_segments": 2}],
+    "lines": [
+        {"batch_size": 4, "accumulation_steps": 2, "num_workers": 1, "persistent_workers": True, "prefetch_factor": 4},
+        {"batch_size": 4, "accumulation_steps": 2, "length_bucketing": True, "loss_chunks": True},
+        {"batch_size": 8, "device_prefetch": True, "optimizer_state": "cpu", "freeze": "words+blocks.0"},
+    ],
+    "hugging_face": [{"batch_size": 2, "accumulation_steps": 2, "attention": "sdpa", "checkpoint_segments": 2}],
+    "gan": [{"batch_size": 4, "amp": "bf16"}],
+    "variants": [{"batch_size": 12, "accumulation_steps": 4}, {"batch_size": 48, "variant": "small"}],
+}
+# Runs each exported file as the session is run, and keeps what it came to.
+DRIVER = """
+import itertools, runpy, sys
+import torch
+
+for file in sys.argv[1:]:
+    sys.modules.pop("model", None)
+    torch.manual_seed(0)
+    script = runpy.run_path(file, run_name="exported")
+    torch.manual_seed(1)
+    losses = [script["step"](batch) for batch in itertools.islice(script["steps"](), NUM_STEPS)]
+    torch.save((losses, script["model"].state_dict()), f"{file}.pt")
+""".replace("NUM_STEPS", str(NUM_STEPS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a config is exported as, the losses and the state of the model after the session's steps, and after its own."""
+
+    exported: Export
+    losses: list[Any]
+    state: dict[str, Any]
+    file: Path
+
+    def run_alone(self) -> tuple[list[Any], dict[str, Any]]:
+        found: tuple[list[Any], dict[str, Any]] = torch.load(f"{self.file}.pt")
+        return found
+
+
+def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
+    task = load_task(model)
+    with restored_settings():
+        torch.manual_seed(0)
+        session = prepare(task, config, device="cpu", on_oom=RAISE)
+        torch.manual_seed(1)
+        losses = [session.step(batch) for batch in islice(session.loader, NUM_STEPS)]
+    assert task.origin is not None
+    result = replace(
+        RESULT,
+        config=complete(config, global_batch=task.global_batch).as_dict(),
+        model=task.origin.source.spec,
+        parts=gather_facts(task).parts,
+        places=session.places,
+    )
+    exported = export(result, "torch")
+    file.write_text(exported.text.replace('BACKEND = "inductor"', 'BACKEND = "aot_eager"'))
+    return Case(exported, losses, session.model.state_dict(), file)
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(techniques_compile, "BACKEND", "aot_eager")  # generating code takes minutes
+        for kind, model in TASKS.items():
+            if kind == "hugging_face" and find_spec("transformers") is None:
+                continue
+            folder = tmp_path_factory.mktemp(kind)
+            (folder / "model.py").write_text(model)
+            found[kind] = [
+                trained(folder / "model.py", config, folder / f"exported_{number}.py")
+                for number, config in enumerate(CONFIGS[kind])
+            ]
+    run("-c", DRIVER, *(str(case.file) for of_kind in found.values() for case in of_kind), cwd=ROOT)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", TASKS)
+def test_it_takes_the_sessions_steps_to_the_last_bit(kind: str, cases: dict[str, list[Case]]) -> None:
+    if kind not in cases:
+        pytest.skip("transformers is not installed")
+    for case in cases[kind]:
+        losses, state = case.run_alone()
+        assert not case.exported.unsaid
+        if not isinstance(losses[0], dict):  # of a whole step what it returns itself
+            assert list(map(float, losses)) == list(map(float, case.losses)), case.file
+        assert state.keys() == case.state.keys()
+        assert [name for name in state if not torch.equal(state[name], case.state[name])] == [], case.file
+
+
+def test_every_technique_that_can_run_here_is_among_them() -> None:
+    tried = {name for configs in CONFIGS.values() for config in configs for name in config}
+    assert REGISTRY.keys() - tried == {"expandable_segments", "pin_memory"}
+
+
+def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]]) -> None:
+    case = cases["lines"][0]
+    case.file.write_text(case.file.read_text().replace("NUM_STEPS = 100", "NUM_STEPS = 2"))
+    printed = run(str(case.file), cwd=case.file.parent)
+    assert [line.partition(":")[0] for line in printed.splitlines()] == ["step 1", "step 2"]
+    for text in (case.exported.text for of_kind in cases.values() for case in of_kind):
+        imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not [statement for statement in map(ast.unparse, imports) if "autotune" in statement]
+
+
+def test_all_techniques_share_a_script_without_two_things_of_one_name() -> None:
+    config = {name: choices[-1] for name, choices in CHOICES.items()} | {"freeze": "encoder", "amp": "fp16"}
+    places = {name: {"modules": ["blocks.0"]} for name in REGISTRY}
+    parts = ("build_model", "train_dataset", "MAX_GRAD_NORM")
+    exported = export(replace(RESULT, config=RESULT.config | config, places=places, parts=parts), "torch")
+    assert not exported.unsaid
+    defined = [node.name for node in ast.parse(exported.text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert len(defined) == len(set(defined))
+    before, _, after = exported.text.partition("\nimport torch\n")
+    assert 'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"' in before and "pin_memory=True" in after
+
+
+def test_what_cannot_be_said_is_listed_in_the_script_too() -> None:
+    config = {"checkpoint_segments": 2, "freeze": "blocks:2", "of_tomorrow": 'spline\nimport os"""'}
+    exported = export(replace(RESULT, config=RESULT.config | config, study='gpt\nimport os"""'), "torch")
+    assert exported.unsaid == {
+        "checkpoint_segments": "2 checkpoint segments: the study does not say which modules it acted on; search again",
+        "freeze": "2 blocks frozen: it has no lines of plain torch",
+        "of_tomorrow": f"no technique of that name is installed here, so {config['of_tomorrow']!r} cannot be translated",
+    }
+    assert "# NOT IN THIS SCRIPT" in exported.text and all(f"# - {name}" in exported.text for name in exported.unsaid)
+    assert not [node for node in ast.parse(exported.text).body if ast.unparse(node) == "import os"]
+
+
+def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
+    exported = export(replace(RESULT, model="", parts=("build_model", "train_step")), "torch")
+    assert "# YOUR CODE" in exported.text
+    assert ast.parse(exported.text)
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        ("a/my-model.py", ['sys.path.insert(0, "a")', 'model_file = importlib.import_module("my-model")']),
+        ("a/my-model.py:mine", ["build_model = model_file.mine.build_model"]),
+        ("model.py:mine", ["from model import mine", "MAX_GRAD_NORM = mine.max_grad_norm"]),
+    ],
+)
+def test_the_model_file_may_have_any_name_and_a_task_in_it(model: str, lines: list[str]) -> None:
+    parts = ("build_model", "make_batch", "MAX_GRAD_NORM")
+    text = export(replace(RESULT, model=model, parts=parts), "torch").text
+    assert ast.parse(text) and all(line in text.splitlines() for line in lines)
+
+
+def test_a_lightning_module_is_refused_with_the_exporter_that_suits_it() -> None:
+    with pytest.raises(ConfigError, match="use --to lightning"):
+        export(replace(RESULT, parts=("build_model", "LightningModule")), "torch")
