@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrated
 from autotune.tuning.capacity import answer
-from autotune.tuning.events import Listener
+from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.opening import inspection_failed
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
@@ -60,14 +60,14 @@ LOGS = Path("studies")
 
 @takes(SearchOptions)
 def search(
-    task: Task | str | Path, *, runner: Runner | None = None, listener: Listener | None = None, **options: Any
+    task: Task | str | Path, *, runner: Runner | None = None, listeners: Sequence[Listener] = (), **options: Any
 ) -> Result:
     """Find the config that trains `task` fastest on this machine within its memory.
 
     Args:
         task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
         runner: runs the probes; by default processes on this machine.
-        listener: watches the search.
+        listeners: watch the search; `autotune.trackers` has some.
         **options
 
     Raises:
@@ -76,11 +76,11 @@ def search(
     """
     total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
-    return run_search(TaskSource.of(task), asked, runner=runner, listener=listener)
+    return run_search(TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners))
 
 
 @takes(CommandOptions)
-def search_command(command: str, *, listener: Listener | None = None, **options: Any) -> Result:
+def search_command(command: str, *, listeners: Sequence[Listener] = (), **options: Any) -> Result:
     """Find how a training script runs fastest, by its own arguments: each probe runs `command` for a few optimizer steps.
 
     The script is not changed. Its gradients are not seen, so nothing is said of them.
@@ -88,7 +88,7 @@ def search_command(command: str, *, listener: Listener | None = None, **options:
     Args:
         command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, one `{NAME}` for each of `choices`,
             and `{output_dir}` for a folder to write to.
-        listener: watches the search.
+        listeners: as in `search`.
         **options
 
     Raises:
@@ -104,7 +104,8 @@ def search_command(command: str, *, listener: Listener | None = None, **options:
         baseline=asked.baseline,
     )
     with techniques.REGISTRY.only(runner.switches):
-        return run_search(None, replace(asked, device="auto", global_batch=None), runner=runner, listener=listener)
+        plain = replace(asked, device="auto", global_batch=None)
+        return run_search(None, plain, runner=runner, listener=Listeners(listeners))
 
 
 @takes(ProbeOptions)

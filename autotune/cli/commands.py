@@ -39,18 +39,21 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.answer import answer_sections
     from autotune.report.document import document
     from autotune.report.live import live_listener
+    from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
     if options.out:
         _require_writable(Path(options.out))
     result: Result | None
     code = ANSWERED
-    listener = live_listener(sys.stderr, quiet=options.quiet)
+    listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if options.script is not None:
-            result = api.search_command(options.script, listener=listener, **_asked(options, CommandOptions))
+            result = api.search_command(options.script, listeners=listeners, **_asked(options, CommandOptions))
         else:
-            result = api.search(options.model, listener=listener, **_runner(options), **_asked(options, SearchOptions))
+            result = api.search(
+                options.model, listeners=listeners, **_runner(options), **_asked(options, SearchOptions)
+            )
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED

@@ -121,6 +121,13 @@ def build_parser() -> Parser:
     )
     search.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
     search.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
+    search.group(OUTPUT).add_argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="NAME[:WHERE]",
+        help="keep every probe and the answer in a tracker, too: tensorboard:DIR, wandb:PROJECT, mlflow:URI",
+    )
     search.group(OUTPUT).add_argument("--quiet", action="store_true", help="only warnings on stderr")
     _add_json(search)
     probe = command("probe", "run one config once", ProbeOptions)

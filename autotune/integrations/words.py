@@ -78,7 +78,7 @@ def search(
     if options.get("runner") is None:
         named["device"] = device
     view = live_listener(sys.stderr, quiet=False) if listener is None else listener
-    result = api.search(task, listener=view, **{**named, **options})
+    result = api.search(task, listeners=[view], **{**named, **options})
     gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
     told = {name: choice for name, choice in result.config.items() if choice != _before(task, result)[name]}
     changed = ", ".join(f"{name}={choice}" for name, choice in told.items()) or "nothing to change"

@@ -75,11 +75,14 @@ def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.T
     scores = logits.dim() == y.dim() + 1 and y.dim() > 0
     class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1
     class_second = scores and (logits.shape[0], *logits.shape[2:]) == tuple(y.shape) and logits.shape[1] > 1
-    seen = f"the model returned {describe(logits)} for integer targets of shape {tuple(y.shape)}"
+    mistake = ""
     if y.dtype is torch.bool or not (class_last or class_second):
-        raise _no_default(batch, f"{seen}, and cross entropy needs a score for each of two or more classes", logits)
-    if class_last and class_second and y.dim() > 1:
-        raise _no_default(batch, f"{seen}: either of two dimensions can be that of the classes", logits)
+        mistake = ", and cross entropy needs a score for each of two or more classes"
+    elif class_last and class_second and y.dim() > 1:
+        mistake = ": either of two dimensions can be that of the classes"
+    if mistake:
+        seen = f"the model returned {describe(logits)} for integer targets of shape {tuple(y.shape)}"
+        raise _no_default(batch, seen + mistake, logits)
     if class_last:
         logits, y = logits.reshape(-1, logits.shape[-1]), y.reshape(-1)
     return torch.nn.functional.cross_entropy(logits, y.long(), ignore_index=IGNORED_LABEL)

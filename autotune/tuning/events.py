@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.progress import Progress
+from autotune.records.result import Result
 from autotune.records.trial import Trial
 
 
@@ -81,7 +84,14 @@ class Note:
     warning: bool = False
 
 
-Event = SearchStarted | ProbeStarted | ProbeAdvanced | ProbeEnded | Working | Note
+@dataclass(frozen=True, kw_only=True)
+class SearchEnded:
+    """The search has its answer, be it that an interrupt left it unconfirmed."""
+
+    result: Result
+
+
+Event = SearchStarted | SearchEnded | ProbeStarted | ProbeAdvanced | ProbeEnded | Working | Note
 
 
 class Listener:
@@ -95,3 +105,25 @@ class Listener:
 
     def on(self, event: Event) -> None:
         """Handle an event. It must not raise and must return at once."""
+
+
+class Listeners(Listener):
+    """Several listeners as one."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def __enter__(self) -> Listeners:
+        with ExitStack() as entered:
+            for listener in self._listeners:
+                entered.enter_context(listener)
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._entered.__exit__(*exc_info)  # type: ignore[arg-type]
+
+    def on(self, event: Event) -> None:
+        """Pass an event on to each."""
+        for listener in self._listeners:
+            listener.on(event)

@@ -108,7 +108,7 @@ class Exactness:
                 yield name, choice, found
 
     def check(self, config: Config, timeout_s: float) -> Check | Outcome | NotCompared:
-        """Run the checks in a process of their own, within the time that is left.
+        """Run the checks in a process of their own, within the time that is left, and without a limit where it is too small.
 
         Micro batches are checked where the config has more of them than the user's baseline: those are the user's own.
         """
@@ -118,14 +118,19 @@ class Exactness:
         settings = search.settings.replace(timeout_s=min(timeout_s + techniques.setup_s(config), left_s))
         small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
         size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
-        if search.inspection.step_samples > BATCH_SIZE:  # fewer are an error
+        if (
+            search.inspection.step_samples > BATCH_SIZE or search.inspection.shortage
+        ):  # fewer are an error, more would not fit
             size = search.inspection.step_samples
         if config.accumulation_steps <= search.history.space.baseline.accumulation_steps:
             config = config.replace(accumulation_steps=1)
         started_s = budget.elapsed_s
         try:
             with budget.split("checks"):
-                return search.runner.check(config, settings, size)
+                found = search.runner.check(config, settings, size)
+                if isinstance(found, Outcome) and found.kind is Kind.OOM:  # plain fp32 may be what does not fit
+                    found = search.runner.check(config, settings.replace(memory_limit_bytes=None), size)
+                return found
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,12 +163,18 @@ def _over(
     runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
     with contextlib.ExitStack() as stack:
         with budget.split("inspection"):
-            inspection = runner.inspect(
-                memory_limit_bytes=limit_bytes,
+            inspect = functools.partial(
+                runner.inspect,
                 timeout_s=budget.first_timeout_s,
                 calibration=shared.calibration,
                 trained={name: options.fix[name] for name in techniques.trained({}) if name in options.fix},
             )
+            inspection = inspect(memory_limit_bytes=limit_bytes)
+            if isinstance(inspection, Inspection) and inspection.shortage:
+                # to try a technique takes plain training's memory: what applies is asked outside of the limit
+                unlimited = inspect(memory_limit_bytes=None)
+                if isinstance(unlimited, Inspection):
+                    inspection = replace(inspection, support=unlimited.support, batch=unlimited.batch)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         if options.global_batch not in (None, inspection.global_batch):

@@ -10,7 +10,7 @@ from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
 from autotune.tuning.confirm import confirm
 from autotune.tuning.entrant import Standing
-from autotune.tuning.events import Listener
+from autotune.tuning.events import Listener, SearchEnded
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from autotune.tuning.opening import opened
@@ -61,6 +61,8 @@ def answer(search: Search) -> Result:
     except KeyboardInterrupt:  # the second one: the running probe is killed
         killed = True
         result = recommend(search, exactness, None)
+    if result is not None:
+        search.listener.on(SearchEnded(result=result))
     if killed or search.interrupted():
         raise Interrupted(result)
     assert result is not None

@@ -144,7 +144,8 @@ def test_a_hugging_face_model_has_it(make_setting: Any) -> None:
     assert_close(trained(task, True), trained(task, False))
 
 
-def test_scores_are_never_held_as_a_whole() -> None:
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_scores_are_never_held_as_a_whole(own_loss: bool) -> None:
     shapes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -155,6 +156,8 @@ def test_scores_are_never_held_as_a_whole() -> None:
             return result
 
     task = task_of(LOSSES["view"])
+    if not own_loss:
+        task = dataclasses.replace(task, training_step=None)
     session = prepare(task, {"batch_size": 4, "loss_chunks": True}, device="cpu")
     with Watch():
         session.step(task.batch(4))

@@ -171,4 +171,4 @@ def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(
                     database.execute("ALTER TABLE trial_user_attributes RENAME TO gone")
 
     with pytest.raises(StudyError, match=r"studies/tiny.db.*no such table: trial_user_attributes"):
-        autotune.search("tiny.py", device="cpu", budget="60s", listener=Breaks())
+        autotune.search("tiny.py", device="cpu", budget="60s", listeners=[Breaks()])

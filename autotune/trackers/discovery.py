@@ -1,0 +1,38 @@
+"""Every tracker, by name: the files of this package, and the entry points of others."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from autotune import plugins
+from autotune.errors import ConfigError
+from autotune.trackers.base import Tracker
+
+GROUP = "autotune.trackers"
+
+
+@cache
+def trackers() -> dict[str, type[Tracker]]:
+    """Every tracker by its name.
+
+    Raises:
+        ConfigError: another package's cannot be used.
+    """
+    package = __name__.rpartition(".")[0]
+    found = plugins.found(package, Tracker, GROUP, ("name", "summary", "package", "install"))  # type: ignore[type-abstract]
+    return {name: type(tracker) for name, tracker in found.items()}
+
+
+def tracker(text: str) -> Tracker:
+    """The tracker that `NAME` or `NAME:WHERE` stands for.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    name, _, where = text.partition(":")
+    if name not in trackers():
+        there = "; ".join(f"{name}: {kind.summary}" for name, kind in trackers().items())
+        raise ConfigError(
+            f"--track {text!r}: {name!r} is not a known tracker; expected NAME or NAME:WHERE, with one of {there}"
+        )
+    return trackers()[name](where)

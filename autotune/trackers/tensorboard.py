@@ -1,0 +1,55 @@
+"""A search in TensorBoard: curves over the probes, a table of configs, and the answer as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from autotune.trackers.base import Answer, Point, Start, Tracker
+
+
+class TensorBoard(Tracker):
+    """Files that `tensorboard --logdir DIR` shows, written by tensorboardX, which needs no torch. WHERE is DIR."""
+
+    name: ClassVar[str] = "tensorboard"
+    summary: ClassVar[str] = "files for TensorBoard, below WHERE (default: runs)"
+    package: ClassVar[str] = "tensorboardX"
+    install: ClassVar[str] = "tensorboardX"
+    _writer: Any = None
+
+    def begin(self, start: Start) -> None:
+        """A folder for each study."""
+        from tensorboardX import SummaryWriter
+
+        self.finish()
+        self._writer = SummaryWriter(logdir=str(Path(self.where or "runs") / start.study))
+        self._writer.add_text("search", _table(start.facts))
+
+    def point(self, point: Point) -> None:
+        """Curves over the number of the probe, and a row of the table under HPARAMS."""
+        for name, figure in point.figures.items():
+            self._writer.add_scalar(f"probe/{name}", figure, point.number)
+        self._writer.add_text("probe/outcome", _table({**point.facts, **point.config}), point.number)
+        figures = {f"probe/{name}": figure for name, figure in point.figures.items()}
+        self._writer.add_hparams({**point.config, **point.facts}, figures, name=f"probe-{point.number}")
+
+    def answer(self, answer: Answer) -> None:
+        """Text, and figures of their own."""
+        self._writer.add_text("answer", _table({**answer.facts, **answer.figures, **answer.config}))
+        for name, figure in answer.figures.items():
+            self._writer.add_scalar(f"answer/{name}", figure)
+
+    def finish(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _table(cells: dict[str, Any]) -> str:
+    """Markdown. It is shown as HTML, so nothing in it may be taken for that."""
+    from html import escape
+
+    rows = (
+        f"| {name} | {escape(' '.join(str(value).split())).replace('|', '&#124;')} |" for name, value in cells.items()
+    )
+    return "\n".join(["| | |", "| --- | --- |", *rows])
