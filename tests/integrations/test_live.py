@@ -65,7 +65,7 @@ def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp
     task = autotune.Task.from_loader(model, loader, loss, optimizer)
     notes = Notes()
     result = autotune.search(
-        task, device="cpu", budget="60s", trials=1, storage=str(tmp_path / "live.db"), listener=notes
+        task, device="cpu", budget="60s", trials=1, storage=str(tmp_path / "live.db"), listeners=[notes]
     )
     assert result.baseline is not None and result.baseline.config["num_workers"] == 1
     after = state_of(model, optimizer)
