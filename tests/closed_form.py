@@ -195,7 +195,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
     store = Store(
         place_of(str(folder / "closed.db"), None, "closed"),
         {"task": "abc"},
-        {"baseline_config": space.baseline.as_dict()},
+        {"baseline_config": space.baseline.as_dict(), "objective": options.objective},
     )
     listener = changes.pop("listener", Listener())
     cost_model = CostModel(

@@ -13,7 +13,7 @@ from pathlib import Path
 from autotune.plugins import OWN
 
 _TYPE_IGNORE = re.compile(r"  # type: ignore\[[^]]*\]")
-_SKIPPED = ("import torch",)  # inside functions: whoever uses the text imports it at the top
+_TORCH = "torch"  # imported by whoever uses the text, at its top
 
 
 class Source:
@@ -45,6 +45,8 @@ class Source:
                 yield f"{module} import {', '.join(sorted(names))}"
 
     def _collect(self, name: str, module: _Module) -> None:
+        if name == _TORCH:
+            return
         if name in module.own:
             self._collect(name, _Module.named(module.own[name]))
         elif name in module.imports:
@@ -66,7 +68,7 @@ class Source:
                 left_out.append(inner)
                 for alias in inner.names:
                     self._collect(alias.name, _Module.named(source))
-            elif isinstance(inner, ast.Import) and ast.unparse(inner) in _SKIPPED:
+            elif isinstance(inner, ast.Import) and ast.unparse(inner) == f"import {_TORCH}":
                 left_out.append(inner)
         for needed in _names(node):
             self._collect(needed, module)

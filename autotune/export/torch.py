@@ -158,7 +158,7 @@ class _Script:
         own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
         self.source.bring(own, *_MODULES)
         early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
-        imports = {"import itertools", "import sys", *self.source.import_lines()} - {"import torch"}
+        imports = {"import itertools", "import sys", *self.source.import_lines()}
         ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
         head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
         brought = (f"\n\n{definition}" for definition in self.source.definitions.values())

@@ -9,6 +9,8 @@ from autotune.units import GIB
 
 OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is taken to be, when it cannot be told
 FAULT_INFEASIBILITY = 1.0  # crashes, errors, time-outs, non-finite losses
+# What scores are, by objective, as Optuna's views name them.
+SCORES = {"throughput": "samples_per_s", "memory": "minus_peak_GiB", "balanced": "samples_per_s_per_root_GiB"}
 MEMORY_SPEED_TOLERANCE = 0.97  # share of the baseline's throughput that the objective `memory` must keep
 
 

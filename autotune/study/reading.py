@@ -165,6 +165,20 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     )
 
 
+def storage_url(path_or_url: str | Path) -> str:
+    """The storage URL of a study that `load_study` would read.
+
+    Raises:
+        StudyError: no such file, or no database of a study.
+    """
+    given = str(path_or_url)
+    file = _database_file(given)
+    if file is None:
+        return given
+    _require_database(file)
+    return f"{_SQLITE_FILE}{file.absolute()}"
+
+
 def _database_file(given: str) -> Path | None:
     """The file of an SQLite database, also by the name that `--study` gave it; None for another kind of storage."""
     if given.startswith(_SQLITE_FILE):

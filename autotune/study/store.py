@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune.errors import StudyError
 from autotune.records.config import Config
 from autotune.records.formats import require_readable
-from autotune.records.objective import Objective
+from autotune.records.objective import SCORES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
@@ -81,6 +81,7 @@ class Store:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
+        self._score = SCORES.get(str(attributes.get("objective")))
         with _opening(place):
             self._storage = get_storage(place.storage)
             self._study = self._opened(place.study, "fingerprint")
@@ -104,6 +105,8 @@ class Store:
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
+        if self._score is not None and study.metric_names is None:
+            study.set_metric_names([self._score])
         return study
 
     def _kept(self) -> list[FrozenTrial]:

@@ -86,8 +86,9 @@ def test_optunas_table_and_plots_work_on_the_file(file: Path) -> None:
     from optuna.visualization import matplotlib as plots
 
     frame = loaded(file).trials_dataframe()
-    assert len(frame) == 16 and frame["value"].max() == loaded(file).best_value
-    assert set(frame[frame["value"] == 0]["user_attrs_ended"]) == {"timeout", "oom", "over the limit"}
+    assert loaded(file).metric_names == ["samples_per_s"] == loaded(file, "closed play-off").metric_names
+    assert len(frame) == 16 and frame["value_samples_per_s"].max() == loaded(file).best_value
+    assert set(frame[frame["value_samples_per_s"] == 0]["user_attrs_ended"]) == {"timeout", "oom", "over the limit"}
     assert frame["user_attrs_peak_bytes"].notna().sum() == (~frame["user_attrs_ended"].isin(["timeout", "oom"])).sum()
     for plot in (plots.plot_optimization_history, plots.plot_slice):
         assert plot(loaded(file)) is not None

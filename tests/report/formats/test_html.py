@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
+from autotune import notebook
+from autotune.records.config import Config
+from autotune.records.result import Dropped, Ranking
 from autotune.report.formats.html import render
 from autotune.study.reading import Study
 
 pytest.importorskip("plotly")
-HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
 class Page(HTMLParser):
@@ -56,17 +61,61 @@ def test_a_study_without_an_answer_or_a_probe_still_makes_a_page(unanswered: Stu
     assert "No probe has ended yet" in Page(render(empty)).words
 
 
-def test_whatever_a_model_or_a_log_says_is_text(study: Study) -> None:
-    assert study.result is not None
-    failed = next(probe for probe in study.probes if not probe.outcome.ok)
-    said = replace(failed, reason=HOSTILE, outcome=replace(failed.outcome, cause=HOSTILE))
-    hostile = replace(
-        study,
-        name=HOSTILE,
-        attributes={**study.attributes, "unsupported": {HOSTILE: HOSTILE}},
-        probes=(*study.probes, said),
-        result=replace(study.result, warnings=(HOSTILE,)),
+def hostile(study: Study) -> Study:
+    """The study where every text that a user, a model, a log or another package's technique gives is HTML."""
+
+    def choosing(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**config, HOSTILE: HOSTILE}
+
+    assert study.result is not None and study.result.baseline is not None
+    probes = []
+    for probe in study.probes:
+        outcome = probe.outcome
+        if not outcome.ok:
+            outcome = replace(outcome, cause=HOSTILE, detail=HOSTILE, log=HOSTILE)
+        config = Config(tuple(choosing(probe.config.as_dict()).items()))
+        probes.append(replace(probe, config=config, reason=HOSTILE, outcome=outcome))
+    (check,), (finalist, *_) = study.result.checks, study.result.finalists
+    result = replace(
+        study.result,
+        config=choosing(study.result.config),
+        baseline=replace(study.result.baseline, config=choosing(study.result.baseline.config)),
+        finalists=(Dropped(**{**vars(finalist), "config": choosing(finalist.config)}, dropped=HOSTILE),),
+        front=tuple(replace(one, config=choosing(one.config)) for one in study.result.front),
+        effects=tuple(replace(effect, technique=HOSTILE, choice=HOSTILE) for effect in study.result.effects),
+        checks=(replace(check, technique=HOSTILE, reason=HOSTILE, passed=False),),
+        limit=HOSTILE,
+        study=HOSTILE,
+        device=HOSTILE,
+        asked={"device": HOSTILE},
+        warnings=(HOSTILE,),
+        rankings=(Ranking(choice={"variant": HOSTILE}, study=HOSTILE, failure=HOSTILE),),
     )
-    page = render(hostile)
-    assert HOSTILE not in page and "<img" not in page.split("<body")[1].partition("<script")[0]
-    assert "img" not in Page(page).tags and HOSTILE in Page(page).words
+    attributes: dict[str, Any] = {
+        **study.attributes,
+        "model": f"{HOSTILE}.py",
+        "task": HOSTILE,
+        "no_answer": HOSTILE,
+        "unsupported": {HOSTILE: HOSTILE},
+        "baseline_config": choosing(study.baseline_config),
+        "fingerprint": {"device": HOSTILE, HOSTILE: HOSTILE},
+    }
+    return replace(study, name=HOSTILE, attributes=attributes, probes=tuple(probes), result=result)
+
+
+def require_text(page: str) -> None:
+    """Nothing in a page is markup that somebody else wrote: each tag and address is ours."""
+    assert HOSTILE in Page(page).words
+    assert "onerror=alert(1)>" not in page and not any(Page(page).addresses)
+    assert not {"img", "svg", "iframe"} & set(Page(page.rpartition("</script>")[2]).tags)
+
+
+def test_whatever_a_model_or_a_log_says_is_text(study: Study) -> None:
+    require_text(render(hostile(study)))
+    require_text(render(replace(hostile(study), result=None)))
+
+
+def test_it_is_text_in_a_notebook_too(study: Study) -> None:
+    told = hostile(study)
+    for what, sections in ((told, notebook._of_study), (told.result, notebook._of_result)):
+        require_text(notebook._shown(sections)(what))
