@@ -8,6 +8,7 @@ import selectors
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from autotune.files import drop_oldest
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
+from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
@@ -80,7 +82,7 @@ class LocalRunner(Runner):
         self._import_timeout_s = import_timeout_s
         self._fork = fork
         self._compiled = None if compiled is None else CompileCache(compiled)
-        self._in_cache: set[tuple[str, Config]] = set()  # jobs by name, for which everything is compiled
+        self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
         self._num_jobs = 0
         self._num_logs = 0
@@ -146,7 +148,7 @@ class LocalRunner(Runner):
             and isinstance(job, ProbeJob | CheckJob | ModulesJob | EvaluateJob)
             and techniques.setup_s(job.config) > 0
         )
-        is_first = isinstance(job, ProbeJob | EvaluateJob) and (job.name, job.config) not in self._in_cache
+        is_first = isinstance(job, ProbeJob | EvaluateJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
             "ticket": self._num_jobs,
@@ -191,7 +193,11 @@ class LocalRunner(Runner):
             result = running.traces(running.job, str(fault))
         ended_well = ended is not None and ended["exit_code"] >= 0
         if ended_well and isinstance(running.job, ProbeJob | EvaluateJob):
-            self._in_cache.add((running.job.name, running.job.config))
+            found = result.measurement if isinstance(result, Outcome) else None
+            job = running.job.name, running.job.config
+            cold_s = self._compile_cold_s.setdefault(job, found.compile_cold_s if found else 0.0)
+            if isinstance(result, Outcome) and found is not None:
+                result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
         self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
             self._widest = tuple(result.facts["widest"]) or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,8 @@ def opened(
             device = runner.device()
             earlier = stored or stored_attributes(plain)  # of which it is a ranking beside
             limit_bytes = _memory_limit(options, place if stored else plain, earlier, device.free_bytes)
+            if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
+                shutil.rmtree(place.compiled, ignore_errors=True)
             require_comparable(place, stored, **_known_early(options, limit_bytes, runner))
             stack.enter_context(runner)
         own = techniques.complete(runner.stated.trained)
