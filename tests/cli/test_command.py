@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import argparse, time
@@ -42,7 +42,7 @@ SEARCH = [
 
 def run(*arguments, cwd):
     command = [sys.executable, "-m", "autotune", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=290)
 
 
 def search(line, *arguments, cwd):
@@ -53,7 +53,7 @@ def search(line, *arguments, cwd):
 def answered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "script.py").write_text(SCRIPT)
-    done = search(LINE, "--baseline", "batch_size=8", "--budget", "120s", "--trials", "2", "--json", cwd=folder)
+    done = search(LINE, "--baseline", "batch_size=8", "--budget", "240s", "--trials", "2", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
 
