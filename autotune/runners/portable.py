@@ -50,6 +50,7 @@ class PortableRunner(Runner):
             stack.callback(self._end)
             self._logs.mkdir(parents=True, exist_ok=True)
             task = self._source.load()
+            self._source = self._source.handed_over(self._folder)
             self._resources = stack.pop_all()
         self.stated = Stated(
             model=self._source.spec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -20,6 +21,9 @@ _PLAIN = frozenset(
     {"global_batch", "baseline", "max_grad_norm", "name"}
 )  # may differ from the model file's and travel beside it
 _STARTUP = ("sitecustomize", "usercustomize")  # in every process of an environment, e.g. of an editor's console
+
+
+_SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +163,9 @@ class TaskSource:
         # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
         with (
             user_code("unpickling the task", "move its functions into a file model.py and give its path"),
-            torch.serialization.set_default_mmap_options(mmap.MAP_SHARED),
+            torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),
         ):
-            task = torch.load(self.pickled, map_location="cpu", weights_only=False, mmap=True)
+            task = torch.load(self.pickled, map_location="cpu", weights_only=False, mmap=_SHARES)
         assert isinstance(task, Task)
         return replace(task, origin=origin_of(task, replace(self, overrides={})))
 
