@@ -163,13 +163,13 @@ def build_parser() -> Parser:
     )
     dashboard = command("dashboard", "optuna-dashboard on a study, in a browser, until Ctrl-C")
     dashboard.add_argument("study_file", metavar="STUDY", help=STUDY)
-    dashboard.add_argument(
+    dashboard.group(OUTPUT).add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
         help="where to listen; whoever reaches it may change the study (default: 127.0.0.1, this machine alone)",
     )
-    dashboard.add_argument("--port", type=int, default=8080, metavar="N", help="the port (default: 8080)")
+    dashboard.group(OUTPUT).add_argument("--port", type=int, default=8080, metavar="N", help="the port (default: 8080)")
     compare = command("compare", "the answers of several studies side by side: machines, versions, models")
     compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
     compare.group(KEPT).add_argument(
