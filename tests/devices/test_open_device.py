@@ -255,7 +255,7 @@ def test_contention_is_unknown_where_this_process_cannot_be_told_from_others(mon
     assert CudaDevice(0).contention() == 0
 
 
-@pytest.mark.parametrize(("pid", "others"), [(os.getpid(), (7,)), (31_337, ())])
+@pytest.mark.parametrize(("pid", "others"), [(os.getpid(), (7,)), (31_337, ())], ids=["own", "another"])
 def test_with_process_numbers_of_another_namespace_nobody_is_said_to_be_another_process(monkeypatch, pid, others):
     import torch
 
