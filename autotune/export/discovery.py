@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 from autotune import plugins
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, StudyError
 from autotune.export.base import Export, Exporter
 from autotune.records.config import Choice
 from autotune.records.result import Result
+from autotune.study.reading import load_study
 
 GROUP = "autotune.exporters"
 
@@ -23,6 +25,18 @@ def exporters() -> dict[str, Exporter]:
     """
     package = __name__.rpartition(".")[0]
     return plugins.found(package, Exporter, GROUP, ("name", "summary"))  # type: ignore[type-abstract]
+
+
+def of_result(result: Result, to: str) -> Export:
+    """What `Result.export` returns: `export`, with the space of the answer's study where that can be read.
+
+    Raises:
+        ConfigError: as for `export`.
+    """
+    space = {}
+    with contextlib.suppress(StudyError):  # moved away, or made on another machine
+        space = load_study(result.storage, study=result.study).attributes.get("space", {})
+    return export(result, to, space=space)
 
 
 def export(result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | None = None) -> Export:

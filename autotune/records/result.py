@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,6 +244,14 @@ class Result(Record):
     rankings: tuple[Ranking, ...] = ()
     evaluation: Evaluation | None = None
     format: int = FORMAT
+
+    def export(self, to: str) -> Any:
+        """The answer in other words, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.
+
+        Raises:
+            ConfigError: there is no exporter of that name, or the answer is a command line.
+        """
+        return importlib.import_module("autotune.export").of_result(self, to)  # a room above, asked when it is needed
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Result:

@@ -53,6 +53,17 @@ def test_json_is_the_config_itself() -> None:
     assert json.loads(export(RESULT, "json").text) == RESULT.config
 
 
+def test_a_result_exports_itself_with_or_without_its_study(tmp_path: Path) -> None:
+    study = tmp_path / "gpt.db"
+    write_study(study)
+    for storage in (f"sqlite:///{study}", f"sqlite:///{tmp_path / 'moved.db'}"):
+        result = answer(storage)
+        assert json.loads(result.export("json").text) == result.config
+    assert not (tmp_path / "moved.db").exists()
+    with pytest.raises(ConfigError, match="'toml' is not a known exporter"):
+        RESULT.export("toml")
+
+
 def test_env_is_a_line_a_key_that_a_shell_reads_back() -> None:
     config = {**RESULT.config, "note": "two words"}
     exported = export(Result(**{**vars(RESULT), "config": config}), "env").text
