@@ -10,7 +10,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-avx2 notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
+.PHONY: help demo test test-all test-avx2 notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets

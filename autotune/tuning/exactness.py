@@ -108,7 +108,7 @@ class Exactness:
                 yield name, choice, found
 
     def check(self, config: Config, timeout_s: float) -> Check | Outcome | NotCompared:
-        """Run the checks in a process of their own, within the time that is left, and without a limit where it is too small.
+        """Run the checks in a process of their own, within the time that is left; where the limit is too small, in all that is free.
 
         Micro batches are checked where the config has more of them than the user's baseline: those are the user's own.
         """
@@ -118,9 +118,8 @@ class Exactness:
         settings = search.settings.replace(timeout_s=min(timeout_s + techniques.setup_s(config), left_s))
         small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
         size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
-        if (
-            search.inspection.step_samples > BATCH_SIZE or search.inspection.shortage
-        ):  # fewer are an error, more would not fit
+        # fewer may be an error, and more not fit
+        if search.inspection.step_samples > BATCH_SIZE or (search.inspection.shortage and small):
             size = search.inspection.step_samples
         if config.accumulation_steps <= search.history.space.baseline.accumulation_steps:
             config = config.replace(accumulation_steps=1)
@@ -129,7 +128,9 @@ class Exactness:
             with budget.split("checks"):
                 found = search.runner.check(config, settings, size)
                 if isinstance(found, Outcome) and found.kind is Kind.OOM:  # plain fp32 may be what does not fit
-                    found = search.runner.check(config, settings.replace(memory_limit_bytes=None), size)
+                    free_bytes = search.runner.device().free_bytes
+                    if free_bytes > search.history.objective.memory_limit_bytes:
+                        found = search.runner.check(config, settings.replace(memory_limit_bytes=free_bytes), size)
                 return found
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))

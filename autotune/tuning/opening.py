@@ -173,11 +173,12 @@ def _over(
                 trained={name: options.fix[name] for name in techniques.trained({}) if name in options.fix},
             )
             inspection = inspect(memory_limit_bytes=limit_bytes)
-            if isinstance(inspection, Inspection) and inspection.shortage:
-                # to try a technique takes plain training's memory: what applies is asked outside of the limit
-                unlimited = inspect(memory_limit_bytes=None)
-                if isinstance(unlimited, Inspection):
-                    inspection = replace(inspection, support=unlimited.support, batch=unlimited.batch)
+            free_bytes = runner.device().free_bytes
+            if isinstance(inspection, Inspection) and inspection.shortage and free_bytes > limit_bytes:
+                # to try a technique takes plain training's memory: what applies is asked in all that is free
+                wider = inspect(memory_limit_bytes=free_bytes)
+                if isinstance(wider, Inspection):
+                    inspection = replace(inspection, support=wider.support, batch=wider.batch)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         if options.global_batch not in (None, inspection.global_batch):

@@ -18,7 +18,7 @@ from autotune.tuning import opening
 from autotune.tuning.events import Event, Listener, Note
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
-from tests.closed_form import ClosedFormRunner, inspection, make_search
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 
 MODEL = """
 import torch
@@ -104,12 +104,14 @@ def test_gradients_are_compared_outside_of_a_limit_that_plain_training_exceeds(t
     class Checking(ClosedFormRunner):
         def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> Outcome | NotCompared:
             limits.append(settings.memory_limit_bytes)
-            return Outcome(kind=Kind.OOM) if settings.memory_limit_bytes else NotCompared(reason="not here")
+            return (
+                Outcome(kind=Kind.OOM) if settings.memory_limit_bytes == LIMIT_BYTES else NotCompared(reason="not here")
+            )
 
     facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
     search = make_search(tmp_path, Checking(), inspection=inspection(facts=facts))
     found = Exactness(search).of("optimizer_impl", "fused")
-    assert found.reason == "not here" and limits[0] and limits[1:] == [None]
+    assert found.reason == "not here" and limits == [LIMIT_BYTES, search.runner.device().free_bytes]
 
 
 def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_batch(tmp_path: Path) -> None:
