@@ -1,7 +1,8 @@
 """What probes have compiled, kept beside the study: the next process takes it from there in seconds.
 
 A process that is killed while it compiles leaves half a library under its final name, which torch would load ever after. So
-each works in a view of its own, and what it made is kept once it has ended well. Views are hard links: no bytes are copied.
+each works in a view of its own, and what it made is kept once it has ended well. Views are hard links: no bytes are copied. A
+search holds a lock beside each view that it uses, since process numbers mean nothing to another container or host.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import filelock
 
 from autotune.files import drop_oldest
 
@@ -32,14 +33,18 @@ class CompileCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self._kept = self._folder / "kept"
+        self._locks: dict[Path, filelock.BaseFileLock] = {}  # of the open views
 
     def open(self) -> Path:
         """A view of all that is kept, for one process to work in. Raises OSError."""
         self._kept.mkdir(parents=True, exist_ok=True)
-        for view in self._folder.glob(f"{_VIEW}*"):  # of a search that was killed
-            if not psutil.pid_exists(int(view.name.split("-")[1])):
-                shutil.rmtree(view, ignore_errors=True)
-        view = Path(tempfile.mkdtemp(prefix=f"{_VIEW}{os.getpid()}-", dir=self._folder))
+        for view in self._folder.glob(f"{_VIEW}*/"):
+            with contextlib.suppress(filelock.Timeout), _lock_of(view):  # of a search that was killed
+                _delete(view)
+        view = self._folder / f"{_VIEW}{uuid.uuid4().hex}"
+        self._locks[view] = _lock_of(view)
+        self._locks[view].acquire()
+        view.mkdir()
         for file in _files(self._kept):
             _link(file, view / file.relative_to(self._kept))
         return view
@@ -51,7 +56,17 @@ class CompileCache:
                 _link(file, self._kept / file.relative_to(view))
             newest_first = sorted(_files(self._kept), key=_changed_s, reverse=True)
             drop_oldest(newest_first, MOST_FILES, MOST_BYTES)
-        shutil.rmtree(view, ignore_errors=True)
+        _delete(view)
+        self._locks.pop(view).release()
+
+
+def _lock_of(view: Path) -> filelock.BaseFileLock:
+    return filelock.FileLock(f"{view}.lock", timeout=0, thread_local=False)
+
+
+def _delete(view: Path) -> None:
+    shutil.rmtree(view, ignore_errors=True)
+    Path(f"{view}.lock").unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -2,12 +2,23 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune.runners import compile_cache
 from autotune.runners.compile_cache import CompileCache
+
+KILLED_SEARCH = """
+import os, sys
+from pathlib import Path
+from autotune.runners.compile_cache import CompileCache
+cache = CompileCache(Path(sys.argv[1]))
+cache.open()
+os._exit(1)
+"""
 
 
 @pytest.fixture
@@ -67,10 +78,18 @@ def test_locks_and_halves_are_not_kept_and_the_view_of_a_dead_search_goes(cache:
     compile_into(view, "kernel.lock")
     compile_into(view, ".123.tmp")
     cache.close(view, keep=True)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left_over = cache.open().rename(view.parent / f"view-{ended.pid}-left")
+    subprocess.run([sys.executable, "-c", KILLED_SEARCH, view.parent], check=False)
+    (left_over,) = view.parent.glob("view-*/")
     assert names(cache.open()) == set() and not left_over.exists()
+
+
+def test_the_view_of_a_search_in_another_container_stays(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: False)  # the numbers of its processes are not known here
+    view = cache.open()
+    cache.close(cache.open(), keep=False)
+    assert view.exists()
+    cache.close(view, keep=False)
+    assert [path.name for path in view.parent.iterdir()] == ["kept"]
 
 
 def test_a_file_system_without_hard_links_is_copied(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
