@@ -119,7 +119,8 @@ class Session:
 
         Args:
             data: batches, such as a data loader yields, or a dataset; None for the task's `eval_dataset`.
-            batch_size: of a dataset: `result.evaluation.eval_batch_size`. None for that of training.
+            batch_size: of a dataset: `result.evaluation.eval_batch_size`. None for that of training. With it, `data` is a
+                dataset of any kind; without it, one given here that is no `torch.utils.data.Dataset` is taken for batches.
 
         Returns:
             The means of what the task's `eval_step` returns, `loss` without one. Each batch is weighted as in training: by
@@ -129,12 +130,13 @@ class Session:
             TaskError: there is no such data or nothing in it that counts, or no loss to evaluate with.
             Exception: out of memory, as torch raises it, with a note that says why the batch was not halved.
         """
+        is_dataset = data is None or batch_size is not None or isinstance(data, torch.utils.data.Dataset)
         data = self.task.evaluation_set() if data is None else data
         if data is None:
             raise TaskError(
                 "there is nothing to evaluate on; give a loader of batches or a dataset, or write eval_dataset()"
             )
-        if batch_size is not None or isinstance(data, torch.utils.data.Dataset):
+        if is_dataset:
             options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
             data = (
                 StepBatch([pair])

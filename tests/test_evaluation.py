@@ -78,6 +78,16 @@ def test_a_dataset_is_cut_into_batches_of_any_size():
     assert sizes == [10, 10, 2, 8, 8, 6]
 
 
+def test_samples_in_a_list_of_the_tasks_are_batched():
+    x, y = pairs(22)
+    session = trained(eval_dataset=lambda: list(zip(x, y, strict=True)))
+    expected = pytest.approx(plainly(session.model, [(x, y)]), rel=1e-6)
+    sizes = []
+    session.model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    assert session.evaluate() == {"loss": expected}
+    assert sizes == [8, 8, 6]
+
+
 def test_labels_that_do_not_count_have_no_weight():
     x, y = pairs(12)
     y[2:8] = -100
