@@ -38,7 +38,7 @@ class TaskFacts:
         batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
             `make_batch`, else the training set's first two. Empty if it differs from call to call.
         widest: positions of up to 512 sampled members of the training set, the widest first.
-        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one.
+        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one, or where that is at most one.
         evaluates: the batch size for evaluation is searched, too.
         eval_samples: samples in the set to evaluate on, as `dataset_size`.
         parts: the functions and constants of a model file that the task has, by their names there, and `LightningModule`
@@ -159,7 +159,8 @@ def _tokens_per_sample(task: Task) -> float | None:
         most = None if dataset is None else samples.dataset_size(dataset)
         num_samples = min(NUM_COUNTED, most or NUM_COUNTED)
         with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
-            return task.weight(task.small_batch(num_samples), num_samples) / num_samples
+            terms = task.weight(task.small_batch(num_samples), num_samples) / num_samples
+            return terms if terms > 1 else None  # one label a sample is no token
     return None
 
 

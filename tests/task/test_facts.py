@@ -36,6 +36,7 @@ def test_the_tokens_of_a_sample_are_as_loss_weight_counts_them(load):
     )
     assert gather_facts(load(model)).tokens_per_sample is None
     assert gather_facts(load(counted)).tokens_per_sample == 3.0
+    assert gather_facts(load(counted.replace(">= 0).sum()", ">= 0)[:, 0].sum()"))).tokens_per_sample is None
 
 
 def test_facts_are_plain_data(load):
