@@ -134,6 +134,11 @@ class LiveModule(LiveModel):
             model.setup("fit")  # type: ignore[operator]
         return model
 
+    def task_identity(self) -> str:
+        """With the hyperparameters, of which the module makes its optimizer."""
+        hparams: Any = self.model.hparams
+        return f"{super().task_identity()} {dict(hparams)}"
+
 
 class AutotuneCallback(Callback):  # type: ignore[misc]
     """Tunes what `fit` is about to train, where `BatchSizeFinder` finds a batch size: `Trainer(callbacks=[AutotuneCallback()])`.

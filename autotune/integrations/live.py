@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ class LiveModel:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             raise TaskError(f"the model is wrapped in {type(model).__name__}; give the model itself, model.module")
         self.model = model
-        self._optimizer = None if optimizer is None else _by_names(model, optimizer)
+        self._parameters = dict(model.named_parameters())
+        self._optimizer = None if optimizer is None else (type(optimizer), _attributes(model, optimizer))
 
     def build_model(self) -> torch.nn.Module:
         """A copy, without gradients."""
@@ -34,14 +36,24 @@ class LiveModel:
     def configure_optimizers(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer, of a copy's parameters instead."""
         assert self._optimizer is not None
+        kind, attributes = self._optimizer
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        optimizer: torch.optim.Optimizer = copy.copy(self._optimizer)
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups = [
-            {**group, "params": [parameters[name] for name in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
+        others: dict[int, Any] = {id(own): parameters[name] for name, own in self._parameters.items()}
+        others[id(self.model)] = model
+        optimizer: torch.optim.Optimizer = object.__new__(kind)
+        # the base class's own: it sets attributes and adds what it needs beside them
+        torch.optim.Optimizer.__setstate__(optimizer, {**copy.deepcopy(attributes, others), "state": defaultdict(dict)})
         return optimizer
+
+    def task_identity(self) -> str:
+        """What tells this model and optimizer from others in the same script."""
+        if self._optimizer is None:
+            return repr(self.model)
+        kind, attributes = self._optimizer
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in attributes["param_groups"]
+        ]
+        return f"{self.model!r} {kind.__module__}.{kind.__qualname__} {groups}"
 
 
 def refuse_several_processes() -> None:
@@ -55,19 +67,21 @@ def refuse_several_processes() -> None:
         )
 
 
-def _by_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without state, and with the names of the parameters in place of them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    known = all(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"])
+def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes as plain data, since pickling or copying it keeps those of torch's own alone.
+
+    Its state is left behind, and so is what others have hung on it: hooks, and the `step` of a learning-rate scheduler.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    known = all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
     if not known:
         raise TaskError(
             f"the {type(optimizer).__name__} has parameters that the {type(model).__name__} does not have; expected an "
             "optimizer of this model alone, made after any part of the model was replaced: a loss with parameters of "
             "its own belongs into the model"
         )
-    nameless = copy.copy(optimizer)
-    nameless.state = defaultdict(dict)
-    nameless.param_groups = [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
-    return nameless
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "step") and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+    }

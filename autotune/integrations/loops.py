@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -91,7 +92,7 @@ class Criterion:
     """A loss of the model's output and a target: the batch's last element is the target, the others the model's inputs."""
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
-        self._loss = loss
+        self._loss = copy.deepcopy(loss) if isinstance(loss, torch.nn.Module) else loss  # is moved to where targets are
         self.ignored: int | None = getattr(loss, "ignore_index", None)
 
     def training_step(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -103,12 +104,21 @@ class Criterion:
             )
         *inputs, target = batch
         if isinstance(self._loss, torch.nn.Module):
-            self._loss.to(target.device)  # the task's own copy, with the weights of classes, say
+            self._loss.to(target.device)  # with the weights of classes, say
         return self._loss(model(*inputs), target)
 
     def weight(self, batch: Any) -> float:
-        """How many targets the mean is over."""
-        return float(batch[-1].ne(self.ignored).sum())
+        """How many targets the mean is over; where classes have weights, the sum of the targets' weights."""
+        target = batch[-1]
+        counts = target.ne(self.ignored)
+        weights = getattr(self._loss, "weight", None)
+        if isinstance(weights, torch.Tensor) and weights.dim() == 1 and not target.is_floating_point():
+            return float(weights.to(target.device)[target[counts]].sum())
+        return float(counts.sum())
+
+    def task_identity(self) -> str:
+        """What tells this loss from others in the same script."""
+        return repr(self._loss)
 
 
 def _same(dataset: Any) -> Any:

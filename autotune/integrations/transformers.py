@@ -116,6 +116,11 @@ class LiveTrainer:
         self._made: Any = None
         self._loader: Any = None
 
+    def task_identity(self) -> str:
+        """What tells this trainer from others in the same script."""
+        optimizer = "" if self._has_optimizer else f"{self._args['optim']} {self._args['optim_args']}"
+        return f"{self._class.__qualname__} {optimizer}"
+
     def training_step(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """The loss as the trainer's class computes it."""
         trainer = self._trainer(model)

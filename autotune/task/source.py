@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from autotune.errors import TaskError
 from autotune.task.task import Task
@@ -23,7 +24,16 @@ _PLAIN = frozenset(
 _STARTUP = ("sitecustomize", "usercustomize")  # in every process of an environment, e.g. of an editor's console
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: another in each process
 _SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
+
+
+@runtime_checkable
+class Living(Protocol):
+    """What lives in the user's process and has functions of a task as its methods."""
+
+    def task_identity(self) -> str:
+        """What tells it from others in the same script, the same in each run of the script but for memory addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +98,18 @@ class TaskSource:
         return replace(self, live=None, pickled=str(file), digest=digest)
 
     def script_digest(self) -> str:
-        """A sha256 of the script that built a Task, its arguments and the task's baseline; empty without a script.
+        """A sha256 of the script that built a Task, its arguments, the task's baseline and what lives in the script's process;
+        empty without a script.
 
         The task's own bytes would not do: the classes of a script are pickled otherwise in each process.
         """
         script = getattr(sys.modules.get("__main__"), "__file__", None)
         if self.live is None or script is None or not is_user_file(script) or not os.path.isfile(script):
             return ""
-        arguments = repr((sys.argv[1:], self.live.baseline)).encode()
+        # a script may tune several models in turn, or read what it tunes from a file
+        owners = [getattr(getattr(self.live, item.name), "__self__", None) for item in fields(self.live)]
+        living = [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
+        arguments = repr((sys.argv[1:], self.live.baseline, living)).encode()
         return hashlib.sha256(Path(script).read_bytes() + arguments).hexdigest()
 
     def load(self) -> Task:

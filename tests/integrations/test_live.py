@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,78 @@ def test_a_copy_steps_as_the_loop_does(tmp_path: Path) -> None:
     trained(model, optimizer, loader, loss)
     for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Scaled(torch.optim.SGD):
+    """Steps by attributes of its own, one of which lists the parameters again, as L-BFGS does."""
+
+    def __init__(self, parameters: Any, scale: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale = scale
+        self.listed = list(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.listed:
+            parameter.grad.mul_(self.scale)
+        super().step()
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_an_optimizer_keeps_its_own_attributes(tmp_path: Path, handed_over: bool) -> None:
+    model, loss = net(), torch.nn.CrossEntropyLoss()
+    optimizer = Scaled(model.parameters(), scale=5.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # hangs a `step` on it, which is of the user's optimizer
+    loader = DataLoader(dataset(), batch_size=64)
+    task = autotune.Task.from_loader(model, loader, loss, optimizer)
+    if handed_over:
+        task = TaskSource.of(task).handed_over(tmp_path).load()
+    session = prepare(task, {"batch_size": 64}, device="cpu")
+    before = model[0].weight.clone()  # type: ignore[index]
+    session.step(next(iter(session.loader)))
+    assert torch.equal(model[0].weight, before)  # type: ignore[index]
+    trained(model, optimizer, loader, loss)
+    for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tasks_that_one_script_makes_of_other_things_are_other_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    loader = DataLoader(dataset(), batch_size=8)
+
+    def digest(activation: Any = torch.nn.ReLU, kind: Any = torch.optim.SGD, lr: float = 0.1, loss: Any = None) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES), activation())
+        task = autotune.Task.from_loader(
+            model, loader, loss or (lambda y, target: y.mean()), kind(model.parameters(), lr)
+        )
+        return TaskSource.of(task).script_digest()
+
+    assert digest() == digest() != ""
+    others = [digest(torch.nn.GELU), digest(kind=torch.optim.Adam), digest(lr=0.2), digest(loss=torch.nn.NLLLoss())]
+    assert len({digest(), *others}) == 5
+
+
+def test_micro_batches_weigh_as_much_as_the_classes_in_them() -> None:
+    model, loss = net(), torch.nn.CrossEntropyLoss(torch.tensor([1.0, 10.0, 0.1, 3.0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = DataLoader(dataset(), batch_size=64)
+    session = prepare(autotune.Task.from_loader(model, loader, loss, optimizer), {"batch_size": 16}, device="cpu")
+    session.step(next(iter(session.loader)))
+    trained(model, optimizer, loader, loss)
+    for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_users_loss_stays_where_it_is() -> None:
+    loss = torch.nn.CrossEntropyLoss(torch.ones(CLASSES))
+    task = autotune.Task.from_loader(net(), DataLoader(dataset(), batch_size=8), loss)
+    assert task.training_step is not None
+    y = torch.empty(8, CLASSES, device="meta"), torch.empty(8, dtype=torch.long, device="meta")
+    task.training_step(torch.nn.Identity(), y)
+    assert loss.weight is not None and loss.weight.device.type == "cpu"
 
 
 def test_a_loader_says_the_baseline(tmp_path: Path) -> None:
