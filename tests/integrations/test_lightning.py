@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,15 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> N
         trainer_of(tmp_path, callbacks=[callback]).fit(Module(), Data())
     with pytest.raises(TaskError, match=r"given to fit\(\); give a datamodule"):
         trainer_of(tmp_path, callbacks=[callback]).fit(Module(), DataLoader(dataset(), batch_size=FEATURES))
+
+
+def test_other_hyperparameters_make_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+
+    def digest(optimizer: str) -> str:
+        module = Module()
+        module.save_hyperparameters({"optimizer": optimizer})
+        return TaskSource.of(integration.task_of(module, train_dataloaders=DataLoader(dataset()))).script_digest()
+
+    assert digest("sgd") == digest("sgd") != digest("adam")

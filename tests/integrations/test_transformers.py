@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,13 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path, monk
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(TaskError, match=r"one of 2 that train together.*alone first"):
         integration.tune(trainer, storage=str(tmp_path / "x.db"))
+
+
+def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+
+    def digest(optim: str) -> str:
+        return TaskSource.of(integration.task_of(trainer_of(tmp_path, args={"optim": optim}))).script_digest()
+
+    assert digest("sgd") == digest("sgd") != digest("adafactor")
