@@ -53,6 +53,9 @@ class Device(Protocol):
     def enter(self) -> None:
         """Make this the device that the process trains on, before a model is built: user code may just say `cuda`."""
 
+    def adopt(self) -> None:
+        """Take the device as this process uses it already: nothing is loaded or made current."""
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
 

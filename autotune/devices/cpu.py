@@ -86,6 +86,9 @@ class CpuDevice(Device):
     def enter(self) -> None:
         """Do nothing: there is one CPU."""
 
+    def adopt(self) -> None:
+        """Do nothing: there is one CPU."""
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail that would take this process's private memory, including what it holds now, beyond the limit.
 

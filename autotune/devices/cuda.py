@@ -85,6 +85,11 @@ class CudaDevice(Device):
         self._enter()
         torch.cuda.set_device(self._index)  # a session on another GPU may have come between
 
+    def adopt(self) -> None:
+        """Take the GPU with the context and the libraries that the process has."""
+        self._entered = True
+        self._outside_bytes()
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
 

@@ -17,7 +17,7 @@ from autotune.errors import ConfigError
 from autotune.predict.plan import plan_traces
 from autotune.predict.traces import Traces
 from autotune.probe.batch_support import batch_support
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support
@@ -155,6 +155,7 @@ class CommandRunner(LocalRunner):
         self.switches = command.switches
         self._command = command
         self._global_batch = global_batch
+        self._num_ranks: int | None = None  # of the command, once it was inspected
         self._baseline = {name: next(iter(texts)) for name, texts in command.choices.items()} | dict(baseline or {})
         if not command.has(BATCH_SIZE) and global_batch is None:
             raise ConfigError(
@@ -204,10 +205,12 @@ class CommandRunner(LocalRunner):
         if isinstance(found, Outcome):
             unseen = found.kind is Kind.TIMEOUT and found.bound is None
             return replace(found, cause=f"{found.cause}; {NO_STEP}") if unseen else found
-        ranks = int(found.facts["num_ranks"])
+        self._num_ranks = found.facts["num_ranks"]
+        num_ranks = self._num_ranks or 1  # unknown where memory ran out before any step
+        global_batch, baseline = self._shared(num_ranks)
         return replace(
-            self._drafted(ranks, has_batchnorm=bool(found.facts["has_batchnorm"])),
-            facts=found.facts,
+            self._drafted(baseline, global_batch, has_batchnorm=bool(found.facts["has_batchnorm"])),
+            facts=found.facts | {"num_ranks": num_ranks},
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
             step_samples=found.step_samples,
@@ -221,27 +224,39 @@ class CommandRunner(LocalRunner):
     def _arguments(self, job: Job) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
-        device = {"device": self._device.name, "scratch": scratch}
+        device = {"device": self._device.name, "num_ranks": self._num_ranks, "scratch": scratch}
         match job:
             case ProbeJob():
                 config, settings, more = job.config, job.settings, {}
             case InspectJob():
-                drafted = self._drafted(1, has_batchnorm=False)
-                config = techniques.complete(drafted.baseline, global_batch=drafted.global_batch)
+                config = self._as_given()
                 settings = ProbeSettings(
                     memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
                 )
-                more = {"inspection": drafted.to_dict()}
+                more = {"inspection": self._drafted(config, None, has_batchnorm=False).to_dict()}
             case _:
                 raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
         line = self._command.line(config, os.path.join(scratch, "output"))
         return device | more | {"config": config.as_dict(), "settings": settings.to_dict(), "command": line}
 
-    def _drafted(self, num_ranks: int, *, has_batchnorm: bool) -> Inspection:
-        """The inspection as far as it needs no run.
+    def _as_given(self) -> Config:
+        """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
+        baseline = dict(self._baseline)
+        if self._global_batch is None:
+            return techniques.complete(baseline)
+        most = DEFAULT_BATCH_SIZE if self._command.has(ACCUMULATION) else self._global_batch
+        baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
+        given = techniques.complete(baseline)
+        if not self._command.has(ACCUMULATION) or ACCUMULATION in baseline:
+            return given
+        steps = max(1, self._global_batch // given.batch_size)
+        return techniques.complete(baseline | {ACCUMULATION: steps})
 
-        Args:
-            num_ranks: processes that train together; `batch_size` is of one of them, and so is the inspection's global batch.
+    def _shared(self, num_ranks: int) -> tuple[int | None, Config]:
+        """The global batch and the baseline of one of so many processes.
+
+        Raises:
+            ConfigError: the baseline does not keep the global batch.
         """
         global_batch = self._global_batch
         if global_batch is not None:
@@ -261,6 +276,16 @@ class CommandRunner(LocalRunner):
                 f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {global_batch} without accumulation; "
                 "write {accumulation_steps} into --command, or leave the batch out of --baseline"
             )
+        return global_batch, complete
+
+    def _drafted(self, baseline: Config, global_batch: int | None, *, has_batchnorm: bool) -> Inspection:
+        """The inspection as far as it needs no run.
+
+        Args:
+            baseline: of one process.
+            global_batch: of one process, whose `batch_size` it bounds.
+        """
+        whole = not self._command.has(ACCUMULATION)
         return Inspection(
             facts={
                 "name": self.task_name,
@@ -273,19 +298,21 @@ class CommandRunner(LocalRunner):
                 "batch": (),
                 "widest": (),
                 "warnings": (),
-                "num_ranks": num_ranks,
+                "num_ranks": self._num_ranks,
             },
             device=self.device(),
             global_batch=global_batch,
-            baseline=complete.as_dict(),
-            baseline_given=BATCH_SIZE in baseline or not self._command.has(BATCH_SIZE),
+            baseline=baseline.as_dict(),
+            baseline_given=BATCH_SIZE in self._baseline
+            or not self._command.has(BATCH_SIZE)
+            or (whole and self._global_batch is not None),
             batch=batch_support(
-                complete.plan,
+                baseline.plan,
                 global_batch=global_batch,
                 normalises=has_batchnorm,
                 whole_step="the command has no {accumulation_steps}" if whole else "",
             ),
             support={switch.name: Support(choices=switch.choices) for switch in self.switches},
             outside_bytes=0,
-            step_samples=complete.samples_per_step,
+            step_samples=baseline.samples_per_step,
         )

@@ -19,18 +19,28 @@ SETTINGS = "AUTOTUNE_PROBE_SETTINGS"  # variable of the environment: the file wi
 
 
 class _AfterTorch:
-    """A finder that lets torch be found as ever, and hears when it has been imported."""
+    """A finder that lets torch be found as ever, and hears when it has been imported.
+
+    It stays until then: many a package asks whether torch is there before anything imports it.
+    """
+
+    _is_asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != "torch" or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_hook(module: ModuleType) -> None:
                 execute(module)
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)
                 _hook()
 
             spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
@@ -52,14 +62,20 @@ def _hook() -> None:
     register_optimizer_step_post_hook(stepped)
     limit_bytes = _probe["settings"]["memory_limit_bytes"]
     if _probe["device"] != "cpu" and limit_bytes is not None:
-        torch.cuda._lazy_call(lambda: _limit_gpus(limit_bytes))
+        torch.cuda._lazy_call(lambda: _limit_gpu(limit_bytes))
 
 
-def _limit_gpus(limit_bytes: int) -> None:
-    """Before the first allocation; the watch subtracts what lies outside the allocator once there is a step."""
+def _limit_gpu(limit_bytes: int) -> None:
+    """Before the first allocation; the watch subtracts what lies outside the allocator once there is a step.
+
+    On the card alone that this process will train on: another would get a context.
+    """
     import torch
 
-    for index in range(torch.cuda.device_count()):
+    index = int(os.environ.get("LOCAL_RANK") or 0)
+    if index >= torch.cuda.device_count():  # the launcher shows each process its own card only
+        index = 0
+    with torch.cuda.device(index):  # the current one is restored
         total_bytes = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), index)
 

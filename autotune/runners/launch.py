@@ -1,11 +1,12 @@
 """What runs inside a probe's own process where the user's command trains: starts it, gathers what its processes tell, ends it.
 
 Time-outs and clean-up are the supervisor's, as for any probe. A job's arguments are `command`, `config`, `settings`, `device`,
-`scratch` (a folder for all that is written) and `log` (what the command prints).
+`num_ranks` (None while it is unknown), `scratch` (a folder for all that is written) and `log` (what the command prints).
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -100,24 +101,27 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
         "package": str(PACKAGE),
         "started_s": time.monotonic(),
     }
-    (scratch / "probe.json").write_text(json.dumps(told))
+    settings = scratch / "probe.json"
+    settings.write_text(json.dumps(told))
     kills = kernel_oom_kills()
     limit_bytes = arguments["settings"]["memory_limit_bytes"] if arguments["device"] == "cpu" else None
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", arguments["command"]],
-        stdin=subprocess.DEVNULL,
-        env=_environment(scratch, arguments["device"]),
-        start_new_session=True,
-        preexec_fn=None if limit_bytes is None else partial(_limit, limit_bytes),
-    )
-    while True:
-        exit_code = process.poll()  # before the reports are read, which a process writes before it ends
-        ran = Ran(_reports(scratch / "reports"), exit_code, kernel_oom_kills() > kills)
-        if ran.leader:
-            report(_progress(ran))
-        if exit_code is not None or any(one.get("done") for one in ran.reports):
-            return replace(ran, tail=_tail(Path(arguments["log"])))
-        time.sleep(LOOK_EVERY_S)
+    with settings.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it does; the command's look for it
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", arguments["command"]],
+            stdin=subprocess.DEVNULL,
+            env=_environment(scratch, arguments["device"], arguments["num_ranks"]),
+            start_new_session=True,
+            preexec_fn=None if limit_bytes is None else partial(_limit, limit_bytes),
+        )
+        while True:
+            exit_code = process.poll()  # before the reports are read, which a process writes before it ends
+            ran = Ran(_reports(scratch / "reports"), exit_code, kernel_oom_kills() > kills)
+            if ran.leader:
+                report(_progress(ran))
+            if exit_code is not None or any(one.get("done") for one in ran.reports):
+                return replace(ran, tail=_tail(Path(arguments["log"])))
+            time.sleep(LOOK_EVERY_S)
 
 
 def _limit(limit_bytes: int) -> None:
@@ -128,8 +132,11 @@ def _limit(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _environment(scratch: Path, device: str) -> dict[str, str]:
-    """The user's, with the hook, and without trackers and uploads."""
+def _environment(scratch: Path, device: str, num_ranks: int | None) -> dict[str, str]:
+    """The user's, with the hook, and without trackers and uploads.
+
+    A command of one process sees one GPU: it might spread its batch over all that it sees. `cuda:0` may be the first of several.
+    """
     paths = [str(scratch / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {
         "AUTOTUNE_PROBE": "1",
@@ -147,8 +154,8 @@ def _environment(scratch: Path, device: str) -> dict[str, str]:
     found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""
-    elif index := int(device.removeprefix("cuda:")):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    elif (index := int(device.removeprefix("cuda:"))) or num_ranks == 1:
+        visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
         found["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
     return found
 

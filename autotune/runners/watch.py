@@ -7,12 +7,14 @@ have ended, and what a step consists of is not.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
 import sys
 import time
 from dataclasses import asdict
+from multiprocessing.util import Finalize
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -29,6 +31,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners.worker import failed_job
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
+LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
 
 
 class Watch:
@@ -45,13 +48,15 @@ class Watch:
         self._kind = probe["device"].partition(":")[0]
         self._file = Path(probe["reports"]) / f"{os.getpid()}.json"
         self._started_s: float = probe["started_s"]
+        self._launcher = Path(probe["reports"]).with_name("probe.json")
+        self._looked_s = time.monotonic()
         self._device: Device | None = None
         self._rank, self._num_ranks = _place()
         self._samples = self._config.samples_per_step * self._num_ranks
         self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._num_ranks)
         self._report: dict[str, Any] = {
             "rank": self._rank,
-            "num_ranks": self._num_ranks,
+            **({"num_ranks": self._num_ranks} if self._num_ranks > 1 else {}),  # else unknown until it steps
             "began_s": time.monotonic(),
             "outside_bytes": probe.get("outside_bytes", 0),
         }
@@ -93,6 +98,7 @@ class Watch:
         elif not is_first:
             self._steps_s.append(step_s)
         self._decide(timing=timing)
+        self._look_for_launcher()
         self._last_s, self._in_block = time.perf_counter(), 0
 
     def failed(self, error: BaseException) -> None:
@@ -117,24 +123,28 @@ class Watch:
                 )
             )
         self._enter("cpu" if found.type == "cpu" else f"cuda:{found.index or 0}")
+        self._report["num_ranks"] = self._num_ranks
         self._report["optimizer"] = _name_of(type(optimizer))
         self._report["has_batchnorm"] = _has_batchnorm()
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._rank == 0:
             atexit.register(self._told_at_the_end)
+            # a child of multiprocessing may leave without atexit
+            Finalize(None, self._told_at_the_end, exitpriority=0)
 
     def _enter(self, name: str) -> None:
         self._device = device_named(name)
+        self._device.adopt()
         if self._settings.memory_limit_bytes is not None:
             self._device.limit_memory(self._settings.memory_limit_bytes)
 
     def _decide(self, *, timing: bool) -> None:
-        """Go from one stage to the next, and end when there is nothing more to learn. Only the first rank decides."""
-        if self._rank:
-            return
+        """Go from one stage to the next, and end when there is nothing more to learn. Only the first rank ends."""
         assert self._device is not None
         if timing:
+            if self._rank:
+                return
             exact = self._settings.num_steps
             done = len(self._blocks.samples_per_s) >= exact if exact else self._blocks.enough
             if done or (not exact and (self._has_lost() or self._is_late())):
@@ -143,7 +153,7 @@ class Watch:
             is_warm(self._steps_s) or self._reporter.train_s > self._settings.max_warmup_s
         ):
             self._warmup_s = self._reporter.train_s
-            if self._is_hopeless():
+            if not self._rank and self._is_hopeless():
                 for step_s in self._steps_s:
                     self._blocks.add(self._samples / step_s, 0.0)
                 self._end(cut_short=True)
@@ -177,7 +187,22 @@ class Watch:
         self._report["done"] = True
         self._send(self._reporter.progress)
         while True:
-            time.sleep(60)
+            time.sleep(LOOK_EVERY_S)
+            self._look_for_launcher()
+
+    def _look_for_launcher(self) -> None:
+        """Leave if nobody is there any more who would end this process: its lock tells, whatever became of its number."""
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        try:
+            with self._launcher.open() as locked:
+                fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            pass
+        except OSError:  # it holds the lock, or nothing can be told
+            return
+        os._exit(1)
 
     def _told_at_the_end(self) -> None:
         """The command ended before enough was known."""
@@ -224,11 +249,11 @@ class Watch:
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of ranks."""
+    """This process's rank and the number of ranks; what the environment says holds for nothing unless torch took it up."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return 0, 1
 
 
 def _name_of(kind: type) -> str:

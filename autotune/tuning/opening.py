@@ -356,7 +356,8 @@ def _train_samples(options: SearchOptions, inspection: Inspection) -> float | No
     """
     if options.train_epochs is None:
         per_step = int(inspection.baseline[BATCH_SIZE]) * int(inspection.baseline[ACCUMULATION])
-        return options.train_steps and options.train_steps * per_step
+        num_ranks = inspection.facts.get("num_ranks", 1)  # of a command; its batch is of one of them
+        return options.train_steps and options.train_steps * per_step * num_ranks
     if options.train_steps is not None:
         raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
     dataset_size = inspection.facts["dataset_size"]

@@ -406,6 +406,20 @@ def test_what_every_training_run_loads_is_loaded_before_the_limit_is_set(monkeyp
     assert {"aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward"} <= ran
 
 
+def test_a_gpu_that_a_process_uses_already_is_adopted_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, Card())
+    assert machine.process is not None
+    machine.process.create_context()
+    for touched in ("_load_libraries", "torch.cuda.set_device"):
+        where = f"autotune.devices.cuda.{touched}" if touched.startswith("_") else touched
+        monkeypatch.setattr(where, lambda *_: pytest.fail("it is touched"))
+    device = CudaDevice(0)
+    device.adopt()
+    device.limit_memory(10 * GIB)
+    assert machine.process.allowed_bytes == pytest.approx(10 * GIB - CONTEXT_BYTES, abs=2)
+    assert device.peak_bytes() == CONTEXT_BYTES
+
+
 def test_judging_scarcity_makes_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, Card())
     assert not CudaDevice(0).is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling"))

@@ -70,6 +70,13 @@ def test_a_loop_of_ones_own_is_timed_by_its_optimizer_steps_and_ended_when_enoug
     assert found.setup_s > 0.1
 
 
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_heard_of_all_the_same(tmp_path):
+    asking = tmp_path / "asking.py"
+    asking.write_text("import importlib.util\nassert importlib.util.find_spec('torch')\n" + LOOP + "train(batch)")
+    with commanded(tmp_path, f"{sys.executable} {asking} {{batch_size}}") as runner:
+        measured(runner.probe(techniques.complete({"batch_size": 8}), SETTINGS))
+
+
 def test_exactly_as_many_steps_are_timed_as_were_asked_for(tmp_path):
     found = measured(probed(tmp_path, "train(batch)", num_steps=7, max_warmup_s=0.0))
     assert len(found.block_samples_per_s) == 7 and found.num_steps == 10
@@ -143,6 +150,18 @@ def test_a_run_that_ends_with_some_blocks_timed_counts(tmp_path):
     assert found.num_steps == 12
 
 
+def test_a_child_of_multiprocessing_that_ends_by_itself_counts(tmp_path):
+    script = """
+def child():
+    train(batch, 12, each=lambda step: time.sleep(0.06))
+process = torch.multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
+    found = measured(probed(tmp_path, script, interval=0.0001, max_timed_s=30.0, max_warmup_s=0.0))
+    assert found.num_steps == 12
+
+
 def test_a_crash_and_a_hang_are_told_apart(tmp_path):
     outcome = probed(tmp_path, "train(batch, 5)\nos.kill(os.getpid(), 11)")
     assert outcome.kind is Kind.CRASHED and "SIGSEGV" in outcome.cause
@@ -186,6 +205,17 @@ def test_an_inspection_runs_a_few_steps_of_what_is_run_today(tmp_path, monkeypat
     assert found.step_s > 0 and found.step_samples == 16 and found.outside_bytes > 50 * 2**20
     assert (found.facts["optimizer"], found.facts["has_batchnorm"], found.facts["num_ranks"]) == ("AdamW", False, 1)
     assert "wrote written into" in found.facts["warnings"][0]
+
+
+def test_a_global_batch_is_shared_by_the_processes_that_an_inspection_finds(tmp_path):
+    script = """
+rank = 0 if os.fork() else 1
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=2)
+train(batch)
+"""
+    found = inspected(tmp_path, script, "{batch_size} {output_dir}", global_batch=64, baseline={"batch_size": 32})
+    assert found.facts["num_ranks"] == 2 and found.step_samples == 32
+    assert found.global_batch == found.baseline["batch_size"] == 32
 
 
 def test_a_baseline_that_does_not_fit_is_a_shortage_and_a_command_without_accumulation_takes_the_global_batch(tmp_path):
@@ -327,3 +357,12 @@ def test_a_placeholder_and_its_choices_belong_together(line, choices, said):
 def test_a_command_without_a_batch_size_needs_a_global_batch(tmp_path):
     with pytest.raises(ConfigError, match="--global-batch N"):
         CommandRunner(Command("python train.py", {}), logs=tmp_path, device="cpu")
+
+
+def test_a_baseline_that_does_not_make_the_global_batch_is_refused_once_the_processes_are_known(tmp_path):
+    command = Command("python train.py {batch_size}", {})
+    runner = CommandRunner(command, logs=tmp_path, device="cpu", global_batch=64, baseline={"batch_size": 32})
+    with techniques.REGISTRY.only(runner.switches):
+        assert runner._shared(2)[1].batch_size == 32
+        with pytest.raises(ConfigError, match="does not make a global batch of 64"):
+            runner._shared(1)

@@ -19,7 +19,7 @@ from autotune.study.place import place_of
 from autotune.study.store import Store, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
-from autotune.tuning.opening import _asked, _fingerprint, _memory_limit
+from autotune.tuning.opening import _asked, _fingerprint, _memory_limit, _train_samples
 from tests.closed_form import inspection
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
@@ -172,3 +172,10 @@ def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(
 
     with pytest.raises(StudyError, match=r"studies/tiny.db.*no such table: trial_user_attributes"):
         autotune.search("tiny.py", device="cpu", budget="60s", listeners=[Breaks()])
+
+
+def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -> None:
+    found = inspection(facts={**FACTS, "num_ranks": 2})
+    alone = inspection(facts=FACTS)
+    options = SearchOptions(train_steps=10)
+    assert _train_samples(options, found) == 2 * _train_samples(options, alone)

@@ -1,0 +1,91 @@
+"""What a process of the user's command is told and asked, without a command around it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.records.settings import ProbeSettings
+from autotune.runners import hook, launch, watch
+
+
+def watched(tmp_path: Path, **changes: Any) -> watch.Watch:
+    reports = tmp_path / "reports"
+    reports.mkdir(exist_ok=True)
+    settings = ProbeSettings(memory_limit_bytes=None, max_warmup_s=0.0, **changes)
+    config = {"batch_size": 8, "accumulation_steps": 1}
+    return watch.Watch(
+        {
+            "settings": settings.to_dict(),
+            "config": config,
+            "device": "cpu",
+            "reports": str(reports),
+            "started_s": 0.0,
+        }
+    )
+
+
+def test_ranks_that_only_the_environment_names_are_not_believed(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert watch._place() == (0, 1)
+
+
+def test_a_rank_that_does_not_decide_is_held_up_no_more_often_than_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_place", lambda: (1, 2))
+    monkeypatch.setattr(watch, "MIN_BLOCK_S", 3600.0)
+    rank = watched(tmp_path)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    rank.stepped(optimizer)
+    synchronized = []
+    monkeypatch.setattr(rank._device, "synchronize", lambda: synchronized.append(1))
+    for _ in range(100):
+        rank.stepped(optimizer)
+    assert len(synchronized) < 10
+
+
+@pytest.mark.parametrize("launcher", ["alive", "dead"])
+def test_a_process_whose_launcher_is_gone_leaves(tmp_path, launcher):
+    one = watched(tmp_path)
+    one._looked_s = float("-inf")
+    with (tmp_path / "probe.json").open("w") as held:
+        if launcher == "alive":
+            fcntl.flock(held, fcntl.LOCK_EX)
+        child = os.fork()
+        if not child:
+            one._look_for_launcher()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (launcher == "dead")
+
+
+def test_a_command_of_one_process_sees_one_gpu_and_one_of_several_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    seen = {
+        (device, ranks): launch._environment(tmp_path, device, ranks)["CUDA_VISIBLE_DEVICES"]
+        for device, ranks in [("cuda:0", None), ("cuda:0", 1), ("cuda:0", 2), ("cuda:1", 1), ("cpu", 1)]
+    }
+    assert list(seen.values()) == ["5,6", "5", "5,6", "6", ""]
+
+
+@pytest.mark.parametrize(("local_rank", "limited"), [("", 0), ("1", 1), ("7", 0)])
+def test_the_limit_is_set_on_the_card_alone_that_the_process_will_use(monkeypatch, local_rank, limited):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    current, fractions = [0], {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: [current.pop(), current.append(index)][0])
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: [current.pop(), current.append(index)][0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=100))
+
+    def limit(fraction: float, index: int) -> None:
+        fractions[index] = fraction
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    hook._limit_gpu(50)
+    assert fractions == {limited: 0.5} and current == [0]
