@@ -31,8 +31,8 @@ class Connection:
         fork: False starts a new interpreter for each job.
 
     Attributes:
-        hello: what the supervisor says of the task: `global_batch`, `baseline`, `trained`, and in `no_fork` why every job has to start a
-            new interpreter, empty when none has to.
+        hello: what the supervisor says of the task: `global_batch`, `baseline`, `trained`, the `attribute` that it was found under, and in
+            `no_fork` why every job has to start a new interpreter, empty when none has to.
 
     Raises:
         TaskError: the user's module cannot be imported.

@@ -107,7 +107,7 @@ class LocalRunner(Runner):
             self._resources = stack.pop_all()
         if self._source is not None:
             stated = {key: hello[key] for key in ("global_batch", "baseline", "trained")}
-            self.stated = Stated(model=self._source.spec, **stated)
+            self.stated = Stated(model=replace(self._source, attribute=hello["attribute"]).spec, **stated)
         if hello["no_fork"]:
             self.notes = (f"every probe starts a new interpreter: {hello['no_fork']}",)
         if is_live:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,7 +54,7 @@ class PortableRunner(Runner):
             self._source = self._source.handed_over(self._folder)
             self._resources = stack.pop_all()
         self.stated = Stated(
-            model=self._source.spec,
+            model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
             global_batch=task.global_batch,
             baseline=task.baseline,
             trained=techniques.trained_by(task, task.baseline or {}),

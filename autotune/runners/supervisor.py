@@ -107,8 +107,9 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     baseline = None if task.baseline is None else dict(task.baseline)
     trained = techniques.trained_by(task, task.baseline or {})
+    attribute = TaskSource.of(task).attribute
     hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline, "trained": trained}
-    return hello, None if no_fork else task
+    return {**hello, "attribute": attribute}, None if no_fork else task
 
 
 def _import_everything() -> None:

@@ -16,6 +16,7 @@ from autotune.records.outcome import Kind, Overflow
 from autotune.records.settings import ProbeSettings
 from autotune.runners import local
 from autotune.runners.local import LocalRunner
+from autotune.runners.portable import PortableRunner
 from autotune.runners.runner import ProbeFault, ProbeJob
 from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
@@ -274,6 +275,16 @@ def test_what_the_author_states_and_how_to_name_the_task_are_known(runner):
     assert runner.task_name == runner.default_study == "faulty"
     assert runner.stated.model.endswith("tests/models/faulty.py")
     assert runner.notes == () and runner.device().name == "cpu"
+
+
+def test_a_task_that_was_found_by_itself_is_named_with_what_holds_it(tmp_path, monkeypatch):
+    (tmp_path / "model.py").write_text(
+        "import autotune, torch\ntask = autotune.Task(build_model=lambda: torch.nn.Linear(2, 2), make_batch=torch.rand)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for make in (LocalRunner, PortableRunner):
+        with make(TaskSource.of("model.py"), device="cpu", logs=tmp_path / "logs") as runner:
+            assert runner.stated.model == "model.py:task"
 
 
 def test_a_new_interpreter_for_each_probe_does_the_same(tmp_path):
