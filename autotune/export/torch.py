@@ -48,6 +48,13 @@ def make_batch(batch_size):
 def training_step(model, batch):
     raise NotImplementedError("return the mean loss of a batch")
 """
+_MODEL_FILE = """
+# The model file, under a name that no other module has.
+sys.path.insert(0, {folder})
+spec = importlib.util.spec_from_file_location("model_of_the_search", {file})
+model_file = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(model_file)
+"""
 _LOADER = """
 
 def counted(samples):
@@ -158,7 +165,8 @@ class _Script:
         own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
         self.source.bring(own, *_MODULES)
         early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
-        imports = {"import itertools", "import sys", *self.source.import_lines()}
+        loading = {"import importlib.util", "import sys"} if self.result.model and self.result.parts else set()
+        imports = {"import itertools", *loading, *self.source.import_lines()}
         ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
         head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
         brought = (f"\n\n{definition}" for definition in self.source.definitions.values())
@@ -169,30 +177,29 @@ class _Script:
         lines = [
             f"The answer of the search {result.study} as a training script in plain torch: {describe(result.config)}.",
             "Run it in the folder of the search. `step`, at its end, takes an optimizer step.",
+            f"It seeds nothing. It ends after {self._end()}.",
         ]
+        if "configure_optimizers" in self.parts and "train_step" not in self.parts:
+            lines.append("It steps no learning-rate scheduler, even if `configure_optimizers` returns one.")
+        lines += [f"The search warned: {warning}" for warning in result.warnings]
         if self.unsaid:
             lines.append("NOT IN THIS SCRIPT, though part of the answer:")
         lines += [f"- {name}: {why}" for name, why in self.unsaid.items()]
         yield from (f"# {line}" for text in lines for line in wrap(text, _WIDTH))
 
+    def _end(self) -> str:
+        steps = "NUM_STEPS optimizer steps"
+        return f"one pass over the dataset, or {steps} if they come first" if "train_dataset" in self.parts else steps
+
     def _yours(self) -> Iterator[str]:
         """The functions and constants of the model file."""
-        model = self.result.model
-        if not model or not self.result.parts:
+        if not self.result.model or not self.result.parts:
             yield _YOURS.strip("\n")
             return
-        file, _, attribute = (model, "", "") if model.endswith(".py") else model.rpartition(":")
-        names = sorted(self._used())
-        yield "# The model file."
-        yield f"sys.path.insert(0, {json.dumps(str(Path(file).parent))})"
-        stem = Path(file).stem
-        if stem.isidentifier():
-            yield f"from {stem} import {attribute or ', '.join(names)}"
-        else:
-            yield f"import importlib\n\nmodel_file = importlib.import_module({json.dumps(stem)})"
-        if attribute or not stem.isidentifier():
-            owner = ".".join(filter(None, ("" if stem.isidentifier() else "model_file", attribute)))
-            yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in names)
+        file, attribute = self.result.model_file
+        yield _MODEL_FILE.format(folder=json.dumps(str(Path(file).parent)), file=json.dumps(file)).strip("\n")
+        owner = f"model_file.{attribute}" if attribute else "model_file"
+        yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in sorted(self._used()))
 
     def _used(self) -> set[str]:
         used = {"build_model", "training_step", "train_step", "configure_optimizers", "MAX_GRAD_NORM", "VARIANTS"}

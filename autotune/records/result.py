@@ -253,6 +253,14 @@ class Result(Record):
         """
         return importlib.import_module("autotune.export").of_result(self, to)  # a room above, asked when it is needed
 
+    @property
+    def model_file(self) -> tuple[str, str]:
+        """The file of `model`, and the name of the Task in it; both may be empty."""
+        if self.model.endswith(".py"):
+            return self.model, ""
+        file, _, attribute = self.model.rpartition(":")
+        return file, attribute
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Result:
         """Rebuild a result of this format or an earlier one.

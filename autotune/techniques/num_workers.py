@@ -34,7 +34,7 @@ class NumWorkers(LoaderOption):
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Argument("dataloader_num_workers"),
         DATALOADER: Argument("num_workers"),
-        TORCH: Lines({At.LOADER: 'num_workers={choice}, multiprocessing_context="fork"'}),
+        TORCH: Lines({At.LOADER: "num_workers={choice}, multiprocessing_context=start_method()"}),
     }
 
     def support(self, setting: Setting) -> Support:
@@ -53,14 +53,20 @@ class NumWorkers(LoaderOption):
         return Support(choices=(*self.choices, *(2**power for power in range(1, most.bit_length()))))
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Give the loader its workers, forked unless the user's code has chosen otherwise.
-
-        Other ways to start a process import the dataset's module by its name, and a model file has none: from
-        Python 3.14 on they are the default.
-        """
+        """Give the loader its workers, started by `start_method`."""
         super().apply(build, choice)
-        if multiprocessing.get_start_method(allow_none=True) in (None, multiprocessing.get_all_start_methods()[0]):
-            build.loader_options["multiprocessing_context"] = "fork"
+        if method := start_method():
+            build.loader_options["multiprocessing_context"] = method
 
     def label(self, choice: Choice) -> str:
         return f"{choice} worker{'' if choice == 1 else 's'}"
+
+
+def start_method() -> str | None:
+    """How workers are to be started: forked, or None where the user's code has chosen.
+
+    Other ways to start a process import the dataset's module by its name, and a model file has none: from Python 3.14 on
+    they are the default.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return "fork" if chosen in (None, multiprocessing.get_all_start_methods()[0]) else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
+import pickle
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -77,6 +80,20 @@ def configure_optimizers(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
 """
+HELD = """
+import autotune
+import torch
+
+mine = autotune.Task(build_model=lambda: torch.nn.Linear(8, 4), make_batch=torch.rand, max_grad_norm=0.5)
+"""
+SUBCLASS = """
+import torch
+
+
+class build_model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+"""
 HUGGING_FACE = """
 import torch
 import transformers
@@ -131,7 +148,6 @@ import itertools, runpy, sys
 import torch
 
 for file in sys.argv[1:]:
-    sys.modules.pop("model", None)
     torch.manual_seed(0)
     script = runpy.run_path(file, run_name="exported")
     torch.manual_seed(1)
@@ -260,18 +276,57 @@ def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
     assert ast.parse(exported.text)
 
 
-@pytest.mark.parametrize(
-    ("model", "lines"),
-    [
-        ("a/my-model.py", ['sys.path.insert(0, "a")', 'model_file = importlib.import_module("my-model")']),
-        ("a/my-model.py:mine", ["build_model = model_file.mine.build_model"]),
-        ("model.py:mine", ["from model import mine", "MAX_GRAD_NORM = mine.max_grad_norm"]),
-    ],
-)
-def test_the_model_file_may_have_any_name_and_a_task_in_it(model: str, lines: list[str]) -> None:
-    parts = ("build_model", "make_batch", "MAX_GRAD_NORM")
-    text = export(replace(RESULT, model=model, parts=parts), "torch").text
-    assert ast.parse(text) and all(line in text.splitlines() for line in lines)
+def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **answer: Any) -> dict[str, Any]:
+    """What the exported script defines, in this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "model_of_the_search", None)  # put back as it was
+    monkeypatch.chdir(folder)
+    config = complete({"batch_size": 2, **answer.pop("config", {})}).as_dict()
+    (folder / "exported.txt").write_text(export(replace(RESULT, config=config, **answer), "torch").text)
+    return runpy.run_path("exported.txt", run_name="exported")
+
+
+@pytest.mark.parametrize("name", ["my-model", "copy", "class"])
+@pytest.mark.parametrize("attribute", ["", "mine"])
+def test_the_model_file_may_have_any_name_and_a_task_in_it(
+    name: str, attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = HELD if attribute else "import torch\n\nMAX_GRAD_NORM = 0.5\nbuild_model = lambda: torch.nn.Linear(8, 4)\n"
+    (tmp_path / "a").mkdir()
+    (tmp_path / f"a/{name}.py").write_text(text)
+    model = f"a/{name}.py:{attribute}" if attribute else f"a/{name}.py"
+    script = executed(tmp_path, monkeypatch, model=model, parts=("build_model", "MAX_GRAD_NORM"))
+    assert isinstance(script["model"], torch.nn.Linear) and script["MAX_GRAD_NORM"] == 0.5
+
+
+def test_what_a_model_file_defines_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy.py").write_text(SUBCLASS)
+    script = executed(tmp_path, monkeypatch, model="copy.py", parts=("build_model",))
+    assert type(pickle.loads(pickle.dumps(script["model"]))) is script["build_model"]
+
+
+def test_it_says_at_its_top_what_it_leaves_to_the_reader() -> None:
+    def head(*parts: str, warnings: tuple[str, ...] = ()) -> str:
+        result = replace(RESULT, parts=("build_model", *parts), warnings=warnings)
+        return " ".join(export(result, "torch").text.partition("\n\n")[0].replace("\n# ", " ").split())
+
+    assert "It seeds nothing. It ends after NUM_STEPS optimizer steps." in head("make_batch")
+    assert "It ends after one pass over the dataset, or NUM_STEPS optimizer steps if" in head("train_dataset")
+    assert "It steps no learning-rate scheduler" in head("make_batch", "configure_optimizers")
+    assert "scheduler" not in head("make_batch", "configure_optimizers", "train_step")  # it gets all that is returned
+    assert "The search warned: two lines" in head("make_batch", warnings=("two\nlines",))
+
+
+@pytest.mark.parametrize(("chosen", "method"), [(None, "fork"), ("spawn", None)])
+def test_data_workers_are_forked_unless_the_users_code_has_chosen_otherwise(
+    chosen: str | None, method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: chosen)
+    (tmp_path / "model.py").write_text(LINES)
+    parts = ("build_model", "train_dataset")
+    script = executed(tmp_path, monkeypatch, model="model.py", parts=parts, config={"num_workers": 1})
+    context = script["loader"].multiprocessing_context
+    assert (context and context.get_start_method(allow_none=True)) == method
 
 
 def test_a_lightning_module_is_refused_with_the_exporter_that_suits_it() -> None:
