@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,19 @@ from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import UsageError, given
 from autotune.cli.project import read_project
 from autotune.errors import ConfigError
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.options import (
+    CHOICES,
+    DEVICE,
+    EVAL,
+    EXCLUDE,
+    FIX,
+    FRAMEWORKS,
+    GLOBAL_BATCH,
+    GPU,
+    INCLUDE,
+    TRAIN_EPOCHS,
+    TRAIN_STEPS,
     CommandOptions,
     ExplainOptions,
     PredictOptions,
@@ -31,6 +44,7 @@ from autotune.records.outcome import Kind, Outcome
 
 EXAMPLE = '{"batch_size": 16}'
 MAX_REGRESSION = 0.05
+_INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # one of the two is given
 
 
 def search(options: argparse.Namespace) -> int:
@@ -40,11 +54,14 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.answer import answer_sections
     from autotune.report.document import document
     from autotune.report.live import live_listener
+    from autotune.task.loading import find_model_file
     from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
     if options.out:
         _require_writable(Path(options.out))
+        if options.model:
+            _require_not_model(Path(options.out), find_model_file(options.model)[0])
     result: Result | None
     code = ANSWERED
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
@@ -183,7 +200,7 @@ def dashboard(options: argparse.Namespace) -> int:
             run_server(storage, host=options.host, port=options.port)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on port {options.port} of {options.host}: {error.strerror}; choose another with --port"
+            f"cannot listen on port {options.port} of {options.host}: {error.strerror}; choose another --port or --host"
         ) from None
     return ANSWERED
 
@@ -214,7 +231,10 @@ def export(options: argparse.Namespace) -> int:
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
-    exported = export(study.answer(), options.to, space=study.attributes.get("space"))
+    answer = study.answer()
+    if options.out:
+        _require_not_model(Path(options.out), Path(answer.model_file[0]))
+    exported = export(answer, options.to, space=study.attributes.get("space"))
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:
@@ -382,14 +402,29 @@ def _asked(
 ) -> dict[str, Any]:
     """The options that were given: by flags, else as a study was asked, else by the project's file."""
     project = read_project(Path.cwd())
+    possible = _possible(project.options, options)
     told_by_study = {} if of_study is None else table(RunOptions)
     names = (option.name for option in table(of) if option not in told_by_study)
-    found = {name: project.options[name] for name in names if name in project.options}
+    found = {name: possible[name] for name in names if name in possible}
     asked = {**found, **(of_study or {}), **given(options, of)}
     told = ", ".join(f"{name} = {value}" for name, value in found.items() if asked[name] is value)
     if told and not getattr(options, "quiet", False):
         _warn(f"{project.file} asks for {told}")
     return asked
+
+
+def _possible(project: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What a project asks for, without the options that this form of the command, or a flag of it, rules out."""
+    left_out = {other.name for pair in _INSTEAD for one, other in permutations(pair) if one.name in options}
+    if getattr(options, "replay", None) is not None:  # the table has a device and a global batch, and no dataset
+        left_out |= {DEVICE.name, GLOBAL_BATCH.name, TRAIN_EPOCHS.name, EVAL.name}
+    elif getattr(options, "script", None) is not None:  # only the keys of its own config are known there
+        left_out |= {FRAMEWORKS.name, TRAIN_EPOCHS.name, EVAL.name}
+        choices = given(options, CommandOptions).get(CHOICES.name, project.get(CHOICES.name, {}))
+        keys = {*BATCH_KEYS, *CHOICES.kind.read(choices)}
+        naming = (option for option in (FIX, INCLUDE, EXCLUDE) if option.name in project)
+        left_out |= {option.name for option in naming if not keys.issuperset(option.kind.read(project[option.name]))}
+    return {name: value for name, value in project.items() if name not in left_out}
 
 
 def _print(sections: Iterable[Any]) -> None:
@@ -433,6 +468,11 @@ def _require_writable(path: Path, flag: str = "--out") -> None:
         raise ConfigError(
             f"{flag} {path} cannot be written; expected a file in a folder that exists and may be written to"
         )
+
+
+def _require_not_model(path: Path, model: Path) -> None:
+    if path.exists() and model.is_file() and path.samefile(model):
+        raise ConfigError(f"--out {path} is the model file itself; expected another file")
 
 
 def _write(path: Path, content: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import AutotuneError
-from autotune.records.option_kinds import SHARE, SWITCH
+from autotune.records.option_kinds import SHARE, SWITCH, Kind, whole
 from autotune.records.options import (
     KEPT,
     TASK,
@@ -34,6 +34,7 @@ EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or
 CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
+PORT = whole(0, "a port from 0 to 65535", 65535)
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
@@ -141,7 +142,7 @@ def build_parser() -> Parser:
     )
     verify.group(RUN).add_argument(
         "--max-regression",
-        type=_share,
+        type=_reader(SHARE),
         metavar="PERCENT",
         help="how much slower the answer may be than it was (default: 5%%)",
     )
@@ -169,7 +170,9 @@ def build_parser() -> Parser:
         metavar="ADDRESS",
         help="where to listen; whoever reaches it may change the study (default: 127.0.0.1, this machine alone)",
     )
-    dashboard.group(OUTPUT).add_argument("--port", type=int, default=8080, metavar="N", help="the port (default: 8080)")
+    dashboard.group(OUTPUT).add_argument(
+        "--port", type=_reader(PORT), default=8080, metavar=PORT.metavar, help="the port (default: 8080)"
+    )
     compare = command("compare", "the answers of several studies side by side: machines, versions, models")
     compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
     compare.group(KEPT).add_argument(
@@ -245,12 +248,10 @@ def _complete(action: argparse.Action, words: Callable[[], Iterable[str]]) -> No
 
 def _checked(option: Option) -> Callable[[str], str]:
     """An argparse type that refuses what the option's kind cannot read, in its words, and leaves the text as it is."""
+    read = _reader(option.kind)
 
     def check(text: str) -> str:
-        try:
-            option.kind.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        read(text)
         return text
 
     return check
@@ -265,13 +266,16 @@ def _add_study(parser: Parser) -> None:
     parser.group(KEPT).add_argument("--study", metavar="NAME", help="which study, if the file holds several")
 
 
-def _share(text: str) -> float:
-    """An argparse type: `5%` or 0.05."""
-    try:
-        share: float = SHARE.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return share
+def _reader(kind: Kind) -> Callable[[str], Any]:
+    """An argparse type: what the kind reads, and its words where it cannot."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def _names_of_techniques() -> list[str]:

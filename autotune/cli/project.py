@@ -51,9 +51,12 @@ def read_project(folder: Path) -> Project:
     if file is None:
         return Project()
     try:
-        asked = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("autotune", {})
+        tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; [tool.autotune] is looked for there") from None
+    asked = tool.get("autotune", {}) if isinstance(tool, dict) else tool
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{file}: [tool.autotune] is {asked!r}; expected a table of options, such as budget = '2m'")
     known = _known()
     for key, value in asked.items():
         if key not in known:

@@ -64,7 +64,22 @@ def test_a_port_that_is_taken_is_an_error_with_the_next_step(
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         assert main(["dashboard", str(study), "--port", str(listening.getsockname()[1])]) == 2
-    assert "cannot listen on port" in (said := capsys.readouterr().err) and "choose another with --port" in said
+    assert "cannot listen on port" in (said := capsys.readouterr().err) and "choose another --port or --host" in said
+
+
+def test_a_host_that_is_not_known_is_an_error_with_the_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna_dashboard")
+    study = write_study(tmp_path / "gpt.db", with_probes=False)
+    assert main(["dashboard", str(study), "--host", "no.such.host.invalid"]) == 2
+    assert "choose another --port or --host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_a_port_that_cannot_be_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboard", "gpt.db", "--port", port]) == 2
+    assert "expected a port from 0 to 65535" in (said := capsys.readouterr().err) and port in said
 
 
 def test_without_optuna_dashboard_it_says_how_to_install_it(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune import api
-from autotune.cli import main
+from autotune.cli import commands, main
 from autotune.cli.project import read_project
 from autotune.errors import ConfigError
 from tests.report.sample_study import answer, write_study
@@ -80,6 +80,49 @@ def test_an_option_that_a_command_lacks_is_for_the_others(
     assert asked == {"device": "cpu"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model.py", "--replay", "table.csv"], {"seed": 3, "fix": {"amp": "bf16"}, "include": ["batch_size"]}),
+        (
+            ["--command", "python train.py --batch {batch_size}"],
+            {"device": "cpu", "global_batch": 8, "seed": 3, "include": ["batch_size"]},
+        ),
+        (["model.py", "--replay", "table.csv", "--device", "cuda"], {"device": "cuda"}),  # which the search refuses
+    ],
+)
+def test_what_a_search_of_something_else_cannot_take_is_for_the_others(
+    arguments: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def search(model: str, *, listeners: Any, runner: Any = None, **options: Any) -> Any:
+        asked.update(options)
+        return answer("sqlite:///gpt.db")
+
+    for name in ("search", "search_command"):
+        monkeypatch.setattr(api, name, search)
+    monkeypatch.setattr(commands, "_runner", lambda options: {})
+    text = "device = 'cpu'\nglobal-batch = 8\nseed = 3\neval = true\ntrain-epochs = 2\n"
+    text += "fix = { amp = 'bf16' }\ninclude = ['batch_size']\n"
+    monkeypatch.chdir(write(tmp_path, f"[tool.autotune]\n{text}"))
+    assert main(["search", *arguments]) == 0
+    assert expected.items() <= asked.items()
+    assert not asked.keys() & {"eval", "train_epochs"}
+    if "--replay" in arguments:
+        assert "global_batch" not in asked and asked.get("device") in (None, "cuda")
+    else:
+        assert "fix" not in asked
+
+
+def test_a_flag_that_stands_instead_of_it_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(api, "predict", lambda model, config, **options: asked.update(options) or 1 / 0)
+    monkeypatch.chdir(write(tmp_path, "[tool.autotune]\ndevice = 'cpu'\nheadroom = 0.1\n"))
+    main(["predict", "model.py", "--gpu", "A100"])
+    assert asked == {"gpu": "A100", "headroom": 0.1}
+
+
 def test_how_a_study_was_asked_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(api, "verify", lambda model, config, **options: asked.update(options) or 1 / 0)
@@ -112,6 +155,14 @@ def test_a_wrong_key_or_value_is_an_error_with_file_key_and_what_was_expected(
     monkeypatch.chdir(write(tmp_path, f"[tool.autotune]\n{text}\n"))
     assert main(["search", "model.py"]) == 2
     assert f"autotune: {tmp_path / 'pyproject.toml'}: [tool.autotune] {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[tool]\nautotune = '2m'\n", "tool = '2m'\n", "[[tool.autotune]]\nbudget = '2m'\n"])
+def test_what_is_no_table_of_options_is_an_error(text: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pyproject\.toml: \[tool\.autotune\] is .*2m.*; expected a table of options"
+    ):
+        read_project(write(tmp_path, text))
 
 
 def test_a_file_that_is_no_toml_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
@@ -177,3 +178,18 @@ def test_a_study_without_an_answer_cannot_be_exported(tmp_path: Path, capsys: py
     unanswered = write_study(tmp_path / "gpt.db", with_probes=False, with_result=False)
     assert main(["export", str(unanswered), "--to", "json"]) == 2
     assert "has no answer yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["model.py", "model.py:mine"])
+def test_the_model_file_is_not_overwritten(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = write_study(tmp_path / "gpt.db", result=lambda storage: replace(answer(storage), model=named))
+    (tmp_path / "model.py").write_text("mine = 1\n")
+    (tmp_path / "link.py").symlink_to("model.py")
+    for out in ("./model.py", "link.py"):
+        assert main(["export", str(study), "--to", "json", "--out", out]) == 2
+        assert f"{Path(out)} is the model file itself; expected another file" in capsys.readouterr().err
+    assert main(["search", named, "--out", "model.py"]) == 2
+    assert (tmp_path / "model.py").read_text() == "mine = 1\n"
