@@ -35,7 +35,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What searches were asked."""
     asked: list[dict[str, Any]] = []
 
-    def search(model: str, listener: Any, **options: Any) -> Any:
+    def search(model: str, listeners: Any, **options: Any) -> Any:
         asked.append(options)
         return answer("sqlite:///gpt.db")
 
