@@ -103,7 +103,7 @@ PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
             State.DIFFERS,
             "gain nothing",
         ),
-        (verdicts.judge_fork, {"notes": ["every probe starts a new interpreter"]}, State.DIFFERS, "seconds longer"),
+        (verdicts.judge_fork, {"slow_start": "every probe starts a new interpreter"}, State.DIFFERS, "seconds longer"),
         (verdicts.judge_equal, {"measured": [PROBE, PROBE]}, State.OK, ""),
         (verdicts.judge_equal, {"measured": [PROBE, {**PROBE, "samples_per_s": 140.0}]}, State.DIFFERS, "small gains"),
         (verdicts.judge_equal, {"measured": [PROBE, {**PROBE, "peak_bytes": 2 * GIB}]}, State.DIFFERS, "memory"),

@@ -105,7 +105,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:
     info = runner.device()
-    facts: Facts = {"notes": runner.notes}
+    facts: Facts = {"slow_start": runner.slow_start}
     if task is TASKS[0]:
         calibration = runner.calibrate()
         facts["calibration"] = asdict(calibration)

@@ -132,8 +132,8 @@ def judge_workers(facts: Facts) -> Verdict:
 
 def judge_fork(facts: Facts) -> Verdict:
     """Probes are forked from a process that has imported torch."""
-    if facts["notes"]:
-        return State.DIFFERS, "; ".join(facts["notes"]), "each probe takes seconds longer to start"
+    if facts["slow_start"]:
+        return State.DIFFERS, facts["slow_start"], "each probe takes seconds longer to start"
     return State.OK, "each probe starts as a copy of a process that has imported torch, within milliseconds", ""
 
 

@@ -81,6 +81,7 @@ class LocalRunner(Runner):
         self._import_log = self._logs / "import.log"
         self._import_timeout_s = import_timeout_s
         self._fork = fork
+        self.slow_start = ""  # why each probe starts a new interpreter, where that is so; known after entering
         self._compiled = None if compiled is None else CompileCache(compiled)
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
@@ -109,7 +110,8 @@ class LocalRunner(Runner):
             stated = {key: hello[key] for key in ("global_batch", "baseline", "trained")}
             self.stated = Stated(model=replace(self._source, attribute=hello["attribute"]).spec, **stated)
         if hello["no_fork"]:
-            self.notes = (f"every probe starts a new interpreter: {hello['no_fork']}",)
+            self.slow_start = f"every probe starts a new interpreter: {hello['no_fork']}"
+            self.notes += (self.slow_start,)
         if is_live:
             self.notes += (f"this process holds {_held()} itself, which probes do without; free what is not needed",)
         return self

@@ -83,6 +83,7 @@ class PortableRunner(Runner):
         log.write_bytes(b"")
         asked: dict[str, Any] = {
             "job": job.name,
+            "compiled": "",
             "arguments": arguments_of(job, device=self._device.name, channel=str(channel)),
             "blas_threads": 0,
             "widest": None,

@@ -186,7 +186,7 @@ class History:
                 and config.batch_size <= largest
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
-                and self.setup_s(config) <= setup_left_s
+                and self.setup_s(config) <= max(0.0, setup_left_s)
                 and self.space.contains(config)
             )
 

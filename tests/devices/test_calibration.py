@@ -47,7 +47,8 @@ def test_every_rate_of_a_cpu_is_measured_at_rising_sizes():
     found = measured(open_device("cpu"))
     assert tried(found) == {(work, arithmetic) for work in ("matmul", "convolution") for arithmetic in ARITHMETICS}
     for rate in found.rates:
-        assert rate.failure or len(rate.sizes) > 1
+        # where a type is slow, as fp16 convolutions are on many processors, the next size would take too long
+        assert rate.failure or len(rate.sizes) > 1 or rate.flops_per_s[0] < found.best(rate.work, "fp32") / 20
         assert list(rate.sizes) == sorted(rate.sizes)
         assert all(flops > 0 for flops in rate.flops_per_s)
     assert found.gain("matmul", "fp32") == 1.0

@@ -391,10 +391,10 @@ def test_the_rounds_of_earlier_searches_count_and_those_that_were_disturbed_do_n
 def test_a_proven_gain_is_not_given_up_for_a_leader_that_has_run_once():
     first, late, fails = config(16), LATE, config(48)
     speeds = {
-        first: [112, 112, 112, 112, 112],
-        late: [0, 0, 0, 0, 120],
-        fails: [112, 112, 112, 112, 0],
-        BASE: [100, 101, 100, 101, 100],
+        first: [126, 106, 124, 108, 121],
+        late: [0, 0, 0, 0, 112],
+        fails: [108, 120, 104, 0, 0],
+        BASE: [100, 108, 92, 107, 93],
     }
     assert held(speeds, {(fails, 3)}, None).answer.config == first
 
