@@ -65,6 +65,7 @@ def why_nothing(search: Search) -> str:
         return why.none_again(history.failed_again, history.space.baseline, history.objective)
     tried = [trial for trial in history.searched if history.space.answers(trial.config)]
     reason = why.no_fit(tried, history.objective.memory_limit_bytes, shortage.least_need(search))
+    reason = "; ".join(filter(None, (reason, shortage.what_was_left(search))))
     if not history.space.fixed:
         return reason
     fixed = ", ".join(f"{name}={choice}" for name, choice in history.space.fixed.items())

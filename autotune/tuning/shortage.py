@@ -8,6 +8,7 @@ from autotune import techniques
 from autotune.proposers.cost_model import LIKELY
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
+from autotune.techniques.labels import describe
 from autotune.tuning.state import Search
 from autotune.units import format_bytes
 
@@ -54,6 +55,17 @@ def least_need(search: Search) -> str:
     return (
         f"the smallest config is predicted to need about {format_bytes(least_bytes)}, and the limit of "
         f"{format_bytes(history.objective.memory_limit_bytes)} leaves {format_bytes(history.objective.usable_bytes)}"
+    )
+
+
+def what_was_left(search: Search) -> str:
+    """That a config which may fit was not tried yet, in words; empty where none was left."""
+    left = search.cost_model.propose(search.history)
+    if not search.history.searched or left is None or not may_fit(search, left.config):
+        return ""
+    named = describe(left.config, search.history.space.baseline)
+    return (
+        f"the next to try ({named}) may fit: the same command with a larger --budget, or more --trials, goes on with it"
     )
 
 

@@ -63,7 +63,18 @@ def test_where_nothing_fits_that_is_fixed_the_baseline_is_no_answer_and_it_is_sa
     said = str(raised.value)
     assert raised.value.exit_code == 1 and search.history.baseline.ok
     assert "batch_size=16 is predicted to fit" in said and "checkpoint_segments=6 is predicted to fit" in said
-    assert "the baseline (batch 4 x24) fits" in said
+    assert "the baseline (batch 4 x24) fits" in said and "goes on" not in said
+
+
+def test_where_time_was_up_before_all_that_may_fit_was_tried_it_is_said(tmp_path):
+    runner = ClosedFormRunner()
+    peaks = NoisyPeaks(runner)
+    fix = {"batch_size": 48}
+    search = make_search(tmp_path, runner, inspection=FOUND, fix=fix, sampler="cost-model", peaks=peaks, num_trials=1)
+    with pytest.raises(
+        NothingFeasible, match=r"the next to try \(.*\) may fit: the same command with a larger --budget"
+    ):
+        answer(search)
 
 
 @pytest.mark.parametrize("sampler", ["cost-model", "gp"])
