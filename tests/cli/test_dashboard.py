@@ -42,7 +42,10 @@ def test_it_shows_the_study_on_this_machine_until_it_is_interrupted(tmp_path: Pa
     study, port = write_study(tmp_path / "gpt.db"), free_port()
     command = [sys.executable, "-m", "autotune", "dashboard", str(study), "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    # a shell's background jobs, which these tests may be, ignore the interrupt
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, heard)
     try:
         studies = json.loads(fetched(f"http://127.0.0.1:{port}/api/studies", running))
         assert "gpt" in json.dumps(studies)

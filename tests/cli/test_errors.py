@@ -150,6 +150,7 @@ def test_a_document_that_cannot_be_written_to_out_is_one_error_and_no_second_doc
     from tests.report.sample_study import answer
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").touch()
     monkeypatch.setattr(api, "search", lambda *args, **options: answer("sqlite:///gpt.db"))
     assert main(["search", "tiny.py", "--json", "--out", "/dev/full"]) == 2
     assert "/dev/full" in json.loads(capsys.readouterr().out)["error"]
