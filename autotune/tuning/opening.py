@@ -173,10 +173,10 @@ def _over(
                 trained={name: options.fix[name] for name in techniques.trained({}) if name in options.fix},
             )
             inspection = inspect(memory_limit_bytes=limit_bytes)
-            free_bytes = runner.device().free_bytes
-            if isinstance(inspection, Inspection) and inspection.shortage and free_bytes > limit_bytes:
+            if isinstance(inspection, Inspection) and inspection.shortage:
                 # to try a technique takes plain training's memory: what applies is asked in all that is free
-                wider = inspect(memory_limit_bytes=free_bytes)
+                free_bytes = runner.device().free_bytes
+                wider = inspect(memory_limit_bytes=free_bytes) if free_bytes > limit_bytes else None
                 if isinstance(wider, Inspection):
                     inspection = replace(inspection, support=wider.support, batch=wider.batch)
         if isinstance(inspection, Outcome):
