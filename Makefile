@@ -66,7 +66,7 @@ bench-compiled: $(VENV)/.installed-dev  ## what compiling adds to the answers fo
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.compiled $(BENCH_ARGS)
 
 bench-peers: $(VENV)/.installed-bench  ## other tuners on the same models; BENCH_ARGS passes options on, e.g. BENCH_ARGS=--quick
-	OMP_NUM_THREADS=1 $(RUN)/python tests/benchmarks/peers.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.peers $(BENCH_ARGS)
 
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)

@@ -35,6 +35,7 @@ from autotune.records.options import (
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.report.live import live_listener
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
@@ -60,14 +61,21 @@ LOGS = Path("studies")
 
 @takes(SearchOptions)
 def search(
-    task: Task | str | Path, *, runner: Runner | None = None, listeners: Sequence[Listener] = (), **options: Any
+    task: Task | str | Path,
+    *,
+    runner: Runner | None = None,
+    listeners: Sequence[Listener] | None = None,
+    began_s: float | None = None,
+    **options: Any,
 ) -> Result:
     """Find the config that trains `task` fastest on this machine within its memory.
 
     Args:
         task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
         runner: runs the probes; by default processes on this machine.
-        listeners: watch the search; `autotune.trackers` has some.
+        listeners: watch the search; `autotune.trackers` has some. By default its progress is shown on stderr, if that is a
+            terminal.
+        began_s: what `time.monotonic()` read when the user began to wait, from when the budget counts; by default now.
         **options
 
     Raises:
@@ -76,19 +84,25 @@ def search(
     """
     total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
-    return run_search(TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners))
+    return run_search(TaskSource.of(task), asked, runner=runner, listener=_watching(listeners), began_s=began_s)
 
 
 @takes(CommandOptions)
-def search_command(command: str, *, listeners: Sequence[Listener] = (), **options: Any) -> Result:
+def search_command(
+    command: str, *, listeners: Sequence[Listener] | None = None, began_s: float | None = None, **options: Any
+) -> Result:
     """Find how a training script runs fastest, by its own arguments: each probe runs `command` for a few optimizer steps.
 
-    The script is not changed. Its gradients are not seen, so nothing is said of them.
+    The script is not changed, and its gradients are not seen. It runs in the current folder, with trackers and the Hugging Face hub
+    switched off (`HF_HUB_OFFLINE=0` switches the hub on) and `AUTOTUNE_PROBE=1` set. Steps are those of `torch.optim` in a Python
+    that has autotune installed. Processes that train together, as those of `torchrun`, are counted together; the memory
+    limit is each one's own. On a CPU a failed allocation that the script catches and does not print is not seen: if the script
+    then halves its batch, the speed is overstated.
 
     Args:
         command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, one `{NAME}` for each of `choices`,
             and `{output_dir}` for a folder to write to.
-        listeners: as in `search`.
+        listeners, began_s: as in `search`.
         **options
 
     Raises:
@@ -105,7 +119,13 @@ def search_command(command: str, *, listeners: Sequence[Listener] = (), **option
     )
     with techniques.REGISTRY.only(runner.switches):
         plain = replace(asked, device="auto", global_batch=None)
-        return run_search(None, plain, runner=runner, listener=Listeners(listeners))
+        return run_search(None, plain, runner=runner, listener=_watching(listeners), began_s=began_s)
+
+
+def _watching(listeners: Sequence[Listener] | None) -> Listener:
+    if listeners is None:
+        listeners = [live_listener(sys.stderr, quiet=False)] if sys.stderr is not None and sys.stderr.isatty() else []
+    return Listeners(listeners)
 
 
 @takes(ProbeOptions)

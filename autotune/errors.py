@@ -1,6 +1,20 @@
-"""The errors that a user can act on. Each message names the value, what was expected and the next step."""
+"""The errors that a user can act on, and what any error says in a line.
+
+Each message names the value, what was expected and the next step.
+"""
 
 from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """`ValueError: bad shape`: an error's type and first line."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
 
 
 class AutotuneError(Exception):

@@ -27,6 +27,7 @@ class Evaluator:
 
     def __init__(self, build: Build, ready: Callable[[Any], AbstractContextManager[Any]], *, halves: bool) -> None:
         self._task, self._model, self._device = build.task, build.model, build.device
+        self._validation = build.task.validation(build.model)
         self._ready = ready
         self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
 
@@ -40,6 +41,7 @@ class Evaluator:
             Exception: what the user's code raises; out of memory with a note that says why the batch was not halved.
         """
         totals: dict[str, Any] = {}
+        at_the_end: dict[str, float] = {}
         total = 0.0
         with restored_randomness(self._device.torch_device), self.mode():
             for batch in batches:
@@ -48,25 +50,37 @@ class Evaluator:
                         total += weight
                         for name, value in values.items():
                             totals[name] = totals.get(name, 0.0) + value.double() * weight
+            if self._validation is not None and total:
+                with torch.inference_mode():
+                    at_the_end = self._validation.at_the_end()
         if not total:
             raise TaskError(
                 "nothing was evaluated: no batch was given, or none has a term in its mean loss; give a loader that "
                 "yields batches such as the task's own (an iterator is empty the second time)"
             )
-        return {name: float(value) / total for name, value in totals.items()}
+        return {name: float(value) / total for name, value in totals.items()} | at_the_end
 
     def values(self, batch: Any) -> dict[str, torch.Tensor]:
         """What the task evaluates of one batch: scalars by name."""
         with torch.inference_mode(), self._ready(batch) as ready:
+            if self._validation is not None:
+                return self._validation.of_batch(ready)
             return self._task.evaluate(self._model, ready)
+
+    def begin(self) -> None:
+        """Let the model evaluate from here on."""
+        self._model.eval()
+        if self._validation is not None:
+            with torch.inference_mode():
+                self._validation.begin()
 
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Around evaluation: at the end every module is in the mode in which it was, and can be trained."""
         modes = [(module, module.training) for module in self._model.modules()]
         is_training = self._model.training
-        self._model.eval()
         try:
+            self.begin()
             yield
         finally:
             self._model.train(is_training)  # modules may do more than to note their mode

@@ -18,6 +18,7 @@ from autotune.evaluation import Evaluator
 from autotune.records.config import Choice, Config
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
+from autotune.task.adapters import accumulates
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.techniques.build import Build
 
@@ -41,6 +42,7 @@ class Session:
         self.config = build.config
         self.device = build.device.torch_device
         self.model = build.model
+        accumulates(build.model, build.config.accumulation_steps)
         self.optimizer = build.optimizer
         self.scaler = build.scaler
         self.places = build.places
@@ -118,12 +120,14 @@ class Session:
         Where memory runs out, a batch is evaluated in halves (`prepare`'s `on_oom`).
 
         Args:
-            data: batches, such as a data loader yields, or a dataset; None for the task's `eval_dataset`.
+            data: batches, such as a data loader yields, or a dataset; None for the task's `eval_dataset`, or what a
+                LightningModule's own `val_dataloader` gives.
             batch_size: of a dataset: `result.evaluation.eval_batch_size`. None for that of training. With it, `data` is a
                 dataset of any kind; without it, one given here that is no `torch.utils.data.Dataset` is taken for batches.
 
         Returns:
-            The means of what the task's `eval_step` returns, `loss` without one. Each batch is weighted as in training: by
+            The means of what the task's `eval_step` returns, `loss` without one; for a LightningModule what its
+            `validation_step` and `on_validation_epoch_end` log, metrics included. Each batch is weighted as in training: by
             `loss_weight`, the targets that count, or the samples.
 
         Raises:
@@ -131,7 +135,9 @@ class Session:
             Exception: out of memory, as torch raises it, with a note that says why the batch was not halved.
         """
         is_dataset = data is None or batch_size is not None or isinstance(data, torch.utils.data.Dataset)
-        data = self.task.evaluation_set() if data is None else data
+        task = self.task
+        if data is None:
+            data, task = task.evaluation_set(), task.on_evaluation_data()
         if data is None:
             raise TaskError(
                 "there is nothing to evaluate on; give a loader of batches or a dataset, or write eval_dataset()"
@@ -140,9 +146,7 @@ class Session:
             options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
             data = (
                 StepBatch([pair])
-                for pair in _micro_loader(
-                    self.task, data, batch_size or self.config.batch_size, shuffle=False, **options
-                )
+                for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         return self.evaluator.means(data)
 

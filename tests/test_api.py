@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
+import autotune
 from autotune import api
 from autotune.errors import ConfigError
+from autotune.tuning.events import Note
 from tests.runners.test_calibrate import CONVOLUTIONS
 
 TINY = Path(__file__).parent / "models" / "tiny.py"
@@ -33,6 +36,22 @@ def test_an_unknown_framework_is_refused_with_those_that_there_are() -> None:
         api.search(TINY, device="cpu", frameworks=["keras"])
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_search_from_python_shows_its_progress_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(api, "run_search", lambda *_, listener, **__: listener.on(Note(text="probing")))
+    api.search(TINY)
+    assert stream.getvalue() == ("note: probing\n" if is_terminal else "")
+    stream.truncate(0)
+    api.search(TINY, listeners=())
+    assert not stream.getvalue()
+
+
 def test_a_sweep_and_a_prediction_go_by_the_measured_rates_too(avx2: None, tmp_path: Path) -> None:
     model = tmp_path / "images.py"
     model.write_text(CONVOLUTIONS)
@@ -56,3 +75,9 @@ def test_a_number_that_applies_need_not_be_among_those_searched(tmp_path: Path) 
     )
     outcome = api.probe(tmp_path / "deep.py", {"batch_size": 4, "checkpoint_segments": 5}, device="cpu", logs=tmp_path)
     assert outcome.ok, outcome
+
+
+def test_the_function_predict_is_not_hidden_by_the_package_of_its_name(tmp_path: Path) -> None:
+    for _ in range(2):  # importing it the first time sets the package in its place
+        with pytest.raises(ConfigError, match="'wings' is not a technique"):
+            autotune.predict(TINY, {"wings": 2}, device="cpu", logs=tmp_path)

@@ -67,11 +67,11 @@ def search(options: argparse.Namespace) -> int:
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if options.script is not None:
-            result = api.search_command(options.script, listeners=listeners, **_asked(options, CommandOptions))
+            asked = _asked(options, CommandOptions)
+            result = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
-            result = api.search(
-                options.model, listeners=listeners, **_runner(options), **_asked(options, SearchOptions)
-            )
+            where = _runner(options) or {"began_s": options.began_s}
+            result = api.search(options.model, listeners=listeners, **where, **_asked(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ _NEXT_STEPS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
+    began_s = time.monotonic()
     given = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(parser)
     try:
         options = parser.parse_args(given)
+        options.began_s = began_s
     except UsageError as error:
         return _fail(error, as_json="--json" in given)
     code = ANSWERED

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from autotune.devices.base import Device
-from autotune.errors import DeviceError
+from autotune.errors import DeviceError, first_line, in_one_line
 from autotune.lazy import torch
 from autotune.records.calibration import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, Rate
 from autotune.records.device import DeviceInfo
@@ -78,7 +78,7 @@ def measure(device: Device) -> Calibration:
     figures = _figures(device, info)
     found: dict[str, list[Message]] = {name: [] for name in figures}
     failures: dict[str, str] = {}
-    left, measured_s, total_s = list(figures), 0.0, TOTAL_S[device.kind]
+    left, measured_s, total_s, contention = list(figures), 0.0, TOTAL_S[device.kind], 0.0
     while left and measured_s < total_s:
         began_s = math.inf
         for message in _told_by_child(device, {name: figures[name] for name in left}, total_s - measured_s):
@@ -88,6 +88,7 @@ def measure(device: Device) -> Calibration:
                 raise DeviceError(message["unusable"])
             elif "ended" in message:
                 failures[left.pop(0)] = message["why"]
+                contention = message["contention"]
             else:
                 found[left[0]].append(message)
         if began_s == math.inf:
@@ -105,6 +106,7 @@ def measure(device: Device) -> Calibration:
         of=holds_for(info),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         wall_s=measured_s,
+        contention=contention,
     )
 
 
@@ -142,6 +144,7 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
     try:
         device.enter()
         _warm_up(device)
+        device.start_measuring()
         tell({"ready": True})
         for figure in figures.values():
             why = ""
@@ -150,10 +153,10 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
                     tell(message)
             except Exception as error:  # a type that this torch, or this device, does not have
                 short = device.is_out_of_memory(error)  # which says nothing of the type
-                why = "" if short else (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            tell({"ended": True, "why": why})
+                why = "" if short else first_line(error)[:200]
+            tell({"ended": True, "why": why, "contention": device.contention()})
     except Exception as error:  # before the first figure
-        tell({"unusable": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"})
+        tell({"unusable": in_one_line(error)[:200]})
     finally:
         os._exit(0)
 

@@ -12,6 +12,8 @@ import psutil
 
 from autotune.devices.procfs import PROC, descendants
 
+DISTURBED = 0.1  # share of the time, above which what was measured may be wrong
+
 
 def processors() -> set[int]:
     """Numbers of the processors that this process may run on."""

@@ -9,7 +9,7 @@ from autotune.devices import oom
 from autotune.devices.base import Device, Telemetry
 from autotune.devices.instruments import Instruments, has_context
 from autotune.devices.outside import OutsideMemory
-from autotune.errors import DeviceError
+from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes
@@ -208,9 +208,8 @@ class CudaDevice(Device):
         except Exception as error:
             if oom.is_out_of_memory(error):
                 raise
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DeviceError(
-                f"torch {metadata.version('torch')} cannot use {self.name}: {said}; update the driver or install a torch "
+                f"torch {metadata.version('torch')} cannot use {self.name}: {first_line(error)}; update the driver or install a torch "
                 "build for this GPU (https://pytorch.org/get-started/locally), or use --device cpu"
             ) from error
         self._entered = True

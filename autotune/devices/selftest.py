@@ -9,15 +9,11 @@ from typing import Any
 
 from autotune.devices import nvml, open_device
 from autotune.devices.oom import attempted_bytes
+from autotune.errors import in_one_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB
 
 Facts = dict[str, Any]
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def memory_limit(name: str) -> Facts:
@@ -35,7 +31,7 @@ def memory_limit(name: str) -> Facts:
             blocks.append(torch.ones(block_bytes, dtype=torch.uint8, device=device.torch_device))
     except Exception as error:
         held_bytes = device.held_bytes(attempted_bytes(error))
-        facts |= {"error": first_line(error), "recognised": device.is_out_of_memory(error), "held_bytes": held_bytes}
+        facts |= {"error": in_one_line(error), "recognised": device.is_out_of_memory(error), "held_bytes": held_bytes}
         facts |= {"attempted_bytes": attempted_bytes(error), "crowded": device.is_crowded(attempted_bytes(error))}
     return {**facts, "allocated_bytes": len(blocks) * block_bytes, "peak_bytes": device.peak_bytes()}
 
@@ -47,7 +43,7 @@ def other_error(name: str) -> Facts:
     try:
         torch.ones(3, 4, device=device.torch_device) @ torch.ones(5, 6, device=device.torch_device)
     except RuntimeError as error:
-        return {"error": first_line(error), "recognised": device.is_out_of_memory(error)}
+        return {"error": in_one_line(error), "recognised": device.is_out_of_memory(error)}
     return {"error": "", "recognised": False}
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from autotune.devices import open_device
 from autotune.devices.compiler import why_not_on
-from autotune.devices.selftest import TESTS, Facts, first_line
+from autotune.devices.selftest import TESTS, Facts
+from autotune.errors import in_one_line
 from autotune.units import format_seconds
 
 PATIENCE_S = 20.0  # for one check
@@ -61,7 +62,7 @@ def _run(sending: Connection, test: str, device: str) -> None:
         facts = TESTS[test](device)
         kept = facts.pop("keep", None)
     except BaseException as error:
-        facts, kept = {"failure": first_line(error)}, None
+        facts, kept = {"failure": in_one_line(error)}, None
     sending.send(facts)
     while kept is not None:
         time.sleep(60)
@@ -109,5 +110,5 @@ def study() -> Facts:
             database.execute("create table probe (number integer)")
             database.commit()
     except (OSError, sqlite3.Error) as error:
-        return {"error": first_line(error)}
+        return {"error": in_one_line(error)}
     return {"error": ""}

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +24,13 @@ import torch
 from autotune import techniques
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
-from autotune.integrations.words import search
+from autotune.integrations.words import read, search
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
+from autotune.records.config import Choice
+from autotune.report.live import live_listener
 from autotune.task import Task, load_task
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
-from autotune.tuning.events import Listener
+from autotune.tuning.events import Listener, Listeners, Note
 
 T = TypeVar("T")
 
@@ -59,7 +64,7 @@ class Executable(dict[str, Any]):
 
 
 def find_executable_config(
-    task: Task | str | Path | Callable[[], Task], *, listener: Listener | None = None, **options: Any
+    task: Task | str | Path | Callable[[], Task], *, listeners: Sequence[Listener] | None = None, **options: Any
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorate a function that trains: its first argument becomes the config that trains `task` fastest on this machine.
 
@@ -67,9 +72,12 @@ def find_executable_config(
     may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
     memory all the same, it is called again with micro batches half as large, and more of them a step.
 
+    The baseline's precision and compilation are those of `accelerate launch`, where that started the script. What an
+    `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
+
     Args:
         task: what the function trains, or a function that makes it, or a model file.
-        listener: watches the search; by default its progress goes to stderr.
+        listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
     """
 
@@ -80,7 +88,9 @@ def find_executable_config(
         def run(*args: Any, **kwargs: Any) -> T:
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
-                found.append(Executable(search(given, (ACCELERATE, DATALOADER), options, listener).config))
+                watching = [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
+                given, asked = _as_today(given, options, watching)
+                found.append(Executable(search(given, (ACCELERATE, DATALOADER), asked, watching).config))
             while True:
                 try:
                     return function(found[0], *args, **kwargs)
@@ -99,6 +109,31 @@ def find_executable_config(
             f"find_executable_config was put on {task.__name__} without a task; write @find_executable_config(task)"
         )
     return decorate
+
+
+def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
+    """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if is_initialized():
+        state = AcceleratorState()
+        backend = getattr(state.dynamo_plugin, "backend", None)
+        found = _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
+        words = {name: choice for name, choice in found.items() if name not in options.get("exclude", ())}
+        kept = " and ".join(f"{name}={choice}" for name, choice in words.items())
+        text = (
+            f"an Accelerator was there before the search: {kept} holds for all of this process, so nothing else is tried; "
+            "make the Accelerator in the function that receives the config, and not for its task"
+        )
+        Listeners(listeners).on(Note(text=text, warning=True))
+        task = replace(task, baseline={**(task.baseline or {}), **found} or None)
+        return task, {**options, "fix": {**options.get("fix", {}), **words}}
+    launched = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
+    return replace(task, baseline={**_read(launched), **(task.baseline or {})} or None), dict(options)
+
+
+def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
+    return read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
 
 
 def _halved(config: Executable) -> Executable:

@@ -10,14 +10,18 @@ Trainer(max_epochs=3, **found.trainer).fit(module, datamodule)
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
+from torch.utils.data import DataLoader
 
 from autotune import techniques
 from autotune.errors import TaskError
@@ -29,12 +33,17 @@ from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
-from autotune.task.adapters import overrides
+from autotune.task.adapters import attach, overrides
+from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
 
 _FRAMEWORKS = (LIGHTNING, DATALOADER)
 _READ = ("accumulate_grad_batches", "precision")
+_SEEN = (
+    "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision",
+    "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir",
+)  # fmt: skip
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
@@ -59,20 +68,21 @@ def tune(
     trainer: Trainer | None = None,
     train_dataloaders: Any = None,
     *,
-    listener: Listener | None = None,
+    listeners: Sequence[Listener] | None = None,
     **options: Any,
 ) -> Tuned:
     """Find what trains `module` fastest on this machine. The samples per optimizer step are kept.
 
     Searched is what the arguments of `Trainer` and `DataLoader` can say. Probes run the module's own `training_step` and
-    `configure_optimizers` on copies of it; manual optimization is one unit, in which no technique reaches.
+    `configure_optimizers` on copies of it; manual optimization is one unit, in which no technique reaches. With `eval=True`,
+    `result.evaluation` has the batch size for the loader of `val_dataloader()`: `validation_step` is run to find it.
 
     Args:
         module: as it stands before `fit`.
         datamodule: makes the training loader; None for the trainer's or the module's own. It is asked on a copy.
         trainer: its precision, accumulation, clipping and device are the baseline; None for those of `Trainer()`.
         train_dataloaders: in place of `datamodule`, one `DataLoader`.
-        listener: watches the search; by default its progress goes to stderr.
+        listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 
     Raises:
@@ -80,16 +90,20 @@ def tune(
         AutotuneError: as `autotune.search` does.
     """
     task = task_of(module, datamodule, trainer, train_dataloaders)
-    result = _search(task, trainer, options, listener)
+    if options.get("eval"):
+        task = replace(task, **_validated_on(module, datamodule or getattr(trainer, "datamodule", None)))
+    result = _search(task, trainer, options, listeners)
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
     del said[DATALOADER]["shuffle"]  # as it was
     return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
 
 
-def _search(task: Task, trainer: Trainer | None, options: Mapping[str, Any], listener: Listener | None) -> Result:
+def _search(
+    task: Task, trainer: Trainer | None, options: Mapping[str, Any], listeners: Sequence[Listener] | None
+) -> Result:
     device = "auto" if trainer is None else _device(trainer)
-    return search(task, _FRAMEWORKS, options, listener, device=device)
+    return search(task, _FRAMEWORKS, options, listeners, device=device)
 
 
 def task_of(
@@ -112,7 +126,7 @@ def task_of(
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
     plan = int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))
     return Task(
-        build_model=LiveModule(module).build_model,
+        build_model=LiveModule(module, _stand_in(trainer, loader)).build_model,
         **data,
         baseline=baseline,
         global_batch=plan,
@@ -122,14 +136,16 @@ def task_of(
 
 
 class LiveModule(LiveModel):
-    """Copies of a LightningModule, without the trainer that it may be attached to."""
+    """Copies of a LightningModule, with a stand-in in place of the trainer that it may be attached to."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, trainer: TrainerStandIn) -> None:
         super().__init__(_alone(module))
+        self._trainer = trainer
 
     def build_model(self) -> torch.nn.Module:
         """A copy that is set up for `fit`."""
         model = super().build_model()
+        attach(model, replace(self._trainer))
         if overrides(type(model), "setup"):
             model.setup("fit")  # type: ignore[operator]
         return model
@@ -148,12 +164,14 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
 
     Args:
         batch_arg_name: the attribute from which the training loader takes its batch size, as in `BatchSizeFinder`.
-        listener: as in `tune`.
+        listeners: as in `tune`.
         **options: as in `tune`.
     """
 
-    def __init__(self, batch_arg_name: str = "batch_size", *, listener: Listener | None = None, **options: Any) -> None:
-        self._name, self._listener, self._options = batch_arg_name, listener, options
+    def __init__(
+        self, batch_arg_name: str = "batch_size", *, listeners: Sequence[Listener] | None = None, **options: Any
+    ) -> None:
+        self._name, self._listeners, self._options = batch_arg_name, listeners, options
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Search and put the answer in, before anything of the trainer depends on it."""
@@ -172,7 +190,7 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
         task = task_of(pl_module, trainer=trainer)
-        said = changes(task, _search(task, trainer, options, self._listener), _FRAMEWORKS)
+        said = changes(task, _search(task, trainer, options, self._listeners), _FRAMEWORKS)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
             if lightning_hasattr(pl_module, attribute):
@@ -192,11 +210,42 @@ def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) 
         raise TaskError(
             f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
         )
+    return _made_by(module if datamodule is None else datamodule, "train_dataloader")
+
+
+def _validated_on(module: LightningModule, datamodule: LightningDataModule | None) -> dict[str, Any]:
+    """The field of a task for what is validated on; none where that is not one loader's."""
+    owner = module if datamodule is None else datamodule
+    loader = _made_by(owner, "val_dataloader") if overrides(type(owner), "val_dataloader") else None
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        loader = loader[0]
+    return {"eval_dataset": data_of(loader)["train_dataset"]} if isinstance(loader, DataLoader) else {}
+
+
+def _made_by(owner: Any, hook: str) -> Any:
+    """What a hook of a copy of the owner returns, set up for `fit`."""
     with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
-        maker = copy.deepcopy(_alone(module if datamodule is None else datamodule))
+        maker = copy.deepcopy(_alone(owner))
         maker.prepare_data()
         maker.setup("fit")
-        return maker.train_dataloader()
+        return getattr(maker, hook)()
+
+
+def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:
+    """What the module is to find in place of `trainer` when it trains on the batches of `loader`."""
+    if trainer is None:
+        return TrainerStandIn()
+    length, limit = sized_len(loader), trainer.limit_train_batches
+    if isinstance(limit, int):
+        length = limit if length is None else min(length, limit)
+    elif length is not None:
+        length = int(length * limit)
+    seen = {name: getattr(trainer, name) for name in _SEEN}
+    if trainer.max_epochs is None:  # as `fit` takes it
+        seen["max_epochs"] = -1 if trainer.max_steps != -1 else TrainerStandIn.max_epochs
+    seen["num_training_batches"] = math.inf if length is None else length
+    steps = Trainer.estimated_stepping_batches.fget(SimpleNamespace(**seen, train_dataloader=loader))
+    return TrainerStandIn(**seen, estimated_stepping_batches=steps, loggers=[SilentLogger() for _ in trainer.loggers])
 
 
 def _alone(owner: Any) -> Any:

@@ -47,13 +47,14 @@ class LiveModel:
 
     def task_identity(self) -> str:
         """What tells this model and optimizer from others in the same script."""
+        shapes = [tuple(parameter.shape) for parameter in self.model.parameters()]
         if self._optimizer is None:
-            return repr(self.model)
+            return f"{self.model!r} {shapes}"
         kind, attributes = self._optimizer
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in attributes["param_groups"]
         ]
-        return f"{self.model!r} {kind.__module__}.{kind.__qualname__} {groups}"
+        return f"{self.model!r} {shapes} {kind.__module__}.{kind.__qualname__} {groups}"
 
 
 def refuse_several_processes() -> None:

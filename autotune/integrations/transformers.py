@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from types import FrameType
@@ -42,7 +42,7 @@ _PLAIN_OPTIMIZERS = {"AdamW": "adamw_torch"}  # class in torch.optim -> `optim` 
 _LOOPS = ("train", "_inner_training_loop")
 
 
-def tune(trainer: Trainer, *, listener: Listener | None = None, **options: Any) -> Any:
+def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **options: Any) -> Any:
     """Find the `TrainingArguments` that train `trainer`'s model fastest on this machine. The global batch is kept.
 
     Searched is what `TrainingArguments` can say. Each probe makes a trainer of the same class, with the same data, collator,
@@ -51,7 +51,7 @@ def tune(trainer: Trainer, *, listener: Listener | None = None, **options: Any) 
 
     Args:
         trainer: as it stands before `train()`; its arguments are the baseline.
-        listener: watches the search; by default its progress goes to stderr.
+        listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 
     Returns:
@@ -65,7 +65,7 @@ def tune(trainer: Trainer, *, listener: Listener | None = None, **options: Any) 
     if _own_optimizer(trainer):  # which `optim` does not choose
         said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
-    result = search(task, (TRANSFORMERS,), options, listener, device=_device(trainer.args))
+    result = search(task, (TRANSFORMERS,), options, listeners, device=_device(trainer.args))
     said = changes(task, result, (TRANSFORMERS,))
     return replace(trainer.args, **_arguments(trainer.args, said[TRANSFORMERS]))
 
@@ -90,6 +90,7 @@ def task_of(trainer: Trainer) -> Task:
         max_grad_norm=args.max_grad_norm or None,
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         name=type(trainer.model).__name__,
+        fixed_accumulation=_scaled_by_accumulating(trainer),
         warnings=tuple(_left_out(trainer)),
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
@@ -186,12 +187,12 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
     """Tunes a trainer when its `train()` is called, before training begins: `Trainer(..., callbacks=[AutotuneCallback()])`.
 
     Args:
-        listener: as in `tune`.
+        listeners: as in `tune`.
         **options: as in `tune`.
     """
 
-    def __init__(self, *, listener: Listener | None = None, **options: Any) -> None:
-        self._listener, self._options = listener, options
+    def __init__(self, *, listeners: Sequence[Listener] | None = None, **options: Any) -> None:
+        self._listeners, self._options = listeners, options
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the trainer's `train` over, once: by `on_train_begin` its loader and its optimizer are there already."""
@@ -200,7 +201,7 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
 
     def _train(self, trainer: Any, *given: Any, **named: Any) -> Any:
         del trainer.train
-        args = tune(trainer, listener=self._listener, **self._options)
+        args = tune(trainer, listeners=self._listeners, **self._options)
         trainer.args = args
         trainer.create_accelerator_and_postprocess()
         trainer._train_batch_size = args.train_batch_size
@@ -280,17 +281,24 @@ def _left_out(trainer: Trainer) -> list[str]:
     args, name, found = trainer.args, type(trainer).__name__, []
     if type(trainer).training_step is not Trainer.training_step:
         found.append(f"of {name}.training_step probes measure all but what follows its backward pass")
-    if trainer.model_accepts_loss_kwargs and not _counts_items(trainer):
-        found.append(
-            f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so Trainer adds up the means of its "
-            "micro batches: another number of accumulation steps scales the gradients. To have their mean, set "
-            "model.accepts_loss_kwargs = False before the Trainer is made"
-        )
+    if scaled := _scaled_by_accumulating(trainer):
+        found.append(f"the accumulation steps are kept as they are: {scaled}")
     if args.neftune_noise_alpha is not None:
         found.append("probes add no NEFTune noise to embeddings")
     if getattr(args, "use_liger_kernel", False):
         found.append("probes run without Liger's kernels, which Trainer puts in when it trains")
     return found
+
+
+def _scaled_by_accumulating(trainer: Trainer) -> str:
+    """Why more or fewer accumulation steps would scale the gradients; empty where they would not."""
+    if not trainer.model_accepts_loss_kwargs or _counts_items(trainer):
+        return ""
+    return (
+        f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so Trainer adds up the means of its micro "
+        "batches, and another number of them scales the gradients; to have their mean, and other numbers tried, set "
+        "model.accepts_loss_kwargs = False before the Trainer is made"
+    )
 
 
 def _counts_items(trainer: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,8 @@ from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.report.live import live_listener
 from autotune.task import Task
-from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import BATCH
-from autotune.tuning.events import Listener, Note
+from autotune.tuning.events import Listener, Listeners, Note
 
 if TYPE_CHECKING:
     import torch
@@ -55,11 +53,11 @@ def search(
     task: Task,
     frameworks: Sequence[str],
     options: Mapping[str, Any],
-    listener: Listener | None = None,
+    listeners: Sequence[Listener] | None = None,
     *,
     device: str = "auto",
 ) -> Result:
-    """Search what some frameworks can say. Progress and answer go to stderr unless a listener takes them.
+    """Search what some frameworks can say. Progress and answer go to stderr unless listeners take them.
 
     Args:
         device: on which the user trains, unless the options have another or a runner of their own.
@@ -68,22 +66,16 @@ def search(
         AutotuneError: as `autotune.search` does.
     """
     refuse_several_processes()
-    # an edited script is another task; without a script nobody knows
-    version = TaskSource.of(task).script_digest()[:8] or time.strftime("%Y%m%d-%H%M%S")
-    named: dict[str, Any] = {
-        "study": f"{task.name} {version}",
-        "storage": f"studies/{task.name}.db",
-        "frameworks": tuple(frameworks),
-    }
+    named: dict[str, Any] = {"frameworks": tuple(frameworks)}
     if options.get("runner") is None:
         named["device"] = device
-    view = live_listener(sys.stderr, quiet=False) if listener is None else listener
-    result = api.search(task, listeners=[view], **{**named, **options})
+    watching = [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
+    result = api.search(task, listeners=watching, **{**named, **options})
     gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
     told = {name: choice for name, choice in result.config.items() if choice != _before(task, result)[name]}
     changed = ", ".join(f"{name}={choice}" for name, choice in told.items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
-    view.on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
+    Listeners(watching).on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
     return result
 
 
@@ -104,10 +96,10 @@ def changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, 
 
 
 def require_said(unsaid: Mapping[str, str]) -> None:
-    """Raise ConfigError for what of an answer has no words."""
-    if unsaid:
+    """Raise ConfigError for what of an answer has no words. The batch size for evaluation is in the result."""
+    if names := [name for name in unsaid if name != "eval_batch_size"]:
         raise ConfigError(
-            f"no argument says {' and '.join(unsaid)}, which an option asked for; leave it out, or train with "
+            f"no argument says {' and '.join(names)}, which an option asked for; leave it out, or train with "
             "autotune.prepare"
         )
 

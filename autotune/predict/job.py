@@ -56,8 +56,7 @@ class _Job:
         self.task = task
         self.plan = plan
         self.target = target
-        # groups need each other's
-        self.updates = cache(self._updates)
+        self.updates = cache(self._updates)  # groups need each other's
         self.micro_steps = cache(self._micro_steps)
         self.model_trace = cache(self._model_trace)
 

@@ -90,6 +90,7 @@ class Roofline:
             flops_share=fastest_s * samples_per_s,
             bytes_per_s=bytes_per_s,
             bandwidth_share=bytes_per_s / self.calibration.bytes_per_s,
+            contention=self.calibration.contention,
         )
 
     def launch_s(self) -> float:

@@ -18,7 +18,6 @@ from autotune.predict.passes import Event
 from autotune.records.calibration import Work
 from autotune.task.batches import strided_parts
 
-_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -63,8 +62,6 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _READ_SCALAR:
-            return _plausible_value(args[0])
         if func is _READ_DEVICE:
             return args[0].fake_device
         result = NotImplemented
@@ -176,13 +173,3 @@ def _address(tensor: Any) -> int:
     """Of its storage; 0 where it is no tensor or has none of its own."""
     dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     return int(tensor.untyped_storage()._cdata) if dense else 0
-
-
-def _plausible_value(tensor: Any) -> bool | int | float | complex:
-    if (constant := getattr(tensor, "constant", None)) is not None:
-        return constant.item()  # type: ignore[no-any-return]
-    if tensor.dtype is torch.bool:
-        return False
-    if tensor.dtype.is_complex:
-        return 1 + 0j
-    return 1.0 if tensor.dtype.is_floating_point else 1

@@ -26,7 +26,7 @@ from autotune import techniques
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.kernels.workspaces import hidden_allocations
 from autotune.devices.targets import CPU, Target
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, first_line, in_one_line
 from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
 from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
@@ -322,8 +322,8 @@ def _explained() -> Iterator[None]:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0].removesuffix(".")
-        if any(sign in first_line for sign in _NO_DATA):
+        if any(sign in first_line(error) for sign in _NO_DATA):
             raise TraceError("an operator of it reads the values of a tensor") from error
         is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError | TraceError)
-        raise TraceError(first_line if is_ours else f"{type(error).__name__}: {first_line}"[:300]) from error
+        told = first_line(error) if is_ours else f"without the values of tensors it raises {in_one_line(error)}"[:300]
+        raise TraceError(told.removesuffix(".")) from error

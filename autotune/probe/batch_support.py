@@ -19,12 +19,14 @@ def batch_support(
     global_batch: int | None,
     dataset_size: int | None = None,
     normalises: bool = False,
+    fixed_accumulation: str = "",
     whole_step: str = "",
 ) -> BatchSupport:
     """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
 
     Args:
         normalises: the model has batch normalisation.
+        fixed_accumulation: of the task.
         whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
@@ -47,6 +49,13 @@ def batch_support(
         return replace(found, reason="no global batch is given, so every step takes one batch")
     steps = divisors(global_batch)
     most = baseline.accumulation_steps
+    if fixed_accumulation:
+        return replace(
+            found,
+            accumulation_steps=(most,),
+            optional_accumulation_steps=tuple(step for step in steps if step != most),
+            reason=fixed_accumulation,
+        )
     if not normalises or most >= steps[-1]:
         return replace(found, accumulation_steps=tuple(steps))
     return replace(

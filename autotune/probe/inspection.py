@@ -6,7 +6,7 @@ import gc
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import ConfigError, TaskError
+from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
@@ -78,6 +78,7 @@ def inspect_task(
         global_batch=task.global_batch,
         dataset_size=facts.dataset_size,
         normalises=uses_batch_statistics(model),
+        fixed_accumulation=task.fixed_accumulation,
         whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
     )
     return {
@@ -179,8 +180,7 @@ def _support(technique: Technique, setting: Setting) -> Support:
             is_partition = technique.phase is Phase.TASK  # which says itself what is to be included
             return _optional(technique, support) if technique.changes_learning and not is_partition else support
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            reason = f"trying it raised {type(error).__name__}: {first_line}"[:300]
+            reason = f"trying it raised {in_one_line(error)}"[:300]
             if not setting.device.is_out_of_memory(error):
                 break
             if setting.device.is_crowded(attempted_bytes(error)):

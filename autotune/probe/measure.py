@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
+from autotune.devices.contention import DISTURBED
 from autotune.probe import compilation
 from autotune.probe.leaks import kept
 from autotune.probe.memory_growth import growth_per_step
@@ -30,7 +31,6 @@ from autotune.task.batches import StepBatch
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
-DISTURBED = 0.1  # share of the wall time that others may hold
 FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
 LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
 

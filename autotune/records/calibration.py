@@ -59,6 +59,7 @@ class Calibration(Record):
         of: what it holds for: device, driver, torch, power limit, threads, variables of the environment.
         measured_at: in ISO 8601; empty where nothing was measured.
         wall_s: that it took.
+        contention: share of the time in which others held the processors or the GPU.
     """
 
     rates: tuple[Rate, ...] = ()
@@ -69,6 +70,7 @@ class Calibration(Record):
     of: dict[str, str] = field(default_factory=dict)
     measured_at: str = ""
     wall_s: float = 0.0
+    contention: float = 0.0
 
     def rate(self, work: str, arithmetic: str) -> Rate | None:
         """What was tried of a kind of work in a type; None where it was not."""

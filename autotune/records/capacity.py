@@ -36,6 +36,11 @@ class Breakdown:
         held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return held_bytes + self.activations_bytes + self.temporaries_bytes
 
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each purpose by its name, without its unit."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+        return {kind: getattr(self, f"{kind}_bytes") for kind in kinds}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedPeak(Breakdown):

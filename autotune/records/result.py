@@ -42,7 +42,7 @@ class Rival(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """The effect of one technique of the answer, by pairs of probes that differ in it alone (`num_pairs` 0: not isolated)."""
+    """The effect of one technique of the answer, by pairs of configs that differ in it alone (`num_pairs` 0: not isolated)."""
 
     technique: str
     choice: Choice
@@ -50,6 +50,8 @@ class Effect:
     speed_ratio: float | None  # throughput with it over without it
     memory_ratio: float | None  # peak with it over without it
     num_pairs: int
+    speed_ratio_ci: tuple[float, float] | None = None  # 95 % interval
+    disturbed: bool = False  # other work disturbed a process of each pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Ranking:
         study: keeps its search, in the file of the user's own.
         num_parameters, num_trainable: elements, all and those that require a gradient; None where that was not found out.
         config: None where there is no answer, and so are all figures. `failure` says why; it is empty otherwise.
-        speedup, speedup_ci, verdict, confirmed: as in `Result`.
+        speedup, speedup_ci, verdict, confirmed, evaluation: as in `Result`.
     """
 
     choice: dict[str, Choice]
@@ -76,6 +78,7 @@ class Ranking:
     speedup_ci: tuple[float, float] | None = None
     verdict: str = ""
     confirmed: bool = False
+    evaluation: Evaluation | None = None
     failure: str = ""
 
 
@@ -147,6 +150,7 @@ class DeviceUse:
         flops_share: of the rates that the device was measured to reach in that type, for the model's mix of work.
         bytes_per_s: that its operators read and write, as if there were no caches.
         bandwidth_share: of the measured bandwidth of memory; above 1 where caches serve.
+        contention: share of the time in which others held the device while its rates were measured.
     """
 
     arithmetic: str
@@ -154,6 +158,7 @@ class DeviceUse:
     flops_share: float
     bytes_per_s: float
     bandwidth_share: float
+    contention: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +166,20 @@ class Result(Record):
     """The answer of a search.
 
     Attributes:
-        verdict: `faster`, `same` or `slower` than the baseline, in the play-off; `faster` where the baseline does not run;
-            `undecided` where the baseline is kept for want of evidence.
+        verdict: `faster` or `slower` than the baseline where the whole of `speedup_ci` is, `same` where all of it is close to 1 or
+            nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
+            and for every answer that changes something and is not confirmed.
         speedup: throughput over the baseline's, from paired fresh processes; `speedup_ci` its 95 % interval. None when the
             baseline itself does not run within the limit (`baseline` is None then, too). The answer may be the baseline
             itself: the interval is None then, and `rival` tells what was seen of the others.
         rival: the best of the others where the baseline is the answer; None where none played.
-        undecided: what was tried and what was not, and what would decide it; empty for other verdicts.
+        undecided: what is open and what would decide it; empty for other verdicts.
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
         limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
         use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
+        peak_by_kind: `answer` and `baseline` -> bytes of tensors at the traced peak by kind: parameters, gradients, optimizer,
+            activations, temporaries. What could not be traced is left out.
         tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
         compile_cold_s: seconds that the answer takes to compile with an empty cache; None where it compiles nothing.
         break_even_steps, break_even_s: optimizer steps of the answer, and seconds of training from its start, compiling
@@ -219,6 +227,7 @@ class Result(Record):
     checks: tuple[Check, ...] = ()
     limit: str = ""
     use: DeviceUse | None = None
+    peak_by_kind: dict[str, dict[str, int]] = field(default_factory=dict)
     tokens_per_s: float | None = None
     compile_cold_s: float | None = None
     break_even_steps: int | None = None
@@ -244,6 +253,13 @@ class Result(Record):
     rankings: tuple[Ranking, ...] = ()
     evaluation: Evaluation | None = None
     format: int = FORMAT
+
+    def __repr__(self) -> str:
+        return str(importlib.import_module("autotune.report.text").in_short(self))  # a room above, as below
+
+    def summary(self, width: int = 100) -> str:
+        """The answer with its reasons, as `autotune search` prints it, in lines of at most `width`."""
+        return str(importlib.import_module("autotune.report.text").page(self, width))
 
     def export(self, to: str) -> Any:
         """The answer in other words, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.

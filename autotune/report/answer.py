@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autotune.records.result import Check, Dropped, Effect, Evaluation, Measured, Result
+from autotune.devices.contention import DISTURBED
+from autotune.records.result import Check, DeviceUse, Dropped, Effect, Evaluation, Measured, Result
 from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
@@ -12,6 +13,7 @@ from autotune.techniques import label_of
 from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
+PROBABLY = 1.02  # a gain that is not sure is said to be likely from here
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
@@ -85,19 +87,27 @@ def warnings_section(warnings: Iterable[str]) -> Section:
 
 def _verdict(result: Result) -> Span:
     if result.baseline is None or result.speedup is None:
-        return Span(
-            "This config runs; the baseline did not, so the speed-up is unknown. The warnings say why.", Tone.BEST
-        )
+        said = "This config runs; the baseline did not, so the speed-up is unknown. The warnings say why."
+        return Span(f"{said} Not sure: {result.undecided}." if result.undecided else said, Tone.BEST)
     if result.config == result.baseline.config:
         return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
-    sure = f" ({_sure(result.speedup, *result.speedup_ci)})" if result.speedup_ci else ""
-    memory = f"{times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
-    speed = f"{times(result.speedup)} the baseline's throughput{sure}, with {memory}."
+    said = f"{times(result.speedup)} the baseline's throughput"
+    if result.speedup_ci:
+        said += f" ({_sure(*result.speedup_ci)})"
+    said += f", with {times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
+    return _in_words(result, said)
+
+
+def _in_words(result: Result, said: str) -> Span:
+    """The verdict on an answer that changes something; what `said` tells of it is never decided here."""
     if result.verdict == "faster":
-        return Span(f"Faster: {speed}", Tone.BEST)
+        return Span(f"Faster: {said}.", Tone.BEST)
     if result.verdict == "slower":
-        return Span(f"Slower: {speed}", Tone.WARNING)
-    return Span(f"As fast as the baseline within the noise: {speed}", Tone.STRONG)
+        return Span(f"Slower: {said}.", Tone.WARNING)
+    if result.verdict == "undecided":
+        likely = "Probably faster" if (result.speedup or 0.0) > PROBABLY else "Undecided whether faster or slower"
+        return Span(f"{likely}: {said}. Not sure: {result.undecided}.", Tone.STRONG)
+    return Span(f"As fast as the baseline within the noise: {said}.", Tone.STRONG)
 
 
 def _kept(result: Result) -> str:
@@ -111,20 +121,19 @@ def _rival(result: Result) -> str:
     rival = result.rival
     if rival is None:
         return ""
-    found = f"{times(rival.speedup)} its throughput, {_sure(rival.speedup, *rival.speedup_ci)}"
+    found = f"{times(rival.speedup)} its throughput, {_sure(*rival.speedup_ci)}"
     noisy = spread(rival.speedup, *rival.speedup_ci) == NOISY
     return f" The best of the others, {describe(rival.config)}: {'too noisy to tell' if noisy else found}."
 
 
-def _sure(ratio: float, low: float, high: float) -> str:
-    if low <= 0 or high == float("inf"):
+def _sure(low: float, high: float) -> str:
+    if low <= 0 or high == float("inf"):  # as earlier versions told it
         return "from one round, so its interval is unknown"
-    noisy = spread(ratio, low, high) == NOISY
-    return "its interval is too noisy to tell" if noisy else f"95% interval {interval(low, high)}"
+    return f"95% interval {interval(low, high)}"
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
-    if not result.confirmed:
+    if not result.confirmed and not result.undecided:
         why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
         yield Paragraph(Span(why, Tone.WARNING))
 
@@ -185,6 +194,7 @@ def _compiling(result: Result) -> Iterator[Section]:
 def _rankings(result: Result) -> Section:
     """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
     rows: list[tuple[Cell, ...]] = []
+    evaluates = any(ranking.evaluation for ranking in result.rankings)
     for ranking in result.rankings:
         sizes = [format_count(n) if n is not None else "-" for n in (ranking.num_parameters, ranking.num_trainable)]
         figures, told = ["-", "-", "-"], Span(f"  {ranking.failure}", Tone.WARNING)
@@ -197,8 +207,12 @@ def _rankings(result: Result) -> Section:
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
         trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
         rest = {name: choice for name, choice in (ranking.config or {}).items() if name not in ranking.choice}
+        if evaluates:
+            size = ranking.evaluation and ranking.evaluation.eval_batch_size
+            figures.append("-" if size is None else str(size))
         rows.append((*sizes, *figures, (f"{trained}{f': {describe(rest)}' if rest else ''}", told)))
-    shown = table((">params", ">trained", ">samples/s", ">peak", ">gain", "what is trained: its best config"), rows)
+    measured = (">samples/s", ">peak", ">gain", *([">eval batch"] if evaluates else []))
+    shown = table((">params", ">trained", *measured, "what is trained: its best config"), rows)
     said = (
         "These train different things, and their accuracy was not compared: none is the winner. Each gain is over the "
         "baseline of the same training. The answer above is the first."
@@ -261,15 +275,15 @@ def _reasons(result: Result) -> Iterator[Section]:
     elif result.effects:
         rows = (
             (
-                _ratio(effect.speed_ratio, more_is_better=True),
+                _speed(effect),
                 _ratio(effect.memory_ratio, more_is_better=False),
                 str(effect.num_pairs),
-                (_change(effect), Span("" if effect.num_pairs else "  not isolated", Tone.NOTE)),
+                (_change(effect), Span(_doubt(effect), Tone.NOTE)),
             )
             for effect in result.effects
         )
         changes = table((">speed", ">memory", ">pairs", "change"), rows)
-        yield Section("Effect of each change", (changes,), "from probes that differ in it alone")
+        yield Section("Effect of each change", (changes,), "from configs that differ in it alone; 95% intervals")
     if result.limit:
         yield Section("Limit of the speed now", (Paragraph(result.limit), *_use(result)))
     if result.checks:
@@ -287,6 +301,19 @@ def _change(effect: Effect) -> str:
     return f"{label_of(effect.technique, effect.baseline_choice)} -> {label_of(effect.technique, effect.choice)}"
 
 
+def _speed(effect: Effect) -> Span:
+    """A ratio with its interval; in colour where the interval is all on one side."""
+    if effect.speed_ratio is None or effect.speed_ratio_ci is None:
+        return _ratio(effect.speed_ratio, more_is_better=True)
+    low, high = effect.speed_ratio_ci
+    tone = Tone.GOOD if low > 1 else Tone.WARNING if high < 1 else Tone.PLAIN
+    return Span(f"{times(effect.speed_ratio)} {spread(effect.speed_ratio, low, high)}".rstrip(), tone)
+
+
+def _doubt(effect: Effect) -> str:
+    return "  not isolated" if not effect.num_pairs else "  disturbed by other work" if effect.disturbed else ""
+
+
 def _use(result: Result) -> Iterator[Paragraph]:
     """How near the device's limits that is, and throughput in tokens."""
     if use := result.use:
@@ -295,8 +322,21 @@ def _use(result: Result) -> Iterator[Paragraph]:
             f"{flops} in {use.arithmetic}, {use.flops_share:.0%} of what this device was measured to reach for such work; "
             f"operators move {moved}, {use.bandwidth_share:.0%} of its memory's bandwidth."
         )
+    if use and max(use.flops_share, use.bandwidth_share) > 1:
+        yield Paragraph(Span(f"More than 100%: {_beyond(use)}.", Tone.NOTE))
     if result.tokens_per_s:
         yield Paragraph(f"{result.tokens_per_s:,.0f} tokens/s, as loss_weight counts.")
+
+
+def _beyond(use: DeviceUse) -> str:
+    """Why a config may do more than the device was measured to reach."""
+    if use.contention > DISTURBED:
+        return f"others held the device for {use.contention:.0%} of the time when it was measured; the next search does so again"
+    if use.flops_share > 1:
+        return (
+            "the device was slower when it was measured, or its kernels suit this model better than what was measured"
+        )
+    return "caches serve a part, or the device was slower when it was measured"
 
 
 def _checked(check: Check) -> str:

@@ -21,11 +21,19 @@ div.autotune { padding: .5em 1em; }
 .autotune table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums; margin: .4em 0; }
 .autotune th { color: var(--dim); font-weight: normal; text-align: left; }
 .autotune th, .autotune td { border-bottom: 1px solid var(--line); padding: .25em 1.2em .25em 0; vertical-align: top; }
-.autotune td:not(:last-child) { white-space: nowrap; } .autotune .number { text-align: right; }
-.autotune pre { background: var(--box); border-radius: 6px; margin: .4em 0; overflow-x: auto; padding: .7em 1em; }
+.autotune td:not(:last-child), .autotune .whole { white-space: nowrap; }
+.autotune .number { text-align: right; }
+.autotune pre { background: var(--box); border-radius: 6px; margin: .4em 0; padding: .7em 1em;
+  overflow-wrap: anywhere; white-space: pre-wrap; }
 .autotune .strong, .autotune .best, .autotune .failed { font-weight: 600; } .autotune .good, .autotune .best { color: var(--good); }
 .autotune .bad, .autotune .failed { color: var(--bad); } .autotune .warning { color: var(--warning); }
 .autotune .note { color: var(--dim); } .autotune .baseline { color: var(--baseline); }
+@media screen and (max-width: 40em) {  /* the last column, of text, is a line of its own under its row */
+  .autotune .deep, .autotune .deep tr { display: grid; grid-template-columns: repeat(var(--columns), auto); }
+  .autotune .deep tbody { display: contents; }
+  .autotune .deep tr { border-bottom: 1px solid var(--line); grid-column: 1 / -1; grid-template-columns: subgrid; }
+  .autotune .deep :is(th, td) { border: 0; padding-right: .8em; } .autotune .deep :is(th, td):last-child { grid-column: 1 / -1; }
+  .autotune pre { font-size: .8em; } }
 """
 
 
@@ -42,11 +50,17 @@ def body(sections: Iterable[Section]) -> str:
 def cell(content: Cell) -> str:
     """A cell with its tones as classes."""
     parts = content if isinstance(content, tuple) else (content,)
-    return "".join(_span(part) if isinstance(part, Span) else escape(part) for part in parts)
+    return "".join(_span(part) if isinstance(part, Span) else _text(part) for part in parts)
 
 
 def _span(span: Span) -> str:
-    return escape(span.text) if span.tone is Tone.PLAIN else f'<span class="{span.tone}">{escape(span.text)}</span>'
+    text = _text(span.text)
+    return text if span.tone is Tone.PLAIN else f'<span class="{span.tone}">{text}</span>'
+
+
+def _text(text: str) -> str:
+    """Escaped, and with no line that ends within an arrow."""
+    return escape(text).replace("-&gt;", '<span class="whole">-&gt;</span>')
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -84,4 +98,6 @@ def _table(table: Table) -> str:
         return f"<tr>{''.join(f'<{kind}{side}>{text}</{kind}>' for side, text in zip(sides, cells, strict=True))}</tr>"
 
     head = row("th", (escape(title.removeprefix(">")) for title in table.titles)) if any(table.titles) else ""
-    return f"<table>{head}{''.join(row('td', map(cell, cells)) for cells in table.rows)}</table>"
+    wide = len(table.titles) - 1
+    deep = f' class="deep" style="--columns: {wide}"' if wide > 2 else ""
+    return f"<table{deep}>{head}{''.join(row('td', map(cell, cells)) for cells in table.rows)}</table>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,12 @@ def pictures(study: Study) -> Iterator[tuple[str, Figure]]:
     if measured := study.measured_configs():
         yield "Throughput and memory", _front(go, study, measured)
         yield "Throughput and batch size", _throughput(go, measured)
+    if study.result and study.result.peak_by_kind:
+        held = {role: _scaled(kinds, 1 / MIB) for role, kinds in study.result.peak_by_kind.items()}
+        yield "Memory of tensors at the peak, by kind", _stacked(go, held, "MiB, as traced")
     if phases := _phases(study):
-        yield "Where a step's time goes", _stacked(go, phases)
+        split = {role: _scaled(phases_s, 1e3) for role, phases_s in phases.items()}
+        yield "Where a step's time goes", _stacked(go, split, "milliseconds of one optimizer step")
 
 
 def _front(go: Any, study: Study, measured: Sequence[Measured]) -> Figure:
@@ -78,18 +82,25 @@ def _phases(study: Study) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for probe in study.probes:
         for role, config in wanted.items():
-            if probe.outcome.measurement and probe.outcome.measurement.phases_s and probe.config.as_dict() == config:
-                found[role] = probe.outcome.measurement.phases_s
+            phases_s = probe.outcome.measurement.phases_s if probe.outcome.measurement else {}
+            useful = not probe.disturbed or role not in found
+            if phases_s and useful and probe.config.as_dict() == config:
+                found[role] = phases_s
     return found
 
 
-def _stacked(go: Any, phases: dict[str, dict[str, float]]) -> Figure:
+def _scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in parts.items()}
+
+
+def _stacked(go: Any, split: dict[str, dict[str, float]], unit: str) -> Figure:
+    """A bar for each role, in parts."""
     figure = go.Figure()
-    for place, name in enumerate(dict.fromkeys(name for split in phases.values() for name in split)):
-        milliseconds = [split.get(name, 0.0) * 1e3 for split in phases.values()]
+    for place, name in enumerate(dict.fromkeys(name for parts in split.values() for name in parts)):
+        sizes = [parts.get(name, 0.0) for parts in split.values()]
         colour = COLOURS[place % len(COLOURS)]
-        figure.add_bar(y=list(phases), x=milliseconds, name=name, orientation="h", marker_color=colour)
-    _finish(figure, "milliseconds of one optimizer step", "")
+        figure.add_bar(y=list(split), x=sizes, name=name, orientation="h", marker_color=colour)
+    _finish(figure, unit, "")
     return figure.update_layout(barmode="stack", height=240, legend={"y": -0.6, "traceorder": "normal"})
 
 

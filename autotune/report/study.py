@@ -33,9 +33,15 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield from _failures(study)
     if unsupported := study.attributes.get("unsupported"):
         yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
-    if front := study.front_configs():
+    front, baseline = study.front_configs(), None
+    if (
+        study.result is not None and len(study.probes) <= study.result.probes
+    ):  # by the same estimate as the answer below
+        front, baseline = study.result.front, study.result.baseline
+    elif front:
         measured = study.measured_configs()
         baseline = next((found for found in measured if found.config == study.baseline_config), None)
+    if front:
         yield front_section(front, study.result, baseline)
     yield from conclusion(study, model=model)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from autotune.errors import AutotuneError
 from autotune.predict.plan import Plan, plan_traces
@@ -27,6 +27,8 @@ from autotune.records.settings import ProbeSettings
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
+
+R = TypeVar("R")
 
 
 class ProbeFault(AutotuneError):
@@ -284,6 +286,11 @@ class Runner(ABC):
         result = self._run_undisturbed(job)
         assert isinstance(result, Inspection | Outcome), result
         return result
+
+    def in_all_that_is_free(self, run: Callable[[int], R], limit_bytes: int) -> R | None:
+        """Run what a memory limit was too small for with all that is free as its limit; None where that is no more."""
+        free_bytes = self.device().free_bytes
+        return run(free_bytes) if free_bytes > limit_bytes else None
 
     def probe(self, config: Config, settings: ProbeSettings) -> Outcome:
         """Train a few steps of a config. Never raises for what the config or the user's code does."""

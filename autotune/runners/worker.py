@@ -223,6 +223,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune import techniques
+    from autotune.probe.batch_statistics import enough_samples
     from autotune.probe.checks import run_checks
 
     if task.takes_whole_steps:
@@ -231,7 +232,8 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     try:
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
-        return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=arguments["batch_size"]))}
+        size = enough_samples(task, device, arguments["batch_size"])
+        return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=size))}
     except BaseException as error:
         return {"outcome": failed_job(error, device, "checks").to_dict()}
 
@@ -308,7 +310,7 @@ def _prepared(task: Task, arguments: dict[str, Any], device: Device, settings: P
     few = task.small_batch(num_samples)
     session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE)
     train_a_step(session, few, num_samples)
-    session.model.eval()
+    session.evaluator.begin()
     return EvaluationRun(session, device, settings, report)
 
 
@@ -367,7 +369,7 @@ def _failure(
 ) -> Outcome:
     from autotune.devices.no_kernel import missing_kernel
     from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
-    from autotune.errors import AutotuneError, DeviceError
+    from autotune.errors import AutotuneError, DeviceError, in_one_line
     from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError
 
@@ -387,8 +389,7 @@ def _failure(
     elif missing:
         cause = f"oneDNN, torch's CPU library, has no kernel for this on this processor: {missing}"
     else:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        cause = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        cause = in_one_line(error)
     own_fault = kind is Kind.ERROR and arose_in_autotune(error)
     if own_fault:
         cause = f"a fault of autotune itself: {cause}"

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
 from autotune.study.known_hangs import KnownHangs
 from autotune.study.retry import retryable, what_stands
+from autotune.techniques import REGISTRY
 
 
 class History:
@@ -86,12 +87,19 @@ class History:
     def evidence(self) -> list[tuple[Config, Outcome]]:
         """The trials that the models learn from: those of the search, and failures of the play-off.
 
-        The play-off's speeds are left out, because the machine may have become slower since the search.
+        The play-off's speeds are left out, because the machine may have become slower since the search. So is a
+        measurement of the search that was repeated: the last one stands in its place.
         """
+        measured = [trial for trial in self.searched if trial.outcome.ok]
+        last = {trial.config: trial.outcome for trial in measured}
+        first = {trial.config: trial.number for trial in reversed(measured)}
+        repeated = {trial.number for trial in measured if trial.number != first[trial.config]}
+        stands = {trial.number: last[trial.config] for trial in measured}
+        left_out = self._retryable | repeated
         return [
-            (trial.config, trial.outcome)
+            (trial.config, stands.get(trial.number, trial.outcome))
             for trial in self._trials
-            if trial.number not in self._retryable and not (trial.in_play_off and trial.feasible)
+            if trial.number not in left_out and not (trial.in_play_off and trial.feasible)
         ]
 
     @property
@@ -175,8 +183,11 @@ class History:
         return smallest
 
     def admissible(self) -> Callable[[Config], bool]:
-        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large or to hang."""
+        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large, to hang or to
+        be unsupported.
+        """
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
+        unsupported = [_switched_on(c) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
 
         def may_be_probed(config: Config) -> bool:
@@ -186,11 +197,17 @@ class History:
                 and config.batch_size <= largest
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
+                and not any(together <= _switched_on(config) for together in unsupported if together)
                 and self.setup_s(config) <= max(0.0, setup_left_s)
                 and self.space.contains(config)
             )
 
         return may_be_probed
+
+
+def _switched_on(config: Config) -> set[tuple[str, Choice]]:
+    """The choices that are not off, whatever the batch: where these cannot be applied together, no more of them can."""
+    return {(t.name, config[t.name]) for t in REGISTRY.values() if config[t.name] != t.off}
 
 
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:

@@ -77,11 +77,24 @@ class Place:
         return self.file.parent if self.file else Path(DEFAULT_FOLDER)
 
 
-def place_of(storage: str | None, study: str | None, task: str) -> Place:
-    """The place of a task's study: `studies/<task>.db` by default. `storage` is a URL or a database file."""
-    name = study or task
+def place_of(storage: str | None, study: str | None, task: str, version: str = "") -> Place:
+    """The place of a task's study: `studies/<task>.db` by default.
+
+    Args:
+        storage: a URL or a database file.
+        version: tells the task from others of its name; in the study's name unless the user gives one.
+
+    Raises:
+        StudyError: the study's name is a path.
+    """
+    if study and storage is None and (Path(study).name != study or study.endswith(".db")):
+        raise StudyError(
+            f"study: {study!r} is a path; expected a name such as {Path(study).stem!r}, which is kept in "
+            f"{DEFAULT_FOLDER}/{Path(study).stem}.db, or a file as --storage FILE"
+        )
+    name = study or " ".join(filter(None, (task, version)))
     if storage is None:
-        storage = str(Path(DEFAULT_FOLDER) / f"{name}.db")
+        storage = str(Path(DEFAULT_FOLDER) / f"{study or task}.db")
     if "://" not in storage:
         file = Path(storage).absolute()
         return Place(storage=f"sqlite:///{file}", name=name, file=file)

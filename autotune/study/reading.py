@@ -17,13 +17,13 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
-from autotune.errors import StudyError
-from autotune.records.config import Choice
+from autotune.errors import StudyError, first_line
+from autotune.records.config import Choice, Config
 from autotune.records.formats import require_readable
 from autotune.records.front import front_of
 from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
-from autotune.study.figures import measured
+from autotune.study.figures import at_one_time, measured
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, RANKED_BESIDE
 from autotune.study.store import FORMAT, trials_of
@@ -99,13 +99,16 @@ class Study:
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran. A failure is ignored if a later retry succeeded.
 
-        If a config took part in the play-off, only its processes there count, as they do for the answer.
+        If a config took part in the play-off, only its processes there count, as they do for the answer; the speed of another
+        one is as the machine was in the play-off.
         """
-        found = []
+        searched: dict[Config, Measured] = {}
+        played: dict[Config, Measured] = {}
         for config, trials in feasible_each_time(self.probes).items():
-            confirmed = [trial for trial in trials if trial.in_play_off] or trials
-            found.append(measured(config, [trial.outcome for trial in confirmed]))
-        return tuple(found)
+            for found, in_play_off in ((searched, False), (played, True)):
+                if outcomes := [trial.outcome for trial in trials if trial.in_play_off is in_play_off]:
+                    found[config] = measured(config, outcomes)
+        return tuple(at_one_time(searched, played).values())
 
     def front_configs(self) -> tuple[Measured, ...]:
         """The memory/throughput front: the feasible configs that no other beats in both, by increasing memory."""
@@ -245,8 +248,7 @@ def _storage_errors(given: str) -> Iterator[None]:
     except StudyError:
         raise
     except Exception as error:  # SQLAlchemy's many, a driver that is missing, an unknown kind of URL
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise StudyError(
-            f"the storage {given} cannot be read: {first_line}; expected a database file such as studies/gpt.db, "
+            f"the storage {given} cannot be read: {first_line(error)}; expected a database file such as studies/gpt.db, "
             "or a URL such as sqlite:///studies/gpt.db with --study NAME"
         ) from None

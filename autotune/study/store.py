@@ -17,7 +17,7 @@ from optuna.storages import get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from autotune.errors import StudyError
+from autotune.errors import StudyError, first_line
 from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import SCORES, Objective
@@ -96,7 +96,7 @@ class Store:
             self._study.set_user_attr(key, value)
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
-        self._next_number = 1 + max(map(_number, self._kept()), default=-1)
+        self._next_number = 1 + max((trial.number for trial in self.trials()), default=-1)  # lost ones are not shown
 
     def _opened(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
@@ -248,8 +248,7 @@ def _cause(error: BaseException) -> str:
     """The first line of the database's own message; Optuna's message around it speaks of invalid data."""
     while isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
-    said = str(getattr(error, "orig", None) or error)
-    return said.splitlines()[0] if said else type(error).__name__
+    return first_line(getattr(error, "orig", None) or error)
 
 
 def require_comparable(place: Place, stored: Mapping[str, Any], **wanted: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.task.describe import describe
+from autotune.task.trainer_stand_in import TrainerStandIn
 
 _REPLACING_HOOKS = ("optimizer_step", "backward")
 _UNUSED_HOOKS = (
@@ -38,18 +40,23 @@ def overrides(cls: type, method: str) -> bool:
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
     """Prepare a newly built model for training without the library that would usually train it.
 
-    A LightningModule gets its layers (`configure_model`). There is no trainer: its `log` calls do nothing, and
-    `clip_gradients` clips.
+    A LightningModule gets its layers (`configure_model`), and a stand-in where its trainer would be.
     A Hugging Face model stops caching keys and values for generation: training does not need them, and recomputing
     an activation would append to them.
     """
     if is_lightning(model):
+        if not isinstance(model._trainer, TrainerStandIn):
+            attach(model, TrainerStandIn())
         if overrides(type(model), "configure_model"):
             model.configure_model()  # type: ignore[operator]
-        model.log = model.log_dict = _log_nothing  # type: ignore[assignment]
-        model.clip_gradients = _clip_gradients  # type: ignore[assignment]
     switch_off_caches(model)
     return model
+
+
+def attach(model: torch.nn.Module, trainer: TrainerStandIn) -> None:
+    """Let a LightningModule and those in it find a trainer."""
+    for module in filter(is_lightning, model.modules()):
+        trainer.attach(module)
 
 
 def switch_off_caches(model: torch.nn.Module) -> None:
@@ -101,17 +108,27 @@ def lightning_loss(model: Any, batch: Any) -> Any:
     return result
 
 
-def lightning_step(model: Any, batch: Any) -> Any:
-    """What a LightningModule's `training_step` returns for a batch."""
+def lightning_step(model: Any, batch: Any, name: str = "training_step") -> Any:
+    """What that step of a LightningModule returns for a batch."""
     if overrides(type(model), "on_after_batch_transfer"):
         batch = model.on_after_batch_transfer(batch, 0)
-    takes_index = len(inspect.signature(model.training_step).parameters) > 1
-    return model.training_step(batch, 0) if takes_index else model.training_step(batch)
+    step, trains = getattr(model, name), name == "training_step"
+    takes_index = len(inspect.signature(step).parameters) > 1
+    index = (model._trainer.num_batches if trains else 0,) if takes_index else ()
+    result = step(batch, *index)
+    model._trainer.num_batches += trains
+    return result
 
 
-def take_manual_steps(model: Any, optimizers: list[torch.optim.Optimizer], configured: Any) -> None:
-    """Give a LightningModule with manual optimization what it asks its trainer for."""
-    schedulers = [leaf for leaf in _leaves(configured) if hasattr(leaf, "get_last_lr")]
+def accumulates(model: Any, num_micro_batches: int) -> None:
+    """Let a LightningModule count optimizer steps of so many micro batches."""
+    if is_lightning(model) and isinstance(model._trainer, TrainerStandIn):
+        model._trainer.accumulate_grad_batches = num_micro_batches
+
+
+def take_manual_steps(model: Any) -> None:
+    """Give a LightningModule with manual optimization what it needs to take its steps."""
+    optimizers = model._trainer.optimizers
     frozen: list[torch.Tensor] = []
 
     def toggle_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -124,19 +141,24 @@ def take_manual_steps(model: Any, optimizers: list[torch.optim.Optimizer], confi
         while frozen:
             frozen.pop().requires_grad_(True)
 
-    model.optimizers = lambda use_pl_optimizer=True: optimizers if len(optimizers) > 1 else optimizers[0]
-    model.lr_schedulers = lambda: schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
     model.manual_backward = lambda loss, *args, **kwargs: loss.backward(*args, **kwargs)
     model.toggle_optimizer, model.untoggle_optimizer = toggle_optimizer, untoggle_optimizer
 
 
+def configured(model: Any, result: Any) -> None:
+    """Let a LightningModule find the optimizers and schedulers that its `configure_optimizers` returned."""
+    model._trainer.optimizers = optimizers_in(result)
+    model._trainer.lr_schedulers = [leaf for leaf in _leaves(result) if hasattr(leaf, "get_last_lr")]
+
+
 def hook_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer's steps call what a LightningModule does before and after them."""
-    cls = type(model)
+    cls, trainer = type(model), model._trainer
+    clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     if overrides(cls, "on_before_optimizer_step"):
         optimizer.register_step_pre_hook(lambda *_: model.on_before_optimizer_step(optimizer))
     if overrides(cls, "configure_gradient_clipping"):
-        optimizer.register_step_pre_hook(lambda *_: model.configure_gradient_clipping(optimizer, None, None))
+        optimizer.register_step_pre_hook(lambda *_: model.configure_gradient_clipping(optimizer, *clipping))
     if overrides(cls, "on_before_zero_grad"):
         optimizer.register_step_post_hook(lambda *_: model.on_before_zero_grad(optimizer))
 
@@ -211,34 +233,60 @@ def may_have_data(build_model: Any) -> bool:
 
 
 class LightningData:
-    """Training set and `collate_fn` of a LightningModule's `train_dataloader()`, for a task without data of its own.
+    """What a LightningModule's `train_dataloader()` and `val_dataloader()` give, for a task without data of its own.
 
-    The loader is built when first needed, since what `build_model` returns is not known before.
+    The loaders are built when first needed, since what `build_model` returns is not known before.
     """
 
     def __init__(self, build_model: Callable[[], Any]) -> None:
         if not may_have_data(build_model):
             raise no_data(build_model)
         self._build_model = build_model
-        self._loader: torch.utils.data.DataLoader[Any] | None = None
+        self._made: tuple[Any, torch.utils.data.DataLoader[Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LightningData, (self._build_model,)
 
     def train_dataset(self) -> Any:
-        """The loader's dataset."""
-        return self._load().dataset
+        """The training loader's dataset."""
+        return self._load()[1].dataset
 
     def batch_size(self) -> int | None:
-        """Samples of the loader's batches; None where a sampler of its own makes them."""
-        return self._load().batch_size
+        """Samples of the training loader's batches; None where a sampler of its own makes them."""
+        return self._load()[1].batch_size
 
     def collate_fn(self, samples: list[Any]) -> Any:
-        """Make a batch of samples as the loader does."""
-        return self._load().collate_fn(samples)
+        """Make a batch of samples as the training loader does."""
+        return self._load()[1].collate_fn(samples)
 
-    def _load(self) -> torch.utils.data.DataLoader[Any]:
-        if self._loader is None:
+    def validates(self) -> bool:
+        """Whether there is a loader to validate on, and no more than one."""
+        return self._val_loader is not None
+
+    def eval_dataset(self) -> Any:
+        """The dataset of the loader to validate on."""
+        return self._validating().dataset
+
+    def eval_collate_fn(self, samples: list[Any]) -> Any:
+        """Make a batch of samples as the loader to validate on does."""
+        return self._validating().collate_fn(samples)
+
+    def _validating(self) -> torch.utils.data.DataLoader[Any]:
+        assert self._val_loader is not None, "asked before"
+        return self._val_loader
+
+    @cached_property
+    def _val_loader(self) -> torch.utils.data.DataLoader[Any] | None:
+        module, _ = self._load()
+        if not (overrides(type(module), "val_dataloader") and overrides(type(module), "validation_step")):
+            return None
+        loader = module.val_dataloader()
+        if isinstance(loader, list | tuple) and len(loader) == 1:
+            loader = loader[0]
+        return loader if isinstance(loader, torch.utils.data.DataLoader) else None
+
+    def _load(self) -> tuple[Any, torch.utils.data.DataLoader[Any]]:
+        if self._made is None:
             module = self._build_model()
             if not may_have_data(type(module)):
                 raise no_data(type(module))
@@ -250,23 +298,9 @@ class LightningData:
                     f"train_dataloader of {type(module).__name__} returned {describe(loader)}; expected one "
                     "torch.utils.data.DataLoader; else write train_dataset() and collate_fn(samples) beside it"
                 )
-            self._loader = loader
-        return self._loader
+            self._made = module, loader
+        return self._made
 
 
 def _is_lightnings_own(base: type) -> bool:
     return base.__name__ == "LightningModule" and base.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
-
-
-def _clip_gradients(
-    optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if gradient_clip_val and gradient_clip_algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-    elif gradient_clip_val:
-        torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
-
-
-def _log_nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import TaskError
+from autotune.errors import TaskError, first_line
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.task import adapters, samples
@@ -79,12 +79,19 @@ def gather_facts(task: Task) -> TaskFacts:
         optimizer, num_schedulers = task.optimizer_and_schedulers(model)
     with user_code("your train_dataset"):
         dataset = task.dataset()
-    with user_code("your eval_dataset"):
-        eval_set = dataset if task.eval_dataset is None else task.evaluation_set()
+    warnings = [*task.warnings, *(task.origin.warnings if task.origin else ())]
+    eval_set = None
+    try:
+        with user_code("your eval_dataset" if task.eval_dataset else "your val_dataloader"):
+            eval_set = task.evaluation_set()
+    except TaskError as error:
+        if task.eval_dataset:
+            raise
+        warnings.append(f"the module is not validated: {first_line(error)}")  # training does not need it
+    eval_set = dataset if eval_set is None else eval_set
     with user_code("reading samples of your train_dataset"):
         widest = task.widest()
     parameters = list(model.parameters())
-    warnings = [*task.warnings, *(task.origin.warnings if task.origin else ())]
     if task.takes_whole_steps:
         step = "train_step" if task.train_step else f"the manual optimization of {type(model).__name__}"
         warnings.append(

@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -107,10 +108,16 @@ class TaskSource:
         if self.live is None or script is None or not is_user_file(script) or not os.path.isfile(script):
             return ""
         # a script may tune several models in turn, or read what it tunes from a file
-        owners = [getattr(getattr(self.live, item.name), "__self__", None) for item in fields(self.live)]
-        living = [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
-        arguments = repr((sys.argv[1:], self.live.baseline, living)).encode()
+        arguments = repr((sys.argv[1:], self.live.baseline, self._living())).encode()
         return hashlib.sha256(Path(script).read_bytes() + arguments).hexdigest()
+
+    @property
+    def version(self) -> str:
+        """What tells a Task built in Python from others of its name: an edited script makes another one.
+
+        Without a script, nobody knows what a model that lives in the user's process is; then each time makes another one.
+        """
+        return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._living() else "")
 
     def load(self) -> Task:
         """Make the task in this process. It changes to `cwd` and adds the missing folders of `sys_path`.
@@ -170,6 +177,12 @@ class TaskSource:
     def from_dict(data: Mapping[str, Any]) -> TaskSource:
         """Rebuild a source from `to_dict`'s data."""
         return TaskSource(**{**data, "sys_path": tuple(data["sys_path"])})
+
+    def _living(self) -> list[str]:
+        """The identities of what lives in the user's process."""
+        parts = [] if self.live is None else [getattr(self.live, item.name) for item in fields(self.live)]
+        owners = [getattr(part, "__self__", None) for part in parts]
+        return [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
 
     def _unpickle(self) -> Task:
         import torch

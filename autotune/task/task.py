@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import TaskError
+from autotune.errors import TaskError, first_line
 from autotune.lazy import torch
 from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
+from autotune.task.lightning_validation import Validation
 
 if TYPE_CHECKING:
     from autotune.task.batches import CannotCutError, Cuts
@@ -42,11 +43,14 @@ class Task:
         loss_weight: returns the number of terms that the mean loss of a micro batch averages over (tokens, say), so that
             accumulation weights it correctly; None for the number of samples.
         eval_step: returns what evaluation finds of a batch without gradients: its mean loss, or a dict of such means; None for
-            the loss.
-        eval_dataset: returns what to evaluate on, batched by `collate_fn`; None for what is trained on.
+            the loss, or what a LightningModule logs in its `validation_step`.
+        eval_dataset: returns what to evaluate on, batched by `collate_fn`; None for what is trained on, or what a
+            LightningModule's `val_dataloader` gives beside its `train_dataloader`.
         global_batch: samples per optimizer step; None leaves it open.
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
+        fixed_accumulation: why another number of micro batches per optimizer step than the baseline's learns something else,
+            so that it is tried only if it is included; empty where it does not.
         variants: names of architectures that `build_model` takes; the first is trained unless a config says otherwise.
         freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
             them); None to find leading parts of the model.
@@ -73,6 +77,7 @@ class Task:
     global_batch: int | None = None
     baseline: Mapping[str, Choice] | None = None
     max_grad_norm: float | None = None
+    fixed_accumulation: str = ""
     variants: Sequence[str] | None = None
     freeze: Sequence[str] | None = None
     eval: bool | None = None
@@ -128,11 +133,28 @@ class Task:
 
     def on_evaluation_data(self) -> Task:
         """The same task with any batch, trained on what it is evaluated on: its sessions show what evaluating takes."""
-        if self.eval_dataset is not None:
-            return replace(self, global_batch=None, make_batch=None, train_dataset=self.eval_dataset)
+        if self._evaluates_on is not None:
+            function, collate_fn = self._evaluates_on
+            return replace(self, global_batch=None, make_batch=None, train_dataset=function, collate_fn=collate_fn)
         task = replace(self, global_batch=None)
         _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
         return task
+
+    @property
+    def _evaluates_on(self) -> tuple[Callable[[], Any], Callable[[list[Any]], Any] | None] | None:
+        """What returns the set to evaluate on, and what makes its batches; None where no other than that of training is known."""
+        if self.eval_dataset is not None:
+            return self.eval_dataset, self.collate_fn
+        data = self._lightning_data
+        if data is None or not data.validates():
+            return None
+        return data.eval_dataset, data.eval_collate_fn if self.collate_fn == data.collate_fn else self.collate_fn
+
+    @property
+    def _lightning_data(self) -> adapters.LightningData | None:
+        """The loaders of a LightningModule, where the data is theirs."""
+        owner = getattr(self.train_dataset, "__self__", None)
+        return owner if isinstance(owner, adapters.LightningData) else None
 
     def built(self) -> Any:
         """What `build_model` returns for the first of `variants`, whatever it is."""
@@ -197,9 +219,11 @@ class Task:
                     f"configure_optimizers returned {type(optimizer).__name__} without any parameter of the model it was "
                     "given; expected one over `model.parameters()` of its argument, not over those of another model"
                 )
+        if adapters.is_lightning(model):
+            adapters.configured(model, result)
         if self.takes_whole_steps:
             if self.train_step is None:
-                adapters.take_manual_steps(model, optimizers, result)
+                adapters.take_manual_steps(model)
             return result, 0
         optimizer = adapters.sole_optimizer(optimizers)
         if adapters.is_lightning(model):
@@ -271,6 +295,11 @@ class Task:
                 )
         return {str(name): torch.as_tensor(value).detach().reshape(()) for name, value in values.items()}
 
+    def validation(self, model: torch.nn.Module) -> Validation | None:
+        """How a LightningModule is validated by itself; None where this task is evaluated otherwise."""
+        own = self.eval_step is None and self.training_step is None and self.train_step is None
+        return Validation(model) if own and Validation.is_of(model) else None
+
     def weight(self, batch: Any, num_samples: int) -> float:
         """How many terms `loss` averages over in this micro batch of `num_samples`.
 
@@ -334,9 +363,8 @@ class Task:
         try:
             return self.small_batch(usual), self.small_batch(2 * usual), (usual, 2 * usual)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CannotCutError(
-                f"parts that are not known: making batches of {usual} and {2 * usual} samples failed ({reason})"
+                f"parts that are not known: making batches of {usual} and {2 * usual} samples failed ({first_line(error)})"
             ) from error
 
     def dataset(self) -> Any | None:
@@ -349,13 +377,12 @@ class Task:
         return known.dataset
 
     def evaluation_set(self) -> Any | None:
-        """What `eval_dataset` returns, built anew; None where there is none."""
-        return None if self.eval_dataset is None else samples.check_dataset(self.eval_dataset(), "eval_dataset")
+        """What to evaluate on, built anew; None where no other set than that of training is known."""
+        return None if self._evaluates_on is None else samples.check_dataset(self._evaluates_on[0](), "eval_dataset")
 
     def loader_batch_size(self) -> int | None:
         """Samples of the batches that a LightningModule's own loader makes, where the data is that loader's; else None."""
-        owner = getattr(self.train_dataset, "__self__", None)
-        return owner.batch_size() if isinstance(owner, adapters.LightningData) else None
+        return None if self._lightning_data is None else self._lightning_data.batch_size()
 
     def widest(self) -> tuple[int, ...]:
         """Positions of sampled members of the training set, the widest first; empty without a training set.

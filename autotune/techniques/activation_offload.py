@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -118,7 +119,9 @@ class _Offloaded:
         def unpack(packed: Any) -> torch.Tensor:
             return packed.back() if isinstance(packed, _Moved) else packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        # Dynamo would try to compile it, too, where it cannot compile the block as a whole
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        with torch.autograd.graph.saved_tensors_hooks(dynamo.disable(pack) if dynamo else pack, unpack):
             return call(*args, **kwargs)
 
 

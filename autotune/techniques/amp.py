@@ -88,8 +88,8 @@ class Amp(Technique):
             found = worth(setting.calibration, flops, str(choice))
             if choice == "fp16" and setting.task.takes_whole_steps:
                 reasons.append(f"fp16 needs gradient scaling: {REACHES_INTO_STEP}")
-            elif setting.device.kind == "cpu" and choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
-                reasons.append("this torch build cannot train in fp16 on a CPU")
+            elif setting.device.kind == "cpu" and (reason := _impossible(setting, str(choice))):
+                reasons.append(reason)
             elif found is not None and not found.ends:
                 reasons.append(f"{choice} is left out, a step in it would hardly end here ({found.figures})")
             elif found is not None and found.gain < WORTH:
@@ -163,6 +163,20 @@ def _has_arithmetic(choice: str) -> bool:
         return bool(supports._is_mkldnn_bf16_supported() if choice == "bf16" else supports._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):  # a torch build without oneDNN
         return False
+
+
+def _impossible(setting: Setting, choice: str) -> str:
+    """Why a CPU cannot train the model in a type at all, by trying; empty where it can."""
+    if choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
+        return "this torch build cannot train in fp16 on a CPU"
+    if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
+        return ""
+    try:  # torch asks oneDNN for one, which may have none
+        with torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
+            torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
+    except RuntimeError:
+        return f"torch has no LSTM in {choice} on a processor that emulates it"
+    return ""
 
 
 def _trains_in_fp16(device: torch.device) -> bool:

@@ -77,7 +77,7 @@ class Attention(Technique):
                 _switch(kernel)(False)
         else:
             first = _number(str(choice))
-            others = [number for number in torch._C._get_sdp_priority_order() if number != first]
+            others = [number for number in _settled_order(build.device.torch_device) if number != first]
             torch._C._set_sdp_priority_order([first, *others])
             _switch({"efficient": "mem_efficient"}.get(str(choice), str(choice)))(True)
 
@@ -97,7 +97,7 @@ class Attention(Technique):
 
     def is_redundant(self, config: Config) -> bool:
         """In fp32 GPUs have one fused kernel, which torch takes anyway."""
-        return config[self.name] in _BACKENDS and config["amp"] == "off"
+        return config[self.name] in _BACKENDS and config["amp"] == "off" and config["param_dtype"] == "fp32"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Fused kernels are near each other; without one the scores of all pairs are written, read and kept."""
@@ -164,8 +164,9 @@ def _calls(setting: Setting) -> list[bool]:
             if function is functional.scaled_dot_product_attention:
                 masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
             elif function is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
-                # it calls attention itself, where this mode does not reach
-                masked.append(any(kwargs.get(name) is not None for name in ("attn_mask", "key_padding_mask")))
+                # it calls attention itself, where this mode does not reach, and lets a causal mask go
+                mask = None if kwargs.get("is_causal") else kwargs.get("attn_mask")
+                masked.append(mask is not None or kwargs.get("key_padding_mask") is not None)
             return function(*args, **kwargs)
 
     with Watch():
@@ -183,6 +184,13 @@ def _refusal(name: str, capability: tuple[int, int], masked: Sequence[bool]) -> 
     if _number(name) == torch._C._get_sdp_priority_order()[0]:
         return "torch prefers it anyway"
     return ""
+
+
+def _settled_order(device: torch.device) -> list[int]:
+    """In which order torch tries the kernels. At its first choice on a GPU it may put cuDNN first, whatever was set before."""
+    one = torch.empty(1, 1, 1, 8, device=device)
+    torch._fused_sdp_choice(one, one, one)
+    return torch._C._get_sdp_priority_order()
 
 
 def _number(name: str) -> int:

@@ -134,6 +134,9 @@ def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -
     """Replace the forward of modules, by their names; those that are alike share a compilation."""
     import torch
 
+    if mode == _GRAPHS:  # gradients lie in the graphs' own memory, which the next micro batch overwrites
+        for parameter in {p for name in modules for p in model.get_submodule(name).parameters() if p.requires_grad}:
+            parameter.register_hook(torch.clone)
     compiled: dict[Any, Any] = {}
     limits = torch._dynamo.config
     # Blocks that print the same may still differ in what they compute, and past the limit would not be compiled.

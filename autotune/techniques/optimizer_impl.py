@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from autotune.errors import first_line
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
@@ -132,7 +133,7 @@ def _refusal(optimizer: torch.optim.Optimizer, implementation: str) -> str:
     try:
         _build(optimizer, groups, implementation).step()
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        return str(error).partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return ""
 
 

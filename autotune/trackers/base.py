@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, in_one_line
 from autotune.records.config import Choice
 from autotune.records.trial import Trial
 from autotune.tuning.events import Event, Listener, ProbeEnded, SearchEnded, SearchStarted
@@ -115,9 +115,8 @@ class Tracker(Listener):
             keep(*what)
         except Exception as error:
             self._failed = True
-            said = (str(error).splitlines() or [""])[0]
             logging.getLogger("autotune").warning(
-                "tracking by %s ends here, the search goes on: %s: %s", self.name, type(error).__name__, said
+                "tracking by %s ends here, the search goes on: %s", self.name, in_one_line(error)
             )
 
     @abstractmethod

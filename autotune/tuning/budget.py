@@ -116,10 +116,19 @@ class Budget:
         return self.setup_left_s(history) > 0
 
     def setup_left_s(self, history: History) -> float:
-        """Seconds that another probe before the play-off may take for what only some configs need, such as compiling."""
+        """Seconds that another probe before the play-off may take for what only some configs need, such as compiling.
+
+        Nothing is kept for a play-off as long as the baseline alone could take part in it.
+        """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
-        leave_s = finalists.time_to_leave(expected_s, shared_s) if history.best else expected_s
+        match len(history.feasible):
+            case 0:
+                leave_s = expected_s
+            case 1 if history.space.baseline in history.feasible:
+                leave_s = 0.0
+            case _:
+                leave_s = finalists.time_to_leave(expected_s, shared_s)
         return self.free_s - expected_s - leave_s
 
     def allows_a_round(self, round_s: float, number: int) -> bool:

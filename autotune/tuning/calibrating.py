@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autotune.devices.calibration import holds_for
+from autotune.devices.contention import DISTURBED
 from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Outcome
@@ -27,6 +28,7 @@ def calibrated(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibr
         return NOT_MEASURED, str(fault)
     if isinstance(found, Outcome):
         return NOT_MEASURED, found.cause
-    if path is not None and all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION)):  # else it was disturbed
+    is_whole = all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION))
+    if path is not None and is_whole and found.contention <= DISTURBED:  # else the next search measures again
         calibrations.keep(path, found)
     return found, ""

@@ -12,7 +12,7 @@ from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.tuning import finalists
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
-from autotune.tuning.playoff import PlayOff
+from autotune.tuning.playoff import CLOSE, RISK, PlayOff
 from autotune.tuning.state import Search
 from autotune.units import plural
 
@@ -20,11 +20,19 @@ PLAY_OFF_INTERVAL = 0.01
 WHOLE_ROUNDS = "whole_rounds"  # attribute of the study: numbers of the rounds that were not cut short
 
 
+def whole_rounds(search: Search) -> tuple[int, ...]:
+    """Numbers of the rounds that were completed, in this search or an earlier one of the study."""
+    return tuple(search.store.attributes().get(WHOLE_ROUNDS, ()))
+
+
 def finalists_of(search: Search) -> list[Config]:
     """The best few configs, ranked by all probes together: as many as the remaining time can confirm."""
     history, budget = search.history, search.budget
-    near = finalists.near_the_best(_ranked(search), history.objective)
+    ranked = _ranked(search)
+    near = finalists.near_the_best(ranked, history.objective)
     others = [config for config in near if config != history.space.baseline]
+    if not others:  # a baseline far ahead of the others is held against the best of them: it may have been lucky
+        others = [config for config in ranked if config != history.space.baseline][:1]
     if not others:
         return []
     return others[: finalists.affordable(budget.free_s, median(history.probe_wall_s))]
@@ -60,6 +68,31 @@ def confirm(
     )
 
 
+def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool]) -> bool:
+    """Whether the best config of the search came too late to play, and is beyond doubt clearly better than the play-off's answer.
+
+    Args:
+        admit: whether a config may take part.
+    """
+    history, play_off = search.history, search.play_off
+    if play_off is None or standing.answer is None or history.best is None:
+        return False
+    best, logs = (
+        history.best[0],
+        {config: math.log(history.objective.merit(o)) for config, o in history.feasible.items()},
+    )
+    if best == history.space.baseline or any(
+        entrant.outcomes for entrant in play_off.entrants if entrant.config == best
+    ):
+        return False
+    bar = max(
+        (log for config, log in logs.items() if config != best), default=None
+    )  # it is looked at for being the best
+    searched = {config: Searched(log, bar if config == best else None) for config, log in logs.items()}
+    ahead = play_off.evidence(searched=searched).difference(best, standing.answer.config)
+    return ahead.chance_below(CLOSE) < RISK and admit(best)
+
+
 def _opened(search: Search) -> PlayOff:
     """A play-off that goes on with the rounds of earlier searches of the study."""
     history = search.history
@@ -80,10 +113,12 @@ def _opened(search: Search) -> PlayOff:
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:
-        search.store.set_attribute(WHOLE_ROUNDS, [*search.store.attributes().get(WHOLE_ROUNDS, ()), number])
+        search.store.set_attribute(WHOLE_ROUNDS, [*whole_rounds(search), number])
 
     rounds = [(trial.round, trial.outcome.measurement) for trial in history.trials if trial.round is not None]
-    searched = Searched(math.log(history.objective.merit(outcome))) if runs and outcome is not None else None
+    # the first: what was measured again was so because it was high
+    first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
+    searched = Searched(math.log(history.objective.merit(first))) if runs and first is not None else None
     return PlayOff(
         _entrant(search, baseline, searched) if runs else None,
         run,
@@ -98,7 +133,7 @@ def _opened(search: Search) -> PlayOff:
 
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
     """A config that plays, with the whole rounds that it has played in earlier searches."""
-    whole = search.store.attributes().get(WHOLE_ROUNDS, ())
+    whole = whole_rounds(search)
     earlier = {
         trial.round: trial.outcome
         for trial in search.history.trials
@@ -113,9 +148,9 @@ def _challenger(
     """The next config that may yet beat the leader, by what the search found and how much processes differ."""
     history, objective = search.history, search.history.objective
     base = play_off.baseline
-    if len(play_off.playing) >= finalists.MOST or base is None or base.searched is None or base.failed:
+    if len(play_off.playing) >= finalists.MOST or base is None or history.baseline is None or base.failed:
         return None
-    best_log, evidence = base.searched.log, play_off.evidence()
+    best_log, evidence = math.log(objective.merit(history.baseline)), play_off.evidence()
     if compared := play_off.compared:
         leader = play_off.leader(evidence, compared)
         ahead = evidence.difference(leader.config, base.config).mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.records.config import Config
@@ -11,6 +12,7 @@ from autotune.study.figures import measured
 from autotune.tuning.evidence import Searched
 
 Ratio = tuple[float, float, float]  # with its 95 % interval
+NOTHING = Measured(config={}, samples_per_s=0.0, samples_per_s_ci=(0.0, 0.0), peak_bytes=0, step_s=0.0, num_processes=0)
 
 
 @dataclass
@@ -41,20 +43,12 @@ class Entrant:
         """The throughput over its fresh processes, with the interval between them."""
         return measured(self.config, self.outcomes.values())
 
-    def finalist(self) -> Measured:
-        """The entrant's figures, with the reason if it failed."""
-        if not self.failed:
-            return self.measured()
-        if any(outcome.measurement for outcome in self.outcomes.values()):
-            return Dropped(**vars(self.measured()), dropped=self.failed)
-        return Dropped(
-            config=self.config.as_dict(),
-            samples_per_s=0.0,
-            samples_per_s_ci=(0.0, 0.0),
-            peak_bytes=0,
-            step_s=0.0,
-            num_processes=0,
-            dropped=self.failed,
+    def finalist(self, figures: Mapping[Config, Measured]) -> Measured:
+        """What the play-off found of it, with the reason if it failed."""
+        ran = any(outcome.measurement for outcome in self.outcomes.values())
+        found = figures.get(self.config) or (self.measured() if ran else NOTHING)
+        return (
+            Dropped(**{**vars(found), "config": self.config.as_dict()}, dropped=self.failed) if self.failed else found
         )
 
 
@@ -68,6 +62,7 @@ class Standing:
         candidate: the answer; where that is the baseline, the best of the others, or None.
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is `throughput`.
+        figures: of all who ran, by the estimate that `speedup` is made by.
         num_rounds: those of earlier searches among them.
     """
 
@@ -77,6 +72,7 @@ class Standing:
     gain: Ratio | None
     speedup: Ratio | None
     entrants: tuple[Entrant, ...]
+    figures: Mapping[Config, Measured]
     num_rounds: int
 
 

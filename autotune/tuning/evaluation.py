@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from autotune import techniques
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
+from autotune.records.inspection import Inspection
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Evaluated, Evaluation
 from autotune.runners.runner import ProbeFault
@@ -33,7 +34,7 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
     key = json.dumps({name: choice for name, choice in answer.as_dict().items() if name not in BATCH_KEYS})
     tried = [Evaluated.from_dict(one) for one in kept.get(key, ())]
     unfinished = ""
-    if search.budget.evaluation_s and not search.interrupted():
+    if is_asked_for(search.options, search.inspection) and not search.interrupted():
 
         def keep(found: Evaluated) -> None:
             tried.append(found)
@@ -47,6 +48,11 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
             except KeyboardInterrupt:  # the second one; what is known by now stays
                 unfinished = "interrupted"
     return _found(tried, unfinished) if tried or unfinished else None
+
+
+def is_asked_for(options: SearchOptions, inspection: Inspection) -> bool:
+    """Whether the user or the task wants the batch size for evaluation."""
+    return bool(options.eval or inspection.facts.get("evaluates"))
 
 
 def next_size(tried: Sequence[Evaluated], first: int, most: float) -> int | None:
@@ -79,7 +85,7 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
         left_s = budget.budget_s + budget.evaluation_s - budget.elapsed_s
         if search.interrupted() or took_s > left_s:
             return "interrupted" if search.interrupted() else NO_TIME
-        timeout_s = budget.timeout_s(history.baseline) + techniques.setup_s(answer)
+        timeout_s = budget.timeout_s(history.baseline) + history.setup_s(answer)
         settings = search.settings.replace(
             timeout_s=min(timeout_s, left_s), max_timed_s=min(MAX_TIMED_S, search.settings.max_timed_s)
         )

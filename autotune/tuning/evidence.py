@@ -21,6 +21,7 @@ Key = Hashable
 PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
 PRIOR_DF = 2.0  # which weighs as much as two pairs
 LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
+SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
 SEARCH = -1  # the round that the search counts as
 
@@ -65,14 +66,20 @@ class Evidence:
 
     Args:
         logs: logarithms of each config by round of the play-off; a config may have missed any of them.
-        searched: what the search had found of them.
+        searched: what the search had found of them, and of configs that have not played.
     """
 
     def __init__(self, logs: Mapping[Key, Mapping[int, float]], searched: Mapping[Key, Searched]) -> None:
         self._logs = {key: values for key, values in logs.items() if values}
         self._searched = {key: found for key, found in searched.items() if key in self._logs}
+        self._unplayed = {key: found for key, found in searched.items() if key not in self._logs}
         self._place = {key: place for place, key in enumerate(self._logs)}
-        self._played = _fitted(self._logs)
+        self._spreads: dict[frozenset[Key], tuple[float, float]] = {}  # by whose search figures count
+
+    @cached_property
+    def _played(self) -> _Fit:
+        """The play-off's figures alone."""
+        return _fitted(self._logs)
 
     @cached_property
     def levels(self) -> dict[Key, float]:
@@ -82,42 +89,69 @@ class Evidence:
     @cached_property
     def std(self) -> float:
         """Between equal processes, from all pairs."""
-        return _spread_of(self._with_the_search(self._searched))[0]
+        return self._spread(self._searched)[0]
+
+    def _spread(self, searched: Mapping[Key, Searched]) -> tuple[float, float]:
+        key = frozenset(searched)
+        if key not in self._spreads:
+            self._spreads[key] = _spread_of(self._with_the_search(searched))
+        return self._spreads[key]
 
     def difference(self, a: Key, b: Key) -> Distribution:
         """What is known of log `a` - log `b`.
 
         The search's figures count as well. That of a config that plays because its figure was high counts with the
         likelihood of a figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the
-        winner's curse, American Journal of Human Genetics 80, 2007).
+        winner's curse, American Journal of Human Genetics 80, 2007). Of a config that has not played it is all there is.
         """
+        if not {a, b} <= self._logs.keys():
+            return self._difference_in_the_search(a, b)
         i, j = self._place[a], self._place[b]
-        covariance = self._played.covariance
         found = [self._searched.get(key) for key in (a, b)]
         others = {key: seen for key, seen in self._searched.items() if None in found or key not in (a, b)}
-        std, df = _spread_of(self._with_the_search(others))
+        std, df = self._spread(others)
         stds = std * np.sqrt(df / _chi_squares(df))[:, None]
-        scale = math.sqrt(max(0.0, covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]))
-        values = self._played.levels[i] - self._played.levels[j] + stds * scale * _normals()
+        values = self._played.levels[i] - self._played.levels[j] + stds * self._played.scale(i, j) * _normals()
         first, second = found
         if first is None or second is None:
             return Distribution(values, np.ones_like(values))
         return Distribution(values, _likelihood(first, second, values, math.sqrt(2) * stds))
 
+    def _difference_in_the_search(self, a: Key, b: Key) -> Distribution:
+        """`difference` where one has not played: the search counts as a round, whose mood those who played tell."""
+        from scipy.special import log_ndtr
+
+        unplayed = {key: self._unplayed[key] for key in (a, b) if key in self._unplayed}
+        fit, keys = self._with_the_search(self._searched | unplayed), [*self._logs, *unplayed]
+        i, j = keys.index(a), keys.index(b)
+        std, df = _spread_of(fit)
+        stds = fit.scale(i, j) * std * np.sqrt(df / _chi_squares(df))[:, None]
+        off = stds * _normals()
+        logs = np.zeros_like(off)
+        for sign, found in ((1, unplayed.get(a)), (-1, unplayed.get(b))):
+            if found is not None and found.bar is not None:  # its figure had to be above the bar
+                logs -= log_ndtr((found.log - found.bar + sign * off) / stds)
+        return Distribution(fit.levels[i] - fit.levels[j] + off, np.exp(logs - logs.max()))
+
     def _with_the_search(self, searched: Mapping[Key, Searched]) -> _Fit:
         """The play-off's figures and the search's, which count as one round more."""
-        return _fitted({k: {**v, SEARCH: searched[k].log} if k in searched else v for k, v in self._logs.items()})
+        found = {key: {SEARCH: seen.log} for key, seen in searched.items()}
+        return _fitted({key: {**self._logs.get(key, {}), **found.get(key, {})} for key in {**self._logs, **found}})
 
 
 def _likelihood(first: Searched, second: Searched, difference: Array, std: Array) -> Array:
-    """Of two figures of the search, given the true difference: each had to be above its bar."""
-    from scipy.special import log_ndtr
+    """Of two figures of the search, given the true difference: each had to be above its bar.
 
-    logs = -0.5 * ((first.log - second.log - difference) / std) ** 2 - np.log(std)
+    They were not taken at one time, so they may be far off: Student's distribution makes little of such a pair.
+    """
+    from scipy.special import stdtr
+
+    off = (first.log - second.log - difference) / std
+    logs = -(SEARCH_DF + 1) / 2 * np.log1p(off**2 / SEARCH_DF) - np.log(std)
     if first.bar is not None:
-        logs -= log_ndtr((difference - (first.bar - second.log)) / std)
+        logs -= np.log(stdtr(SEARCH_DF, (difference - (first.bar - second.log)) / std))
     if second.bar is not None:
-        logs -= log_ndtr((first.log - second.bar - difference) / std)
+        logs -= np.log(stdtr(SEARCH_DF, (first.log - second.bar - difference) / std))
     return np.asarray(np.exp(logs - logs.max()))
 
 
@@ -134,6 +168,11 @@ class _Fit:
     covariance: Array
     squares: float
     df: int
+
+    def scale(self, i: int, j: int) -> float:
+        """The standard deviation of the difference between two levels, in units of that between equal processes."""
+        covariance = self.covariance
+        return math.sqrt(max(0.0, covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]))
 
 
 def _fitted(logs: Mapping[Key, Mapping[int, float]]) -> _Fit:

@@ -20,6 +20,7 @@ BATCHNORM_BATCH_SIZE = 64
 MIN_CHECK_S = 2.0
 MIN_COMPARISON_S = 10.0
 MAX_CHECK_SHARE = 0.05  # of the budget, for one check
+MAX_COMPARISONS_SHARE = 0.2  # of the budget, for those before the play-off
 ATTRIBUTE = "exactness"  # of the study: why a choice is not exact, empty where it is
 MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = f"give a larger --memory-limit, {OWN_STUDY}"
@@ -49,6 +50,7 @@ class Exactness:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._not_compared: dict[str, Finding] = {}  # not kept in the study: a search that goes on with it tries again
+        self._checked: dict[Config, Check] = {}  # by what was compared, whatever its batch
 
     def leave_out_known_failures(self) -> None:
         """Remove from the space the choices that an earlier search of the study found inexact."""
@@ -113,9 +115,9 @@ class Exactness:
         Micro batches are checked where the config has more of them than the user's baseline: those are the user's own.
         """
         search = self._search
-        budget = search.budget
+        budget, limit_bytes = search.budget, search.history.objective.memory_limit_bytes
         left_s = max(MIN_CHECK_S, budget.latest_s - budget.elapsed_s)
-        settings = search.settings.replace(timeout_s=min(timeout_s + techniques.setup_s(config), left_s))
+        settings = search.settings.replace(timeout_s=min(timeout_s + search.history.setup_s(config), left_s))
         small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
         size = BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
         # fewer may be an error, and more not fit
@@ -123,14 +125,21 @@ class Exactness:
             size = search.inspection.step_samples
         if config.accumulation_steps <= search.history.space.baseline.accumulation_steps:
             config = config.replace(accumulation_steps=1)
+        compared = config.replace(batch_size=1, accumulation_steps=min(2, config.accumulation_steps))
+        if compared in self._checked:
+            return self._checked[compared]
+
+        def within(limit_bytes: int) -> Check | Outcome | NotCompared:
+            return search.runner.check(config, settings.replace(memory_limit_bytes=limit_bytes), size)
+
         started_s = budget.elapsed_s
         try:
             with budget.split("checks"):
-                found = search.runner.check(config, settings, size)
+                found = within(limit_bytes)
                 if isinstance(found, Outcome) and found.kind is Kind.OOM:  # plain fp32 may be what does not fit
-                    free_bytes = search.runner.device().free_bytes
-                    if free_bytes > search.history.objective.memory_limit_bytes:
-                        found = search.runner.check(config, settings.replace(memory_limit_bytes=free_bytes), size)
+                    found = search.runner.in_all_that_is_free(within, limit_bytes) or found
+                if isinstance(found, Check):
+                    self._checked[compared] = found
                 return found
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
@@ -144,6 +153,8 @@ class Exactness:
         budget = self._search.budget
         if budget.elapsed_s > budget.budget_s:
             return Finding(exact=None, reason="the budget was spent", remedy=MORE_TIME)
+        if budget.spent_s.get("checks", 0.0) > MAX_COMPARISONS_SHARE * budget.budget_s:
+            return Finding(exact=None, reason="comparisons had taken their share of the budget", remedy=MORE_TIME)
         check = self.check(config, max(MIN_COMPARISON_S, MAX_CHECK_SHARE * budget.budget_s))
         if isinstance(check, NotCompared):
             return Finding(exact=None, reason=check.reason, comparable=False)

@@ -7,7 +7,7 @@ from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
-from autotune.tuning import shortage, why
+from autotune.tuning import finalists, shortage, why
 from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
@@ -38,15 +38,34 @@ def measure_baseline(search: Search) -> None:
         search.store.set_attribute("baseline_config", smaller.baseline.as_dict())
 
 
+def measure_baseline_again(search: Search) -> bool:
+    """Probe the baseline once more where nothing came near its one probe. True if that was done."""
+    history, baseline = search.history, search.history.space.baseline
+    probed = [trial for trial in history.searched if trial.config == baseline and trial.outcome.ok]
+    others = [outcome for config, outcome in history.known.items() if config != baseline]
+    slower = [o for o in others if history.objective.feasible(o) or o.kind is Kind.TIMEOUT]
+    is_far_ahead = finalists.near_the_best(history.feasible, history.objective) == [baseline]
+    if not (
+        is_far_ahead
+        and slower
+        and history.objective.name != "memory"
+        and len(probed) == 1
+        and search.budget.allows_a_probe(history)
+    ):
+        return False
+    reason = "once more, for nothing came near it: the machine may have become slower since"
+    return search.probe(Proposal(config=baseline, stage=BASELINE, reason=reason)) is not None
+
+
 def tell_of_large_batches(search: Search) -> None:
-    """Say which batches are left out because a probe of them would take too much of the budget."""
+    """Say which batches wait for a faster config because a probe of them would take too much of the budget."""
     history = search.history
     sizes = history.space.choices[BATCH_SIZE]
     probed = [size for size in sizes if int(size) <= history.largest_batch_size]
     if len(probed) < len(sizes):
         search.tell(
-            f"batches above {probed[-1]} are left out, for a step of one would take more than "
-            f"{format_seconds(history.longest_step_s)}; a larger --budget includes them"
+            f"batches above {probed[-1]} are tried only if something runs faster: at the speed seen so far, a step of one takes "
+            f"more than {format_seconds(history.longest_step_s)}; a larger --budget includes them"
         )
 
 

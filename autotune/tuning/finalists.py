@@ -16,6 +16,7 @@ SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
+LEAST_ROUND = 3  # processes: of the baseline, of the best so far and of who comes in
 MAX_SHARE = 0.4  # of the time that exploring and play-off share
 MAY_WIN = 0.1  # chance to beat the leader that is worth a place
 MAY_WIN_Z = 1.2816  # standard deviations below it that leave this chance
@@ -73,5 +74,8 @@ def affordable(left_s: float, probe_s: float) -> int:
 
 
 def time_to_leave(probe_s: float, shared_s: float) -> float:
-    """Seconds of the shared time that exploring leaves for the play-off: the rounds wanted, up to a share."""
-    return min(WANTED_ROUNDS * (MOST + 1) * probe_s, MAX_SHARE * shared_s)
+    """Seconds of the shared time that exploring leaves for the play-off: the rounds wanted, up to a share.
+
+    At least a round with whoever is found last: who cannot play any more is found in vain.
+    """
+    return max(LEAST_ROUND * probe_s, min(WANTED_ROUNDS * (MOST + 1) * probe_s, MAX_SHARE * shared_s))

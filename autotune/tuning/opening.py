@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning import setting_up, why
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.calibrating import calibrated
+from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
 from autotune.tuning.interruption import interruptible
 from autotune.tuning.recommend import NothingFeasible
@@ -52,9 +53,16 @@ OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, 
 
 @contextlib.contextmanager
 def opened(
-    source: TaskSource | None, options: SearchOptions, runner: Runner | None, listener: Listener
+    source: TaskSource | None,
+    options: SearchOptions,
+    runner: Runner | None,
+    listener: Listener,
+    began_s: float | None = None,
 ) -> Iterator[Search]:
     """A search that is ready to probe. On exit the study is unlocked and no process is left.
+
+    Args:
+        began_s: what `time.monotonic()` read when the user began to wait; by default now.
 
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
@@ -72,7 +80,9 @@ def opened(
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        plain = place_of(options.storage, options.study or (runner.default_study if runner else None), task_name)
+        version = _required(source).version if runner is None else ""
+        study = options.study or (runner.default_study if runner is not None else None)
+        plain = place_of(options.storage, study, task_name, version)
         place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
         stack.enter_context(locked(plain))
         stack.enter_context(storage_errors(place))
@@ -85,7 +95,8 @@ def opened(
                 import_timeout_s=patience_s,
                 compiled=place.compiled,
             )
-        budget = _budget(options, runner, listener)
+        waited_s = time.monotonic() - began_s if began_s is not None else 0.0
+        budget = _budget(options, runner, listener, waited_s)
         stored = stored_attributes(place)
         with budget.split("import"):
             device = runner.device()
@@ -95,6 +106,8 @@ def opened(
                 shutil.rmtree(place.compiled, ignore_errors=True)
             require_comparable(place, stored, **_known_early(options, limit_bytes, runner))
             stack.enter_context(runner)
+            if source is not None and not runner.stated.model:  # a recorded table does not know the file
+                runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
         place = plain.training({name: choice for name, choice in place.trained.items() if choice != own[name]})
         for note in (*runner.notes, *device.notes):
@@ -164,21 +177,19 @@ def _over(
         own: where the search is kept beside which this one makes a ranking; None for the user's own.
     """
     runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
+    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
+
+    def inspect(limit_bytes: int) -> Inspection | Outcome:
+        return runner.inspect(
+            memory_limit_bytes=limit_bytes,
+            timeout_s=budget.first_timeout_s,
+            calibration=shared.calibration,
+            trained=trained,
+        )
+
     with contextlib.ExitStack() as stack:
         with budget.split("inspection"):
-            inspect = functools.partial(
-                runner.inspect,
-                timeout_s=budget.first_timeout_s,
-                calibration=shared.calibration,
-                trained={name: options.fix[name] for name in techniques.trained({}) if name in options.fix},
-            )
-            inspection = inspect(memory_limit_bytes=limit_bytes)
-            if isinstance(inspection, Inspection) and inspection.shortage:
-                # to try a technique takes plain training's memory: what applies is asked in all that is free
-                free_bytes = runner.device().free_bytes
-                wider = inspect(memory_limit_bytes=free_bytes) if free_bytes > limit_bytes else None
-                if isinstance(wider, Inspection):
-                    inspection = replace(inspection, support=wider.support, batch=wider.batch)
+            inspection = _inspected(runner, inspect, limit_bytes)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         if options.global_batch not in (None, inspection.global_batch):
@@ -232,7 +243,7 @@ def _over(
         target = target_of(inspection.device)
         trained = techniques.trained(space.baseline)
         cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
-        if own is None and (options.eval or inspection.facts.get("evaluates")):
+        if is_asked_for(options, inspection):
             budget.keep_for_evaluation(EVALUATION_SHARE)
         max_trace_s = MAX_TRACE_SHARE * budget.budget_s
         tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
@@ -262,20 +273,34 @@ def _over(
         )
 
 
+def _inspected(
+    runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int
+) -> Inspection | Outcome:
+    """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
+    to try a technique takes as much as plain training does.
+    """
+    found = inspect(limit_bytes)
+    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not found.crowded
+    shortage = found.shortage if isinstance(found, Inspection) else found.cause if short else ""
+    wider = runner.in_all_that_is_free(inspect, limit_bytes) if shortage else None
+    return replace(wider, shortage=shortage, step_s=None) if isinstance(wider, Inspection) else found
+
+
 def _required(source: TaskSource | None) -> TaskSource:
     if source is None:
         raise ConfigError("no task was given; expected a task, or a runner that has one")
     return source
 
 
-def _budget(options: SearchOptions, runner: Runner, listener: Listener) -> Budget:
+def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s: float = 0.0) -> Budget:
     return Budget(
         budget_s=options.budget_s,
         probe_timeout_s=options.probe_timeout_s,
         now_s=runner.now_s,
-        started_s=runner.now_s(),
+        started_s=runner.now_s() - waited_s,
         num_trials=options.num_trials,
         begins=lambda purpose: listener.on(Working(purpose=purpose)),
+        spent_s={"import": waited_s} if waited_s else {},
     )
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Outcome
+from autotune.records.result import Measured
+from autotune.study.figures import ratio_interval, times_as_fast
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
-from autotune.tuning.evidence import Evidence
+from autotune.tuning.evidence import Evidence, Searched
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -111,21 +114,31 @@ class PlayOff:
         """Seconds that the next round will take."""
         return sum(entrant.wall_s for entrant in self._everyone() if not entrant.dropped)
 
-    def evidence(self, figure: Callable[[Outcome], float] | None = None) -> Evidence:
-        """What the rounds say of a figure, by default the merit. A disturbed round counts until enough others were played."""
+    def evidence(
+        self, figure: Callable[[Outcome], float] | None = None, searched: Mapping[Config, Searched] | None = None
+    ) -> Evidence:
+        """What the rounds say of a figure, by default the merit. A disturbed round counts until enough others were played.
+
+        Args:
+            searched: what the search found; by default of those who play, as far as it counts, and nothing of other figures.
+        """
+        of = figure or self.objective.merit
+        if searched is None:
+            searched = {e.config: e.searched for e in self._everyone() if e.searched is not None and figure is None}
+        return Evidence(
+            {e.config: {n: math.log(of(o)) for n, o in self._counted(e).items()} for e in self._everyone()},
+            {config: found for config, found in searched.items()},  # noqa: C416 (a mapping of any key)
+        )
+
+    def _counted(self, entrant: Entrant) -> dict[int, Outcome]:
+        """The processes of an entrant that count, by round."""
         enough = all(
             len(entrant.outcomes.keys() - self._disturbed) >= (1 if entrant.dropped else MIN_ROUNDS)
             for entrant in self._everyone()
             if not entrant.failed
         )
-        left_out, of = self._disturbed if enough else (), figure or self.objective.merit
-        return Evidence(
-            {
-                entrant.config: {n: math.log(of(o)) for n, o in entrant.outcomes.items() if o.ok and n not in left_out}
-                for entrant in self._everyone()
-            },
-            {entrant.config: entrant.searched for entrant in self._everyone() if entrant.searched and figure is None},
-        )
+        left_out = self._disturbed if enough else ()
+        return {n: outcome for n, outcome in entrant.outcomes.items() if outcome.ok and n not in left_out}
 
     def leader(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant:
         """The entrant of the highest expected merit."""
@@ -178,15 +191,25 @@ class PlayOff:
         return {number for number in played if number < self._first_round} | set(self._rounds)
 
     def _affordable(self, has_time: Callable[[float], bool]) -> list[Entrant]:
-        """Who plays the next round: all who are in, or the leader and the baseline where there is no time for more."""
-        running = [entrant for entrant in self._everyone() if not entrant.dropped]
-        if has_time(self.round_s) or self._is_open():
-            return running
-        if not self.compared:
-            return []
-        leader = self.leader(self.evidence(), self.compared)
-        pair = [entrant for entrant in running if entrant in (leader, self.baseline)]
-        return pair if len(pair) > 1 and has_time(sum(entrant.wall_s for entrant in pair)) else []
+        """Who plays the next round: all who are in, or as many as there is time for, the most promising beside the baseline."""
+        if self._is_open() or has_time(self.round_s):
+            return [entrant for entrant in self._everyone() if not entrant.dropped]
+        against = [self._base] if self._base is not None else []
+        promising = self._by_promise()
+        while len(promising) + len(against) > 1:
+            if has_time(sum(entrant.wall_s for entrant in (*promising, *against))):
+                return [*promising, *against]
+            promising.pop()
+        return []
+
+    def _by_promise(self) -> list[Entrant]:
+        """Who is in: first those who have not played and were let in because they may win, then by expected merit."""
+        ran, evidence = self.compared, self.evidence()
+        left = [entrant for entrant in self.playing if entrant not in ran]
+        while ran:
+            left.append(self.leader(evidence, ran))
+            ran.remove(left[-1])
+        return left
 
     def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
         """Run each of them once. False if that was cut short: of that round only the failures count."""
@@ -268,6 +291,7 @@ class PlayOff:
     def _standing(self) -> Standing:
         """Choose the answer: on a tie less memory, then fewer techniques."""
         evidence, base = self.evidence(), self._base
+        speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
         ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
         answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
         gain = speedup = None
@@ -275,9 +299,7 @@ class PlayOff:
             if answer is None:
                 answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
             if candidate is not None:
-                gain = self._gain(evidence, candidate, base)
-                speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
-                speedup = self._gain(speeds, candidate, base)
+                gain, speedup = self._gain(evidence, candidate, base), self._gain(speeds, candidate, base)
         return Standing(
             answer=answer,
             baseline=base,
@@ -285,8 +307,32 @@ class PlayOff:
             gain=gain,
             speedup=speedup,
             entrants=tuple(self.entrants),
+            figures=self._figures(speeds),
             num_rounds=len(self._all_rounds),
         )
+
+    def _figures(self, speeds: Evidence) -> dict[Config, Measured]:
+        """What those who ran do, by one estimate: as many times what the baseline does as they are said to gain.
+
+        The baseline's own figure is the mean of its processes; where it does not run, who played most takes its place.
+        """
+        ran = {entrant.config: self._counted(entrant) for entrant in self._everyone()}
+        found = {entrant.config: entrant.measured() for entrant in self._everyone() if ran[entrant.config]}
+        if not found:
+            return {}
+        base = self._base.config if self._base is not None else max(found, key=lambda config: len(ran[config]))
+        level, low, high = ratio_interval([math.log(samples_per_s(outcome)) for outcome in ran[base].values()])
+        for config in found:
+            if not ran[config].keys() & ran[base].keys():
+                continue  # never beside it: only its own processes tell of it
+            ratio, least, most = speeds.difference(config, base).ratio() if config != base else (1.0, 1.0, 1.0)
+            below = math.hypot(math.log(level / low), math.log(ratio / least))
+            above = math.hypot(math.log(high / level), math.log(most / ratio))
+            speed = level * ratio
+            interval = speed * math.exp(-below), speed * math.exp(above)
+            own = times_as_fast(found[config], speed / found[config].samples_per_s)
+            found[config] = replace(own, samples_per_s_ci=interval)
+        return found
 
     def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
         """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline."""

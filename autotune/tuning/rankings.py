@@ -120,4 +120,5 @@ def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None
         speedup_ci=result.speedup_ci,
         verdict=result.verdict,
         confirmed=result.confirmed,
+        evaluation=result.evaluation,
     )

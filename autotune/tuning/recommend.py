@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 
 from autotune import techniques
@@ -16,12 +17,14 @@ from autotune.records.result import Check, Measured, Result, Rival
 from autotune.runners.runner import NotCompared
 from autotune.study.figures import measured as measured_by
 from autotune.tuning import shortage, why
+from autotune.tuning.confirm import whole_rounds
+from autotune.tuning.effects import effects
 from autotune.tuning.entrant import Ratio, Standing, failure
 from autotune.tuning.evaluation import evaluation_of
+from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.exactness import Exactness
-from autotune.tuning.playoff import CLOSE
 from autotune.tuning.state import Search
-from autotune.tuning.undecided import open_question
+from autotune.tuning.verdict import verdict_of
 from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
@@ -64,8 +67,10 @@ def why_nothing(search: Search) -> str:
     if history.failed_again:
         return why.none_again(history.failed_again, history.space.baseline, history.objective)
     tried = [trial for trial in history.searched if history.space.answers(trial.config)]
-    reason = why.no_fit(tried, history.objective.memory_limit_bytes, shortage.least_need(search))
-    reason = "; ".join(filter(None, (reason, shortage.what_was_left(search))))
+    proposal = search.cost_model.propose(history)
+    left = None if proposal is None else proposal.config
+    reason = why.no_fit(tried, history.objective.memory_limit_bytes, shortage.least_need(search, left))
+    reason = "; ".join(filter(None, (reason, shortage.what_was_left(search, left))))
     if not history.space.fixed:
         return reason
     fixed = ", ".join(f"{name}={choice}" for name, choice in history.space.fixed.items())
@@ -75,8 +80,8 @@ def why_nothing(search: Search) -> str:
 def _result(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
     history = search.history
     confirmed = standing.answer if standing is not None else None
-    if confirmed is not None:
-        answer, measured = confirmed.config, confirmed.measured()
+    if standing is not None and confirmed is not None:
+        answer, measured = confirmed.config, standing.figures[confirmed.config]
         outcomes = list(confirmed.outcomes.values())
     elif history.best is not None and history.best[1].measurement is not None:
         answer, measured = history.best[0], measured_by(history.best[0], [history.best[1]])
@@ -86,15 +91,18 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     baseline, speedup = _baseline(search, standing, measured)
     is_baseline = answer == history.space.baseline
     rival = _rival(standing) if is_baseline else None
-    undecided = open_question(search, standing, rival) if is_baseline and baseline else ""
-    checks = _checks(search, exactness, answer) if standing is not None else ()
+    played = standing if confirmed is not None else None
+    verdict, undecided = verdict_of(search, played, speedup, kept=is_baseline)
+    checks = _checks(search, exactness, answer) if standing is not None or whole_rounds(search) else ()
     _warn(search, exactness, standing, answer, outcomes, baseline)
     evaluation = evaluation_of(search, answer)
-    known = why.figures(history.trials, [*_ran_through(standing)])
+    ran_through = [*_ran_through(standing)]
+    known, searched = (why.figures(trials, ran_through) for trials in (history.trials, history.searched))
     found = history.known[answer].measurement if answer in history.known else None
-    roofline = Roofline.of(search.calibration, search.tracing.traces)
+    traces, roles = search.tracing.traces, (("baseline", history.space.baseline), ("answer", answer))
+    roofline = Roofline.of(search.calibration, traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
-    break_even = _break_even(search, standing, answer)
+    break_even = _break_even(search, searched, answer)
     limit = why.limiting(answer, found, history.searched, history.objective, use) if found else ""
     spent_s = search.budget.spent_s
     tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
@@ -108,17 +116,18 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         baseline=baseline,
         speedup=1.0 if is_baseline else speedup[0] if speedup else None,
         speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
-        verdict="undecided" if undecided else "same" if is_baseline else _verdict(speedup),
+        verdict=verdict,
         objective=history.objective.name,
         confirmed=confirmed is not None,
         rival=rival,
         undecided=undecided,
-        finalists=tuple(entrant.finalist() for entrant in (standing.entrants if standing else ()) if entrant.outcomes),
+        finalists=_finalists(standing),
         front=front_of(known.values()),
-        effects=why.effects(answer, history.space.baseline, why.figures(history.searched, ())),
+        effects=effects(answer, history.space.baseline, history.trials),
         checks=checks,
         limit=limit,
         use=use,
+        peak_by_kind={role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
         tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
         compile_cold_s=history.compile_cold_s(answer) or None,
         break_even_steps=break_even and break_even[0],
@@ -145,60 +154,56 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
     )
 
 
-def _break_even(search: Search, standing: Standing | None, answer: Config) -> tuple[int, float] | None:
-    """What `why.break_even` says, by figures of the play-off if both configs ran through it, else by those of the search."""
-    history = search.history
-    searched = why.figures(history.searched, ())
-    played = why.figures((), [*_ran_through(standing)])
+def _break_even(search: Search, known: Mapping[Config, Measured], answer: Config) -> tuple[int, float] | None:
+    """What `why.break_even` says, against the fastest that compiles nothing."""
     plain = max(
-        (config for config in searched if not history.space.setting_up(config)),
-        key=lambda config: searched[config].samples_per_s,
+        (config for config in known if not search.history.space.setting_up(config)),
+        key=lambda config: known[config].samples_per_s,
         default=None,
     )
-    known = played if plain in played and answer in played else searched
     if plain is None or answer not in known:
         return None
-    return why.break_even(answer, known[answer], known[plain], history.compile_cold_s(answer))
-
-
-def _verdict(speedup: Ratio | None) -> str:
-    if speedup is None or speedup[1] > 1:
-        return "faster"  # None: than a baseline that does not run
-    return "slower" if speedup[2] < 1 else "faster" if speedup[0] > 1 + CLOSE else "same"
+    return why.break_even(answer, known[answer], known[plain], search.history.compile_cold_s(answer))
 
 
 def _rival(standing: Standing | None) -> Rival | None:
     if standing is None or standing.candidate is None or standing.speedup is None:
         return None
     speedup, low, high = standing.speedup
-    return Rival(**vars(standing.candidate.measured()), speedup=speedup, speedup_ci=(low, high))
+    return Rival(**vars(standing.figures[standing.candidate.config]), speedup=speedup, speedup_ci=(low, high))
+
+
+def _finalists(standing: Standing | None) -> tuple[Measured, ...]:
+    """What the play-off found of each, those that failed in it included."""
+    if standing is None:
+        return ()
+    return tuple(entrant.finalist(standing.figures) for entrant in standing.entrants if entrant.outcomes)
 
 
 def _ran_through(standing: Standing | None) -> Iterable[Measured]:
     """The figures of the entrants that finished the play-off."""
     if standing is None:
         return
-    for entrant in standing.entrants:
-        if entrant.outcomes and not entrant.failed:
-            yield entrant.measured()
-    if standing.baseline is not None:
-        yield standing.baseline.measured()
+    for entrant in (*standing.entrants, standing.baseline):
+        if entrant is not None and entrant.outcomes and not entrant.failed:
+            yield standing.figures[entrant.config]
 
 
 def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tuple[Measured | None, Ratio | None]:
     """The baseline's figures and the speed-up over them: from the play-off, else from the search's own probes."""
     history = search.history
-    if standing is not None:
-        return (standing.baseline.measured(), standing.speedup) if standing.baseline is not None else (None, None)
+    if standing is not None and standing.answer is not None:
+        base = standing.baseline
+        return (standing.figures[base.config], standing.speedup) if base is not None else (None, None)
     config, outcome = history.space.baseline, history.baseline
-    if outcome is None or outcome.measurement is None:
+    if outcome is None or config in history.failed_again or not history.objective.feasible(outcome):
         return None, None
-    if config in history.failed_again or not history.objective.feasible(outcome):
-        return None, None
-    found = outcome.measurement
-    low, high = answer.samples_per_s_ci
-    ratio = answer.samples_per_s / found.samples_per_s
-    return measured_by(config, [outcome]), (ratio, low / found.samples_per_s_high, high / found.samples_per_s_low)
+    baseline = measured_by(config, [outcome])
+    if answer.config == baseline.config:
+        return baseline, None
+    logs = {name: math.log(found.samples_per_s) for name, found in (("answer", answer), ("baseline", baseline))}
+    once = Evidence({}, {name: Searched(log) for name, log in logs.items()})
+    return baseline, once.difference("answer", "baseline").ratio()
 
 
 def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check, ...]:
@@ -273,6 +278,10 @@ def _warn(
         )
     if trouble := next((o.measurement.compile_trouble for o in outcomes if o.measurement), ""):
         search.warn(f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where")
+    for named, failed in why.never_ran(history.trials, history.space.baseline).items():
+        *_, last = failed
+        log = f"; {last.log} holds what it printed" if last.log else ""
+        search.warn(f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}")
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")

@@ -8,11 +8,11 @@ from autotune.records.result import Result
 from autotune.runners.runner import Runner
 from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
-from autotune.tuning.confirm import confirm
+from autotune.tuning.confirm import confirm, overtaken
 from autotune.tuning.entrant import Standing
 from autotune.tuning.events import Listener, SearchEnded
 from autotune.tuning.exactness import Exactness
-from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
+from autotune.tuning.explore import explore, measure_baseline, measure_baseline_again, tell_of_large_batches
 from autotune.tuning.opening import opened
 from autotune.tuning.rankings import with_rankings
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
@@ -27,19 +27,21 @@ def search(
     *,
     runner: Runner | None = None,
     listener: Listener | None = None,
+    began_s: float | None = None,
 ) -> Result:
     """Find the best config of a task.
 
     Args:
         source: the task; None if the runner has it.
         runner: runs the probes; by default processes on this machine.
+        began_s: what `time.monotonic()` read when the user began to wait; by default now.
 
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
         NothingFeasible: no config ran within the limits.
         Interrupted: by Ctrl-C; carries the best so far.
     """
-    with opened(source, options, runner, listener or Listener()) as search:
+    with opened(source, options, runner, listener or Listener(), began_s) as search:
         return with_rankings(search, answer)
 
 
@@ -91,6 +93,8 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
     while not search.interrupted():
         known = len(history.searched)
         explore(search, proposer)
+        if not search.interrupted() and measure_baseline_again(search):
+            explore(search, proposer)
         if nothing_won:
             explore(search, search.untried())
         while exactness.leave_out_inexact():
@@ -106,6 +110,9 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
         nothing_won = standing is None or standing.answer is standing.baseline
         if standing is not None and standing.answer is None and len(history.failed_again) > num_failed:
             proposer, was_held = search.proposer(), False  # the search has learned from that, and continues
+    if standing is not None and overtaken(search, standing, exactness.may_come_in):
+        search.warn("the answer was found too late to play against the others; give a larger --budget to confirm it")
+        return None
     if standing is None and not search.interrupted() and search.play_off is not None and search.play_off.entrants:
         search.warn(
             "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"

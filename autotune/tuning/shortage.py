@@ -41,12 +41,15 @@ def is_hopeless(search: Search) -> bool:
     return safest is not None and not may_fit(search, safest.config)
 
 
-def least_need(search: Search) -> str:
-    """How much the config that needs least is predicted to need, in words; empty where that is not known to be too much."""
+def least_need(search: Search, left: Config | None) -> str:
+    """How much the config that needs least is predicted to need, in words; empty where that is not known to be too much.
+
+    Args:
+        left: the likeliest to fit of those that were not tried; None where none was left.
+    """
     history = search.history
     configs = [config for config, o in history.known.items() if history.objective.does_not_fit(o)]
-    safest = search.cost_model.propose(history)
-    configs += [safest.config] if safest is not None else []
+    configs += [left] if left is not None else []
     found = [search.cost_model.predict(history, config) for config in configs if history.space.answers(config)]
     known = [p for p in found if p and p.peak_high_bytes and p.peak_high_bytes < TELLING * (p.peak_low_bytes or 0)]
     least_bytes = min((p.peak_bytes for p in known if p.peak_bytes), default=0)
@@ -58,12 +61,11 @@ def least_need(search: Search) -> str:
     )
 
 
-def what_was_left(search: Search) -> str:
+def what_was_left(search: Search, left: Config | None) -> str:
     """That a config which may fit was not tried yet, in words; empty where none was left."""
-    left = search.cost_model.propose(search.history)
-    if not search.history.searched or left is None or not may_fit(search, left.config):
+    if not search.history.searched or left is None or not may_fit(search, left):
         return ""
-    named = describe(left.config, search.history.space.baseline)
+    named = describe(left, search.history.space.baseline)
     return (
         f"the next to try ({named}) may fit: the same command with a larger --budget, or more --trials, goes on with it"
     )

@@ -1,20 +1,21 @@
-"""The reasons for an answer: the effect of each technique, the limit of the speed, and why nothing fitted. Pure functions."""
+"""The reasons for an answer: the figures, the limit of the speed, and why nothing fitted. Pure functions."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from autotune.errors import AutotuneError, DeviceError, OwnFault, TaskError
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import DeviceUse, Effect, Measured
+from autotune.records.result import DeviceUse, Measured
 from autotune.records.trial import Trial
-from autotune.study.figures import measured
+from autotune.study.figures import at_one_time, measured
 from autotune.study.history import feasible_each_time
+from autotune.tuning.effects import differ
 from autotune.tuning.entrant import failure
 from autotune.units import format_bytes
 
@@ -45,7 +46,8 @@ def without_digits(cause: str) -> str:
 
 
 def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Config, Measured]:
-    """The figures of every config that was feasible each time: from the play-off if it took part, else from its one probe.
+    """The figures of every config that was feasible each time: from the play-off if it took part, else from its one probe, as
+    fast as the machine was in the play-off.
 
     Args:
         probed: every probe of the study, play-offs included.
@@ -56,40 +58,7 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
         for config, counted in feasible_each_time(probed).items()
         if counted[0].outcome.measurement
     }
-    return found | {Config(tuple(found.config.items())): found for found in confirmed}
-
-
-def effects(answer: Config, baseline: Config, known: Mapping[Config, Measured]) -> tuple[Effect, ...]:
-    """The effect of each choice that differs from the baseline's, from pairs of configs that differ in it alone."""
-    found = []
-    for name, choice in answer.differences(baseline).items():
-        if name == "accumulation_steps":
-            continue
-        pairs = [
-            (with_it, without)
-            for config, with_it in known.items()
-            for other, without in known.items()
-            if config[name] == choice and other[name] == baseline[name] and set(_differ(config, other)) == {name}
-        ]
-        found.append(
-            Effect(
-                technique=name,
-                choice=choice,
-                baseline_choice=baseline[name],
-                speed_ratio=_mean_ratio([(a.samples_per_s, b.samples_per_s) for a, b in pairs]),
-                memory_ratio=_mean_ratio([(a.peak_bytes, b.peak_bytes) for a, b in pairs]),
-                num_pairs=len(pairs),
-            )
-        )
-    return tuple(found)
-
-
-def _differ(config: Config, other: Config) -> list[str]:
-    return [name for name in config.differences(other) if name != "accumulation_steps"]
-
-
-def _mean_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
-    return math.exp(fmean(math.log(a / b) for a, b in pairs)) if pairs else None
+    return at_one_time(found, {Config(tuple(found.config.items())): found for found in confirmed})
 
 
 def break_even(answer: Config, found: Measured, plain: Measured, compile_s: float) -> tuple[int, float] | None:
@@ -117,7 +86,7 @@ def limiting(
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
     if share.get("data", 0.0) > DATA_BOUND:
         return f"Data loading: {share['data']:.0%} of a step is spent waiting for data; faster samples or more workers would help."
-    batches = [probe for probe in probed if _differ(probe.config, answer) == ["batch_size"]]
+    batches = [probe for probe in probed if differ(probe.config, answer) == ["batch_size"]]
     smaller = [probe for probe in batches if probe.config.batch_size < answer.batch_size]
     larger = [probe for probe in batches if probe.config.batch_size > answer.batch_size]
     growing = any(found.samples_per_s > GROWING * speed for speed in _speeds(smaller))
@@ -176,6 +145,19 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
         sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
     )
     return f"no config finished a probe ({listed}); `autotune probe` runs one and shows its log"
+
+
+def never_ran(probed: Sequence[Trial], baseline: Config) -> dict[str, tuple[Outcome, ...]]:
+    """The choices, `name=choice`, whose every probe ended in an error or a crash, while probes without them ran: what came of each."""
+    ended: dict[str, list[Outcome]] = {}
+    for probe in probed:
+        for name, choice in probe.config.differences(baseline).items():
+            if name not in BATCH_KEYS:
+                ended.setdefault(f"{name}={choice}", []).append(probe.outcome)
+    broken = {Kind.ERROR, Kind.CRASHED}
+    if all(probe.outcome.kind in broken for probe in probed):
+        return {}
+    return {named: tuple(each) for named, each in ended.items() if {one.kind for one in each} <= broken}
 
 
 def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Objective) -> str:

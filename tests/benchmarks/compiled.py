@@ -51,12 +51,19 @@ def runs_of(study: str, configs: tuple[Config, ...], rounds: int, folder: Path) 
     return [list(outcomes) for outcomes in zip(*turns, strict=True)]
 
 
+def with_compiling(config: Config) -> Config:
+    """The config compiled, without what does not go with that."""
+    compiled = config.replace(compile="default")
+    excluded = [technique for technique in techniques.REGISTRY.values() if technique.conflict(compiled)]
+    return compiled.replace(**{technique.name: technique.off for technique in excluded})
+
+
 def row(study: str, budget: str, rounds: int) -> str:
     """One line of the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = techniques.complete(answer_of(study, budget, folder))
-        compiled = plain.replace(compile="default")
+        compiled = with_compiling(plain)
         outcomes = runs_of(study, (plain, compiled), rounds, folder)
     failed = next((o.cause for found in outcomes for o in found if o.measurement is None), "")
     if failed:

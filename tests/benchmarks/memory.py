@@ -32,7 +32,8 @@ from autotune.task import load_task
 from autotune.task.source import TaskSource
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
-TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith(".allocator.csv"))
+WIDE_TABLES = sorted(STUDIES.glob("*/*.wide.csv"))  # of nearly all techniques at once
+TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith((".allocator.csv", ".wide.csv")))
 NUM_PAIRS = 30  # of the two probes that the memory model is given
 TRACE_TIMEOUT_S = 600.0
 

@@ -2,7 +2,7 @@
 
 On each case study, within the same memory: PyTorch Lightning's `Tuner.scale_batch_size` (both modes), Accelerate's
 `find_executable_batch_size`, and `autotune search`. What each one answers is then timed by the same prober, in fresh
-processes, in turns. Prints a Markdown table and the geometric means.
+processes, in turns. Prints a Markdown table and the geometric means; with `--write` the README gets them in short.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from unittest import mock
 
-from peers_worker import TOOLS
-
 from autotune import techniques
+from autotune.devices.cpu import processor_model
 from autotune.records.batch_plan import divisors
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
@@ -35,6 +34,8 @@ from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_seconds, parse_bytes
+from tests.benchmarks.peers_worker import TOOLS
+from tests.benchmarks.searches import write
 
 ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).parent / "peers_worker.py"
@@ -246,12 +247,36 @@ def means(found: Mapping[Study, Sequence[Answer]]) -> list[str]:
     return lines
 
 
+def in_short(found: Mapping[Study, Sequence[Answer]], how: str) -> list[str]:
+    """What the README tells of a comparison: throughput and search time of each answer, and which had not been trained.
+
+    Args:
+        how: on what machine, with which versions.
+    """
+    tools = [answer.tool for answer in next(iter(found.values()))]
+    lines = [f"| study, limit | {' | '.join(tools)} |", "|---|" + "---|" * len(tools)]
+    for study, answers in found.items():
+        cells = (f"{rate(a.samples_per_s)} in {format_seconds(a.wall_s)}" if a.samples_per_s else "-" for a in answers)
+        lines.append(f"| `{study.name}`, {study.memory_limit} | {' | '.join(cells)} |")
+    peers = [answer for answers in found.values() for answer in answers if answer.tool != OURS]
+    unsafe = sum(answer.trained != "yes" or bool(answer.note) for answer in peers)
+    untrained = f"{unsafe} of the {len(peers)} answers of the other tools had not been trained at that size, or ran out of memory."
+    return [
+        *lines,
+        "",
+        f"Samples/s, and the time of the search. {how} {untrained}",
+        "",
+        *(f"- {line}" for line in means(found)),
+    ]
+
+
 def main() -> None:
-    """Compare and print."""
+    """Compare, print, and write into the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short budget and few repeats: does it work?")
     parser.add_argument("--studies", nargs="+", choices=[study.name for study in STUDIES])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--write", action="store_true", help="into the README")
     options = parser.parse_args()
     budget_s, repeats = (90.0, 2) if options.quick else (300.0, 5)
     chosen = [study for study in STUDIES if study.name in (options.studies or (study.name,))]
@@ -261,6 +286,9 @@ def main() -> None:
     print(HOW.format(budget=format_seconds(budget_s), repeats=repeats))
     print(f"Versions: {versions}. Sizes: {sizes}.\n")
     print("\n".join([*table(found), "", *means(found)]))
+    if options.write:
+        took = f"within {format_seconds(budget_s)} for autotune; medians of {repeats} fresh processes"
+        write("peers", in_short(found, f"{processor_model()}, {versions}; {took}."), ROOT / "README.md")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ repeats, drawn by the seed. Each table is searched without a memory limit that b
 that about half of its configs exceed. `doubling` is what batch-size finders do: plain fp32 training, the batch
 doubled until it fails. With `--write` a table and a plot go into `studies/README.md`; with `--keep FILE` searches that FILE
 holds are not run again, and the others are added to it.
+
+`--wide` searches the tables of nearly all techniques at once (`*.wide.csv`), for five minutes and for an hour of the table's own
+clock, and holds the two answers against each other.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ from autotune.runners.recorded import Table
 from autotune.runners.replay import ReplayRunner
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.search import search as run_search
-from tests.benchmarks.memory import TABLES, space_of
+from tests.benchmarks.memory import TABLES, WIDE_TABLES, space_of
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"
 README, PLOT = STUDIES / "README.md", STUDIES / "searches.svg"
 STRATEGIES = ("cost-model", "gp", "tpe", "random", "doubling")
+BUDGETS_S = {"five minutes": 300.0, "an hour": 3600.0}  # of the cost model, as strategies over the wide tables
 HEADROOM = 0.05
 MAX_PROBES = 40
 NEAR = 0.98  # of the optimum: within 2 %, or within the table's own interval of the optimum where that is wider
@@ -66,6 +70,7 @@ class Search:
         shares: after each probe, the best feasible config so far as a share of the table's optimum.
         regret: what the answer lacks of the optimum, after the play-off.
         near: the share of the optimum that counts as near.
+        wall_s: on the table's clock, play-off included; 0 where there is none.
     """
 
     scenario: Scenario
@@ -75,6 +80,7 @@ class Search:
     num_oom: int
     regret: float
     near: float = NEAR
+    wall_s: float = 0.0
 
     @property
     def probes_until_near(self) -> float:
@@ -146,14 +152,15 @@ def run(scenario: Scenario, strategy: str, seed: int) -> Search:
             scenario, strategy, seed, truth.shares(tried), truth.num_oom(tried), 1 - answer / truth.optimum, truth.near
         )
     watch = Watch()
+    budget_s = BUDGETS_S.get(strategy)
     result = run_search(
         None,
         SearchOptions(
-            budget_s=1e6,
-            num_trials=MAX_PROBES,
+            budget_s=budget_s or 1e6,
+            num_trials=None if budget_s else MAX_PROBES,
             memory_limit_bytes=truth.limit_bytes,
             headroom=HEADROOM,
-            sampler=strategy,
+            sampler="cost-model" if budget_s else strategy,
             seed=seed,
             storage="sqlite:///:memory:",
         ),
@@ -162,7 +169,8 @@ def run(scenario: Scenario, strategy: str, seed: int) -> Search:
     )
     answer = techniques.complete(result.config)
     regret = 1 - truth.speed[answer] / truth.optimum
-    return Search(scenario, strategy, seed, truth.shares(watch.configs), watch.num_oom, regret, truth.near)
+    shares = truth.shares(watch.configs)
+    return Search(scenario, strategy, seed, shares, watch.num_oom, regret, truth.near, result.wall_s)
 
 
 class Watch(Listener):
@@ -242,6 +250,35 @@ def _figures(mine: Sequence[Search]) -> list[str]:
     ]
 
 
+def in_time(found: Sequence[Search]) -> list[str]:
+    """A Markdown table of the wide tables' searches: one row a scenario and budget, each figure with its most."""
+    lines = [
+        "| table and limit | budget | probes | seconds | out of memory | below the table's best | near it | below an hour's answer |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    regrets = {(search.scenario, search.strategy, search.seed): search.regret for search in found}
+    for scenario in dict.fromkeys(search.scenario for search in found):
+        for budget in BUDGETS_S:
+            mine = [search for search in found if (search.scenario, search.strategy) == (scenario, budget)]
+            behind = [
+                1 - (1 - search.regret) / (1 - regrets[scenario, [*BUDGETS_S][-1], search.seed]) for search in mine
+            ]
+            figures = [
+                f"{median(len(search.shares) for search in mine):g}",
+                _median_and_most([search.wall_s for search in mine], ".0f"),
+                _median_and_most([search.num_oom for search in mine], "g"),
+                _median_and_most([search.regret for search in mine], ".1%"),
+                f"{sum(1 - search.regret >= search.near for search in mine) / len(mine):.0%}",
+                _median_and_most(behind, ".1%"),
+            ]
+            lines.append(f"| {scenario.name} | {budget} | {' | '.join(figures)} |")
+    return lines
+
+
+def _median_and_most(values: Sequence[float], form: str) -> str:
+    return f"{median(values):{form}} ({max(values):{form}})"
+
+
 def plot(found: Sequence[Search]) -> None:
     """Best so far over the optimum against the number of probes: median over seeds and tables, with the middle 80 %."""
     import matplotlib as mpl
@@ -269,16 +306,17 @@ def _padded(shares: Sequence[float]) -> list[float]:
     return [*shares[:MAX_PROBES], *[shares[-1]] * (MAX_PROBES - len(shares))]
 
 
-def write(name: str, lines: Sequence[str]) -> None:
-    """Put lines between the markers of that name in the studies' README."""
-    text = README.read_text()
+def write(name: str, lines: Sequence[str], readme: Path = README) -> None:
+    """Put lines between the markers of that name in a README; the studies' by default."""
+    text = readme.read_text()
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-    README.write_text(pattern.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text))
+    readme.write_text(pattern.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text))
 
 
 def main() -> None:
     """Run, print, and write into the README unless only a part was run."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wide", action="store_true", help="the wide tables within five minutes and an hour")
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--tables", nargs="+", type=Path, default=TABLES)
@@ -286,13 +324,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="file of searches that need not be run again")
     parser.add_argument("--write", action="store_true", help="into the README and the plot")
     options = parser.parse_args()
-    scenarios = [Scenario(path.absolute(), tight) for path in options.tables for tight in (False, True)]
-    found = searches(scenarios, options.strategies, options.seeds, options.workers, options.keep)
-    lines = [f"{options.seeds} seeds a row.", "", *summary(found)]
+    tables, strategies = (WIDE_TABLES, [*BUDGETS_S]) if options.wide else (options.tables, options.strategies)
+    scenarios = [Scenario(path.absolute(), tight) for path in tables for tight in (False, True)]
+    found = searches(scenarios, strategies, options.seeds, options.workers, options.keep)
+    lines = [f"{options.seeds} seeds a row.", "", *(in_time(found) if options.wide else summary(found))]
     print("\n".join(lines))
     if options.write:
-        plot(found)
-        write("searches", lines)
+        write("wide" if options.wide else "searches", lines)
+        if not options.wide:
+            plot(found)
 
 
 if __name__ == "__main__":

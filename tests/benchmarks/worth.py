@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,12 +32,12 @@ TRIED: Mapping[str, tuple[Choices, ...]] = {
         {"attention": "math"},
         {"checkpoint_segments": 4},
         {"checkpoint_segments": 4, "checkpoint_policy": "selective"},
-        {"loss_chunks": True},
         {"param_dtype": "bf16"},
         {"optimizer_impl": "foreach"},
         {"optimizer_impl": "fused"},
         {"batch_size": 48, "optimizer_in_backward": True},
     ),
+    "gpt with a vocabulary of 8192": ({"loss_chunks": True},),
     "digits": (
         {"amp": "bf16"},
         {"channels_last": True},
@@ -53,22 +53,29 @@ TRIED: Mapping[str, tuple[Choices, ...]] = {
         {"optimizer_impl": "fused"},
     ),
 }
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {"gpt with a vocabulary of 8192": {"GPT_VOCABULARY": "8192"}}
+
+
+def model_of(study: str) -> Path:
+    """The model file of a study, or of a study at another size."""
+    return STUDIES / study.split()[0] / "model.py"
 
 
 def probe(study: str, choices: Choices) -> dict[str, Any]:
     """Run one config in a process of its own; without a measurement it is the outcome's message."""
-    command = [sys.executable, "-m", "autotune", "probe", str(STUDIES / study / "model.py"), "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "autotune", "probe", str(model_of(study)), "--json"]
+    environment = {**os.environ, **ENVIRONMENTS.get(study, {}), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--config", json.dumps(choices)], env=environment, capture_output=True, text=True)
     outcome = json.loads(done.stdout) if done.stdout else {"kind": "error", "error": done.stderr.strip()}
     return {"message": outcome.get("error") or outcome["kind"], **(outcome.get("measurement") or {})}
 
 
-def table(rounds: int) -> list[str]:
+def table(rounds: int, studies: Iterable[str]) -> list[str]:
     """Medians of the rounds, each relative to the study's baseline in the same rounds."""
     lines = ["| study | change | speed | peak memory |", "|---|---|---|---|"]
-    for study, changes in TRIED.items():
-        task = load_task(STUDIES / study / "model.py")
+    for study in studies:
+        changes = TRIED[study]
+        task = load_task(model_of(study))
         entrants: list[dict[str, Any]] = [{**(task.baseline or {}), **change} for change in ({}, *changes)]
         found = [[probe(study, entrant) for entrant in entrants] for _ in range(rounds)]
         for number, entrant in enumerate(entrants[1:], start=1):
@@ -89,9 +96,10 @@ def main() -> None:
     """Probe, print, and write into the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--studies", nargs="+", default=list(TRIED), choices=list(TRIED))
     parser.add_argument("--write", action="store_true", help="into the studies' README")
     options = parser.parse_args()
-    lines = table(options.rounds)
+    lines = table(options.rounds, options.studies)
     print("\n".join(lines))
     if options.write:
         write("worth", lines)

@@ -30,7 +30,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A search of two architectures, and of the first with its first layer frozen."""
     folder = tmp_path_factory.mktemp("rankings")
     shutil.copy(MODEL, folder)
-    options = (*OPTIONS, "--include", "freeze", "--budget", "30s", "--json")
+    options = (*OPTIONS, "--include", "freeze", "--budget", "30s", "--eval", "--json")
     return folder, json.loads(run("search", "variants.py", *options, cwd=folder))
 
 
@@ -61,6 +61,13 @@ def test_each_has_its_own_config_parameters_and_gain(searched: tuple[Path, dict[
         frozen = 64 * 128 + 128 if ranking["choice"]["freeze"] == "0" else 0
         assert ranking["num_parameters"] == PARAMETERS[ranking["choice"]["variant"]]
         assert ranking["num_trainable"] == ranking["num_parameters"] - frozen
+
+
+def test_each_has_its_own_batch_size_for_evaluation(searched: tuple[Path, dict[str, Any]]) -> None:
+    for ranking in searched[1]["rankings"]:
+        if not ranking["failure"]:
+            found = ranking["evaluation"]
+            assert found["unfinished"] or found["eval_batch_size"] >= 1
 
 
 def test_the_study_shows_them_and_each_is_a_study(searched: tuple[Path, dict[str, Any]]) -> None:

@@ -204,3 +204,12 @@ def test_every_rate_of_a_gpu_is_measured_without_a_context_in_this_process(tmp_p
         assert found.best(work, name), (work, name)
     assert found.host_to_device_bytes_per_s and found.bytes_per_s and found.launch_s
     assert found.of["power_limit"] and found.of["driver"]
+
+
+def test_it_says_for_how_long_others_held_the_device():
+    class Shared(CpuDevice):
+        def contention(self):
+            return 0.4
+
+    assert measured(Shared()).contention == 0.4
+    assert 0 <= measured(open_device("cpu")).contention <= 1

@@ -45,6 +45,20 @@ def test_every_attention_trains_in_bf16(runner: Any, choice: str, partner: dict[
     assert outcome.kind is Kind.OK, outcome
 
 
+@pytest.mark.parametrize("choice", ["flash", "efficient", "cudnn"])
+def test_the_preferred_attention_runs_from_the_first_step_on(choice: str) -> None:
+    """torch settles its own order at its first choice on a GPU."""
+    require((8, 0), "bf16")
+
+    def operators() -> set[str]:
+        session = prepare(GPT, {"batch_size": 2, "attention": choice, "amp": "bf16"}, device="cuda")
+        with torch.profiler.profile() as profile:
+            session.step(session.task.batch(2))
+        return {event.key for event in profile.key_averages()}
+
+    assert f"aten::_scaled_dot_product_{choice}_attention" in in_process(operators)
+
+
 @pytest.mark.parametrize("choice", ["flash", "efficient", "cudnn", "math"])
 def test_every_attention_is_exact(runner: Any, choice: str) -> None:
     check = runner.check(techniques.complete({"batch_size": 4, "attention": choice}), SETTINGS, 4)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.runners.runner import InspectJob, Job, JobResult
-from autotune.tuning.events import Listener
 from tests.closed_form import ClosedFormRunner, inspection
 
 FACTS = {"name": "closed", "source_hash": "abc", "warnings": [], "optimizer": "AdamW", "has_batchnorm": False}
@@ -20,4 +19,4 @@ class Known(ClosedFormRunner):
 def known(folder: Path) -> dict[str, Any]:
     """Options of a search of what trains 96 samples a step in micro batches of 4."""
     storage = f"sqlite:///{folder / 'closed.db'}"
-    return {"runner": Known(), "listener": Listener(), "storage": storage, "memory_limit": "1000MiB", "trials": 10}
+    return {"runner": Known(), "listeners": (), "storage": storage, "memory_limit": "1000MiB", "trials": 10}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from autotune.errors import ConfigError, TaskError
 from autotune.task import Task
+from autotune.tuning.events import Event, Listener, Note
 from tests.integrations.answers import known
 from tests.integrations.test_live import dataset, net
 
@@ -22,6 +24,15 @@ from autotune.integrations.accelerate import find_executable_config  # noqa: E40
 def _fresh_state() -> None:
     """One process has one precision, and tests of other files have chosen theirs."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
 
 
 def task() -> Task:
@@ -51,6 +62,41 @@ def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches
 
     assert train() == "trained" and len(seen) > 1 and {size * steps for size, steps in seen} == {96}
     assert train() == "trained" and seen[-1] == seen[-2], "it starts where it ended"
+
+
+@pytest.mark.parametrize("of_task", [True, False])
+def test_the_precision_of_an_accelerator_that_is_there_already_is_kept(tmp_path: Path, of_task: bool) -> None:
+    """As in Accelerate's own example, which makes it outside of the function, or where what makes the task needs one."""
+
+    def made() -> Task:
+        if of_task:
+            accelerate.Accelerator(cpu=True)
+        return task()
+
+    if not of_task:
+        accelerate.Accelerator(cpu=True, mixed_precision="no")
+
+    notes = Notes()
+
+    @find_executable_config(made, **{**known(tmp_path), "listeners": [notes]})
+    def train(config: Any) -> tuple[dict[str, Any], str]:
+        return config.accelerator, accelerate.Accelerator(cpu=True, **config.accelerator).mixed_precision
+
+    said, precision = train()
+    assert said["mixed_precision"] == precision == "no" and said["gradient_accumulation_steps"] < 24
+    assert "make the Accelerator in the function" in notes.texts[0]
+
+
+def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    baselines = []
+    monkeypatch.setattr(
+        "autotune.integrations.accelerate.search",
+        lambda task, *_: baselines.append(task.baseline) or SimpleNamespace(config={"batch_size": 4}),
+    )
+    find_executable_config(task)(lambda config: None)()
+    assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
 
 
 def test_the_decorator_without_a_task_is_refused() -> None:

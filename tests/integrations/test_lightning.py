@@ -38,7 +38,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         logits = self.net(batch[0])
         self.seen.append((len(batch[0]), logits.dtype))
-        loss = torch.nn.functional.mse_loss(logits.float(), torch.nn.functional.one_hot(batch[1] % CLASSES).float())
+        loss = torch.nn.functional.mse_loss(
+            logits.float(), torch.nn.functional.one_hot(batch[1] % CLASSES, CLASSES).float()
+        )
         self.log("loss", loss)
         return loss
 
@@ -96,6 +98,38 @@ def test_a_probe_takes_the_step_that_the_trainer_takes(cls: type[Module], tmp_pa
         torch.testing.assert_close(ours, theirs)
 
 
+class Asking(Module):
+    """Reads what Lightning's own tutorials read of the trainer, in each place where they do."""
+
+    def setup(self, stage: str) -> None:
+        self.total = self.trainer.estimated_stepping_batches
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if self.global_step == 0 and self.trainer.is_global_zero:
+            self.logger.experiment.add_image("drawn", batch[0][0], self.current_epoch)
+        self.log("rate", self.lr_schedulers().get_last_lr()[0])
+        self.log("momentum", self.optimizers().param_groups[0]["momentum"])
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"max_epochs": 3}, 6), ({"max_epochs": None, "max_steps": 5}, 5), ({"limit_train_batches": 24}, 1)],
+)
+def test_a_module_that_reads_its_trainer_finds_a_stand_in(changes: Any, expected: int, tmp_path: Path) -> None:
+    """192 samples in batches of 4, 24 of them a step. Nothing is logged."""
+    trainer = trainer_of(tmp_path / "runs", logger=True, **changes)
+    task = in_a_probe(integration.task_of(Asking(), Data(), trainer), tmp_path)
+    session = prepare(task, task.baseline or {}, device="cpu")
+    session.step(next(iter(session.loader)))
+    assert session.model.total == expected and not (tmp_path / "runs").exists()
+
+
 def test_asking_a_datamodule_draws_none_of_the_users_random_numbers(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     task = integration.task_of(Module(), Data(), trainer_of(tmp_path, precision="bf16-mixed"))
@@ -112,6 +146,18 @@ def test_the_answer_is_in_the_words_of_trainer_and_dataloader(tmp_path: Path) ->
     trainer = lightning.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path, **found.trainer)
     trainer.fit(module, DataLoader(dataset(192), shuffle=True, **found.dataloader))
     assert trainer.global_step == 2 and set(module.seen) == {(size, torch.bfloat16)}
+
+
+class Validated(Data):
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(dataset(10), batch_size=2)
+
+
+def test_a_batch_size_for_the_validation_loader_is_found_if_asked(tmp_path: Path) -> None:
+    found = integration.tune(Module(), Validated(), trainer_of(tmp_path), eval=True, **known(tmp_path))
+    assert found.result.evaluation is not None and found.result.evaluation.eval_batch_size
+    assert len(integration._validated_on(Module(), Validated())["eval_dataset"]()) == 10
+    assert integration._validated_on(Module(), Data()) == {}
 
 
 def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:

@@ -146,6 +146,24 @@ def test_tasks_that_one_script_makes_of_other_things_are_other_tasks(
     assert len({digest(), *others}) == 5
 
 
+def test_two_models_of_one_class_are_named_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def version(width: int) -> str:
+        return TaskSource.of(autotune.Task.from_loader(Net(width), DataLoader(dataset(), batch_size=8))).version
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    assert version(2) == version(2) != version(3) != ""
+    script.unlink()  # as in a notebook, where nobody knows what was edited
+    assert version(2) != ""
+    assert TaskSource.of(autotune.Task(build_model=net, make_batch=lambda number: None)).version == ""
+
+
 def test_micro_batches_weigh_as_much_as_the_classes_in_them() -> None:
     model, loss = net(), torch.nn.CrossEntropyLoss(torch.tensor([1.0, 10.0, 0.1, 3.0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

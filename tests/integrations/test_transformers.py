@@ -13,6 +13,7 @@ import torch
 
 from autotune import prepare
 from autotune.errors import TaskError
+from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
@@ -136,11 +137,15 @@ def test_a_probe_takes_the_step_that_the_trainer_takes(cls: Any, given: Any, arg
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_a_loss_that_trainer_would_scale_by_accumulating_is_told(tmp_path: Path) -> None:
-    warned = integration.task_of(trainer_of(tmp_path, model=accepting())).warnings
-    assert "accepts_loss_kwargs = False" in "".join(warned)
+def test_where_trainer_would_scale_the_gradients_by_accumulating_it_accumulates_as_before(tmp_path: Path) -> None:
+    """16 samples per step, four at a time."""
+    task = integration.task_of(trainer_of(tmp_path, model=accepting()))
+    assert "kept as they are" in "".join(task.warnings) and "accepts_loss_kwargs = False" in "".join(task.warnings)
+    steps = inspect_task(task, device="cpu", memory_limit_bytes=None)["batch"]
+    assert (steps["accumulation_steps"], steps["optional_accumulation_steps"]) == ((4,), (1, 2, 8, 16))
     for model in (bert(), gpt()):
-        assert not integration.task_of(trainer_of(tmp_path, model=model)).warnings
+        task = integration.task_of(trainer_of(tmp_path, model=model))
+        assert not task.warnings and not task.fixed_accumulation
 
 
 def test_an_optimizer_of_the_users_own_steps_in_probes(tmp_path: Path) -> None:

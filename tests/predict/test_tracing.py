@@ -250,8 +250,12 @@ class _Unpredictable(nn.Module):
         (lambda x: x[x.nonzero()[:, 0]], "aten.nonzero.default"),
         (lambda x: torch.unique(x, dim=0), "depends on the values of a tensor"),
         (lambda x: torch.from_numpy(x.numpy() * 2), "numpy"),
+        (
+            lambda x: x.view(int((x.abs() >= 0).sum()) // 8, 8),
+            "^without the values of tensors it raises RuntimeError: ",
+        ),
     ],
-    ids=["nonzero", "unique", "numpy"],
+    ids=["nonzero", "unique", "numpy", "number"],
 )
 def test_what_depends_on_values_cannot_be_traced_and_the_reason_is_one_line(act, why):
     task = Task(build_model=lambda: _Unpredictable(act), make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))

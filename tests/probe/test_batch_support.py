@@ -75,6 +75,12 @@ def test_with_batch_norm_accumulating_more_than_the_baseline_has_to_be_asked_for
     assert "batch normalisation" in support.reason and "batch normalisation" in support.note
 
 
+def test_where_accumulating_is_part_of_what_is_learned_the_baselines_steps_are_kept():
+    support = batch_support(BatchPlan(3, 4), global_batch=12, fixed_accumulation="it scales the gradients")
+    assert support.accumulation_steps == (4,) and support.optional_accumulation_steps == (1, 2, 3, 6, 12)
+    assert support.reason == "it scales the gradients"
+
+
 def test_frozen_batch_norm_does_not_mind():
     model = with_batch_norm()
     model[1].eval()

@@ -44,6 +44,23 @@ def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_
     assert "310 GFLOP/s in bf16, 62% of what this device was measured to reach for such work" in text
     assert "operators move 9 GB/s, 25% of its memory's bandwidth" in text
     assert "12,346 tokens/s, as loss_weight counts" in text
+    assert "More than" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"bandwidth_share": 1.3}, "caches serve a part, or the device was slower when it was measured"),
+        (
+            {"flops_share": 1.2},
+            "the device was slower when it was measured, or its kernels suit this model better than what was measured",
+        ),
+        ({"flops_share": 1.2, "contention": 0.4}, "others held the device for 40% of the time when it was measured"),
+    ],
+)
+def test_a_share_above_what_was_measured_is_told_as_such(result: Result, changes: dict[str, float], why: str) -> None:
+    use = DeviceUse(arithmetic="fp32", flops_per_s=3e11, flops_share=0.6, bytes_per_s=9e9, bandwidth_share=0.2)
+    assert f"More than 100%: {why}" in _flat(text_of(replace(result, use=replace(use, **changes)), 200))
 
 
 def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
@@ -131,14 +148,37 @@ def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
     assert "Slower: 0.80x" in text_of(replace(result, verdict="slower", speedup=0.8))
 
 
+def test_an_answer_whose_gain_is_not_sure_is_not_called_faster(result: Result) -> None:
+    unsure = replace(
+        result, verdict="undecided", speedup=1.11, speedup_ci=(0.98, 1.36), undecided="its interval holds 1"
+    )
+    text = _flat(text_of(unsure))
+    assert "Probably faster: 1.11x the baseline's throughput (95% interval 0.98x to 1.36x)" in text
+    assert "Not sure: its interval holds 1." in text and "Faster: " not in text
+    assert "Undecided whether faster or slower: 0.98x" in _flat(text_of(replace(unsure, speedup=0.98)))
+
+
+def test_a_sure_gain_of_an_unsure_size_is_told_with_its_interval(result: Result) -> None:
+    text = _flat(text_of(replace(result, speedup=3.0, speedup_ci=(1.3, 7.0))))
+    assert "Faster: 3.00x the baseline's throughput (95% interval 1.30x to 7.00x)" in text and "too noisy" not in text
+
+
 def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
     text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
     assert "the baseline did not, so the speed-up is unknown. The warnings say why." in text
 
 
 def test_an_unconfirmed_answer_says_so(result: Result) -> None:
-    text = _flat(text_of(replace(result, confirmed=False, finalists=(), checks=())))
+    """Once: where the verdict says why it is not sure, that is it."""
+    unconfirmed = replace(result, confirmed=False, finalists=(), checks=())
+    text = _flat(text_of(unconfirmed))
     assert "Not confirmed" in text and "Play-off" not in text
+    why = "no round of the play-off was completed, so each figure is from one process"
+    text = _flat(text_of(replace(unconfirmed, verdict="undecided", undecided=why)))
+    assert text.count(why) == 1 and "Faster" not in text
+    nothing_else = {"baseline": None, "speedup": None, "speedup_ci": None}
+    text = _flat(text_of(replace(unconfirmed, verdict="undecided", undecided=why, **nothing_else)))
+    assert "the baseline did not" in text and text.count(why) == 1
 
 
 def test_what_failed_in_the_play_off_is_in_its_table_with_the_reason(result: Result) -> None:

@@ -311,7 +311,7 @@ def test_a_frameworks_script_is_measured_in_its_own_optimizer_steps(tmp_path, sc
     before = set(os.listdir())
     with commanded(tmp_path, line) as runner:
         config = techniques.complete({"batch_size": 8, "accumulation_steps": 2})
-        found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=limit_bytes(3000))))
+        found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=limit_bytes(3000), timeout_s=300)))
     assert found.step_s == pytest.approx(16 / found.samples_per_s)
     assert set(os.listdir()) == before
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api import search
 from autotune.predict.traces import Traces, UpdateTrace
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
@@ -123,3 +124,10 @@ def test_a_table_without_traces_says_so(recorded: Table) -> None:
     assert not found.models and set(found.failures.values()) == {
         "there is no closed.traces.json with traces beside the table"
     }
+
+
+def test_a_replayed_answer_names_the_file_that_runs_it(tmp_path: Path) -> None:
+    gpt = STUDIES / "gpt"
+    runner = ReplayRunner(gpt / "cpu.csv")
+    found = search(gpt / "model.py", runner=runner, budget="15s", trials=1, storage=str(tmp_path / "gpt.db"))
+    assert Path(found.model).samefile(gpt / "model.py")

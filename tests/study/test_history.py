@@ -88,6 +88,12 @@ def test_models_learn_from_the_search_and_from_failures_of_the_play_off():
     assert known.evidence == [(of, ran(of, 20.0)), (of, OOM)]
 
 
+def test_what_was_measured_again_stands_where_it_was_first_seen():
+    of, other = config(8), config(16)
+    known = history(trial(of, ran(of, 20.0)), trial(other, ran(other, 9.0)), trial(of, ran(of, 12.0)))
+    assert known.evidence == [(of, ran(of, 12.0)), (other, ran(other, 9.0))]
+
+
 def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed():
     known = history(trial(config(8), ran(config(8), 20.0)), trial(config(24), OOM))
     known.running.add(config(6))
@@ -96,6 +102,14 @@ def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed(
     assert may_be_probed(config(12)) and may_be_probed(config(48, amp="bf16"))
     outside = config(4, num_workers=2)
     assert not may_be_probed(outside)
+
+
+def test_what_cannot_be_applied_together_is_left_alone_with_any_batch_and_whatever_else():
+    refused = trial(config(8, amp="bf16"), Outcome(kind=Kind.UNSUPPORTED, cause="not here"))
+    may_be_probed = history(refused).admissible()
+    assert not may_be_probed(config(6, amp="bf16"))
+    assert not may_be_probed(config(6, amp="bf16", optimizer_impl="fused"))
+    assert may_be_probed(config(6)) and may_be_probed(config(6, amp="fp16"))
 
 
 def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed():

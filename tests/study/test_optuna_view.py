@@ -149,3 +149,13 @@ def test_somebody_elses_study_with_the_play_offs_name_is_left_alone(tmp_path: Pa
     with pytest.raises(StudyError, match=r"closed play-off .* was not made by autotune; use another with --study"):
         make_search(tmp_path, ClosedFormRunner())
     assert len(other.trials) == 1
+
+
+def test_numbers_go_on_where_a_killed_search_ended(tmp_path: Path) -> None:
+    search = make_search(tmp_path, runner := ClosedFormRunner())
+    space, objective = search.history.space, search.history.objective
+    outcome, proposal = runner.probe(space.baseline, search.settings), Proposal(config=space.baseline)
+    search.store.finish(search.store.begin(proposal, None, space), outcome, objective, disturbed=False)
+    search.store.begin(proposal, None, space)
+    again = make_search(tmp_path, ClosedFormRunner()).store
+    assert again.begin(proposal, None, space) == 1

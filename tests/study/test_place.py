@@ -42,3 +42,16 @@ def test_a_lock_that_was_let_go_leaves_nothing_behind(tmp_path: Path) -> None:
         with locked(place_of(str(folder / "gpt.db"), None, "gpt")):
             assert len(list(folder.iterdir())) == 1
     assert list(tmp_path.iterdir()) == [old] and not list(old.iterdir())
+
+
+def test_tasks_of_one_name_have_studies_of_their_own_in_one_file() -> None:
+    one, other = (place_of(None, None, "Net", version) for version in ("1a", "2b"))
+    assert one.file == other.file == Path("studies/Net.db").absolute()
+    assert (one.study, other.study, place_of(None, "mine", "Net", "1a").study) == ("Net 1a", "Net 2b", "mine")
+
+
+@pytest.mark.parametrize("study", ["studies/x", "x.db", "studies/x.db"])
+def test_a_path_where_a_name_belongs_is_refused_with_both(study: str) -> None:
+    with pytest.raises(StudyError, match=r"'x', which is kept in studies/x.db, or a file as --storage FILE"):
+        place_of(None, study, "gpt")
+    assert place_of(SERVER, study, "gpt").study == study

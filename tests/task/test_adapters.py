@@ -1,5 +1,8 @@
+import copy
 import dataclasses
 import json
+import os
+import pickle
 import warnings
 
 import lightning.pytorch as pl
@@ -13,6 +16,8 @@ from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task, load_task
 from autotune.task.facts import check_task, gather_facts
+from autotune.task.trainer_stand_in import SilentLogger
+from autotune.task.usercode import arose_in_autotune
 from autotune.techniques import UnsupportedError
 
 CPU = torch.device("cpu")
@@ -24,7 +29,6 @@ class Lit(pl.LightningModule):
         self.net = nn.Linear(width, 2)
 
     def training_step(self, batch, batch_idx):
-        assert batch_idx == 0
         loss = self.net(batch).pow(2).mean()
         self.log("loss", loss)
         self.log_dict({"loss": loss})
@@ -80,6 +84,77 @@ def test_a_lightning_step_may_take_the_batch_alone_and_return_the_loss():
             return self.net(batch).mean()
 
     check_task(lit(Short), CPU)
+
+
+def test_a_lightning_module_finds_a_stand_in_where_its_trainer_would_be():
+    class Asking(Lit):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_scalar(
+                "first", self.optimizers().param_groups[0]["lr"], self.trainer.global_step
+            )
+            assert self.lr_schedulers().last_epoch == 0 and not hasattr(self.trainer, "datamodule")
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+    class Lost(Lit):
+        def training_step(self, batch, batch_idx):
+            return self.trainer.datamodule.scale * self.net(batch).mean()
+
+    assert prepare(lit(Asking), {"batch_size": 4}, device="cpu").step(torch.randn(4, 4)).isfinite()
+    refused(lambda: check_task(lit(Lost), CPU), "AttributeError", "no trainer.datamodule", "as an argument")
+
+
+def test_the_steps_of_a_lightning_module_are_counted():
+    """What a module does in some of its steps alone, it does not do in every step of a probe."""
+    seen = []
+
+    class Counting(Lit):
+        def training_step(self, batch, batch_idx):
+            seen.append((batch_idx, self.global_step))
+            return self.net(batch).mean()
+
+    session = prepare(lit(Counting), {"batch_size": 2}, device="cpu")
+    for _ in range(3):
+        session.step(torch.randn(2, 4))
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    seen.clear()
+    session = prepare(lit(Counting), {"batch_size": 2, "accumulation_steps": 2}, device="cpu")
+    for _ in range(2):
+        session.step(torch.randn(4, 4))
+    assert seen == [(0, 0), (1, 0), (2, 1), (3, 1)]  # batches, and optimizer steps of two of them
+
+
+def test_a_module_that_trains_can_be_copied_and_pickled_without_its_optimizer():
+    session = prepare(Task(build_model=Lit, make_batch=lambda n: torch.randn(n, 4)), {"batch_size": 2}, device="cpu")
+    assert session.model.optimizers() is not None
+    assert copy.deepcopy(session.model).optimizers() is None
+    assert pickle.loads(pickle.dumps(session.model)).optimizers() is None
+
+
+def test_a_loggers_experiment_is_an_empty_container():
+    logger = SilentLogger()
+    logger.experiment["loss"] = 1.0
+    assert "loss" not in logger.experiment.config and list(logger.experiment) == []
+    assert os.path.join(logger.log_dir, "samples")
+
+
+def test_what_trackers_cannot_take_fails_where_nothing_is_tracked():
+    """TensorBoard makes NumPy arrays of tensors, which have no bf16."""
+
+    class Drawing(Lit):
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch)
+            self.logger.experiment.add_histogram("out", out, 0)
+            return out.float().mean()
+
+    assert prepare(lit(Drawing), {"batch_size": 2}, device="cpu").step(torch.randn(2, 4)).isfinite()
+    with pytest.raises(TypeError, match="BFloat16") as caught:
+        prepare(lit(Drawing), {"batch_size": 2, "amp": "bf16"}, device="cpu").step(torch.randn(2, 4))
+    assert not arose_in_autotune(caught.value)
 
 
 def test_layers_made_in_configure_model_are_there():

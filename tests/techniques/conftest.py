@@ -48,3 +48,17 @@ def make_task() -> Callable[..., Task]:
         return Task(build_model=build_model, **{"make_batch": make_batch, **changes})
 
     return make
+
+
+@pytest.fixture
+def skip_unsupported(make_setting: Callable[..., Setting]) -> Callable[[Task, Mapping[str, Choice]], None]:
+    """Skips the test where this machine cannot train a task with a config."""
+
+    def skip(task: Task, config: Mapping[str, Choice]) -> None:
+        for technique in techniques.REGISTRY.values():
+            if technique.name in config:
+                support = technique.support(make_setting(task))
+                if config[technique.name] not in (*support.choices, *support.optional):
+                    pytest.skip(support.reason)
+
+    return skip

@@ -93,7 +93,9 @@ def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reas
         "from autotune.records.calibration import NOT_MEASURED\n"
         "from autotune.techniques.amp import Amp\n"
         "device = SimpleNamespace(kind='cpu', torch_device=torch.device('cpu'))\n"
-        "support = Amp().support(SimpleNamespace(device=device, calibration=NOT_MEASURED, task=SimpleNamespace(takes_whole_steps=False)))\n"
+        "task = SimpleNamespace(takes_whole_steps=False)\n"
+        "setting = SimpleNamespace(device=device, calibration=NOT_MEASURED, task=task, model=torch.nn.Linear(8, 4))\n"
+        "support = Amp().support(setting)\n"
         "print(support.choices, support.optional, support.reason, sep='|')\n"
     )
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -102,6 +104,27 @@ def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reas
     assert choices == "('off',)"
     assert "bf16" in optional
     assert "no bf16" in reason and "emulating" in reason
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.LSTM(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("choice", ["bf16", "fp16"])
+def test_a_model_with_an_lstm_is_offered_what_torch_has_lstms_in(choice, make_task, make_setting):
+    support = Amp().support(make_setting(make_task(Recurrent)))
+    session = prepare(make_task(Recurrent), {"batch_size": 2, "amp": choice}, device="cpu")
+    try:
+        session.step(next(iter(session.loader)))
+    except RuntimeError:
+        assert choice not in (*support.choices, *support.optional) and f"no LSTM in {choice}" in support.reason
+    else:
+        assert choice in (*support.choices, *support.optional)
 
 
 def test_bf16_autocasts_the_forward_pass_and_needs_no_scaler(make_task):

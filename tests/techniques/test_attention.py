@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,11 +47,17 @@ def masked() -> Task:
     return Task(build_model=Masked, make_batch=lambda n: (torch.randn(n, 8), torch.randint(0, 4, (n,))))
 
 
-def torchs_own() -> Task:
-    def build_model() -> nn.Module:
-        return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 4))
+def torchs_own(call: Callable[[Any, Any], Any] = nn.Module.__call__) -> Task:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.head = nn.Linear(8, 4)
 
-    return Task(build_model=build_model, make_batch=lambda n: (torch.randn(n, 3, 8), torch.randint(0, 4, (n, 3))))
+        def forward(self, x: Any) -> Any:
+            return self.head(call(self.encoder, x))
+
+    return Task(build_model=Encoder, make_batch=lambda n: (torch.randn(n, 3, 8), torch.randint(0, 4, (n, 3))))
 
 
 def test_an_eager_hugging_face_model_has_the_fused_implementation(make_setting: Any) -> None:
@@ -106,10 +113,20 @@ def test_a_gpu_has_the_kernels_that_its_calls_can_use(
     assert "flash: " in support.reason and "math: " in support.reason
 
 
+def test_a_causal_mask_of_torchs_own_layers_is_none_for_the_kernels(make_setting: Any) -> None:
+    """`multi_head_attention_forward` calls attention with `is_causal` in its place."""
+    task = torchs_own(lambda encoder, x: encoder(x, nn.Transformer.generate_square_subsequent_mask(3), is_causal=True))
+    with restored_settings():
+        torch._C._set_sdp_priority_order([3, 1, 2, 0])  # cuDNN first
+        support = Attention().support(make_setting(task, device=gpu((9, 0))))
+    assert set(support.choices) == {"default", "flash", "efficient"}
+
+
 def test_in_fp32_no_kernel_but_the_usual_one_is_searched() -> None:
     redundant = Attention().is_redundant
     assert redundant(techniques.complete({"attention": "cudnn"}))
     assert not redundant(techniques.complete({"attention": "cudnn", "amp": "bf16"}))
+    assert not redundant(techniques.complete({"attention": "cudnn", "param_dtype": "bf16"}))
     assert not redundant(techniques.complete({"attention": "sdpa"}))
 
 
@@ -120,6 +137,25 @@ def test_a_preferred_kernel_comes_first_and_is_put_back() -> None:
         assert torch._C._get_sdp_priority_order()[0] == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
         assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
     assert torch._C._get_sdp_priority_order() == before
+
+
+def test_a_preferred_kernel_stays_first_where_torch_settles_its_order_at_its_first_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Hopper and Blackwell GPUs torch puts cuDNN first then, over whatever was set before (sdp_utils.cpp)."""
+    made = []
+
+    def choose(*tensors: Any) -> int:
+        if not made:
+            torch._C._set_sdp_priority_order([3, 1, 2, 0])  # cuDNN, flash, efficient, math
+        made.append(tensors)
+        return 3
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    with restored_settings():
+        prepare(KINDS["transformer"](), {"attention": "flash"}, device="cpu")
+        choose()  # by the first call of attention
+        assert torch._C._get_sdp_priority_order()[:3] == [1, 3, 2]
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint_segments": 3}])

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, nop
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from autotune import prepare, techniques
 from autotune.devices import compiler, open_device
@@ -129,6 +131,28 @@ def test_batch_norm_statistics_are_updated_once(make_task: Any) -> None:
     for config in ({}, {"checkpoint_segments": 6}):
         plain, session = trained(make_task(make), config), trained(make_task(make), ON | config)
         torch.testing.assert_close(list(session.model.buffers()), list(plain.model.buffers()), rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_in_the_memory_of_cuda_graphs_add_up_over_micro_batches(
+    make_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BACKEND", aot_autograd(fw_compiler=nop, bw_compiler=as_graphs_do))
+    task = make_task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+    config = {"batch_size": 2, "accumulation_steps": 4}
+    plain, session = trained(task, config), trained(task, {**config, "compile": "reduce-overhead"})
+    for expected, found in zip(plain.model.parameters(), session.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
+
+
+def as_graphs_do(graph: Any, inputs: Any) -> Any:
+    """A compiler whose code gives its results in the same memory each time."""
+    held: dict[int, torch.Tensor] = {}
+
+    def run(*inputs: Any) -> list[Any]:
+        found = enumerate(graph(*inputs))
+        return [v if v is None else held.setdefault(i, v.clone()).copy_(v).detach() for i, v in found]
+
+    return make_boxed_func(run)
 
 
 def test_names_and_evaluation_stay_and_a_deep_copy_computes_with_its_own_parameters(make_task: Any) -> None:

@@ -42,6 +42,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpoint_segments": 2},
     "amp": {"amp": "bf16"},
     "accumulation": {"accumulation_steps": 2},
+    "compile": {"compile": "default"},
 }
 SAMPLES = 8
 COSINE = 0.995  # of 8 significant bits in models as small as these
@@ -51,8 +52,10 @@ def cases() -> Iterator[Any]:
     for name, choices in CHOICES.items():
         for choice in choices:
             for partner, config in PARTNERS.items():
-                if name not in config and (partner == "alone" or choice == choices[-1]):
-                    yield pytest.param(name, choice, partner, id=f"{name}={choice}-{partner}")
+                if name not in config:
+                    often = partner == "alone" or choice == choices[-1]
+                    marks = () if often else (pytest.mark.slow,)
+                    yield pytest.param(name, choice, partner, id=f"{name}={choice}-{partner}", marks=marks)
 
 
 @cache
@@ -105,14 +108,12 @@ def test_every_technique_that_acts_on_gradients_is_tried() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "choice", "partner"), list(cases()))
-def test_it_trains_as_without_it(make_setting: Any, kind: str, name: str, choice: Any, partner: str) -> None:
+def test_it_trains_as_without_it(skip_unsupported: Any, kind: str, name: str, choice: Any, partner: str) -> None:
     technique = REGISTRY[name]
     if technique.is_redundant(complete({name: choice, **PARTNERS[partner]})):
         pytest.skip("not searched together")
-    if name not in GPU_ONLY:
-        support = technique.support(make_setting(KINDS[kind]()))
-        if choice not in (*support.choices, *support.optional):
-            pytest.skip(support.reason)
+    config = {name: choice, **PARTNERS[partner]}
+    skip_unsupported(KINDS[kind](), {key: config[key] for key in config if key not in GPU_ONLY})
     expected = trained(kind, partner)
     gradients, movement, buffers, names = trained(kind, partner, ((name, choice),))
     assert names == expected[3]

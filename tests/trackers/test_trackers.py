@@ -283,6 +283,6 @@ def test_a_search_is_tracked_by_the_command_line(tmp_path: Path, monkeypatch: py
     pytest.importorskip("tensorboardX")
     gpt = Path(__file__).parents[2] / "studies" / "gpt"
     monkeypatch.chdir(tmp_path)
-    options = ["--replay", str(gpt / "cpu.csv"), "--budget", "15s", "--storage", str(tmp_path / "gpt.db"), "--quiet"]
+    options = ["--replay", str(gpt / "cpu.csv"), "--budget", "60s", "--storage", str(tmp_path / "gpt.db"), "--quiet"]
     assert main(["search", str(gpt / "model.py"), *options, "--track", "tensorboard:kept"]) == 0
     assert len(list((tmp_path / "kept").rglob("events.out.tfevents*"))) > 5

@@ -2,12 +2,15 @@
 
 import math
 import re
+import time
 from dataclasses import dataclass, replace
 
 import pytest
 
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
+from autotune.report.answer import answer_sections
+from autotune.report.terminal import as_text
 from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
 from autotune.tuning.search import search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
@@ -102,3 +105,64 @@ def test_a_slow_start_leaves_the_rest_to_exploring_and_the_play_off_alike():
     runner = Timed(noise=0.05, gain=2.0, inspection_s=18.0)
     result = searched(runner, 45.0)
     assert len({str(config) for config in runner.configs}) > 2 and result.confirmed
+
+
+def test_the_time_that_the_user_waited_before_the_search_counts():
+    began_s = time.monotonic() - 20.0
+    options = SearchOptions(budget_s=40.0, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
+    result = search(None, options, runner=Timed(noise=0.1), began_s=began_s)
+    assert 30.0 < result.wall_s < 1.05 * 40.0
+    assert result.split_s["import"] >= 20.0
+
+
+@dataclass
+class Lucky(Timed):
+    """The config that is probed as the `fast`th of those that surely fit is four times as fast as any other."""
+
+    fast: int = 2
+
+    @property
+    def fastest(self):
+        fitting = [config for config in dict.fromkeys(self.configs) if self.peak_bytes(config) < 0.9 * LIMIT_BYTES]
+        return fitting[self.fast] if len(fitting) > self.fast else None
+
+    def samples_per_s(self, config):
+        return 400.0 if config == self.fastest else 100.0
+
+
+@pytest.mark.parametrize("fast", [2, 4, 6, 8])
+@pytest.mark.parametrize("budget_s", [30.0, 45.0])
+def test_whoever_is_found_last_plays(fast, budget_s):
+    runner = Lucky(noise=0.05, overhead_s=1.5, fast=fast)
+    result = searched(runner, budget_s)
+    if runner.fastest is not None:
+        assert result.config == runner.fastest.as_dict() and result.confirmed and result.verdict == "faster"
+    assert result.wall_s < 1.05 * budget_s
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("gain", "budget_s"), [(1.0, 30.0), (1.2, 30.0), (1.2, 60.0), (2.0, 60.0)])
+def test_the_verdict_the_interval_and_every_figure_agree(gain, budget_s, seed):
+    result = searched(Timed(noise=0.15, gain=gain, seed=seed, overhead_s=2.0), budget_s)
+    kept, low, high = result.config == result.baseline.config, *(result.speedup_ci or (1.0, 1.0))
+    told = "".join(as_text(answer_sections(result), width=1000).split("Recommended config")[0])
+    assert {
+        "faster": result.confirmed and low > 1,
+        "slower": result.confirmed and high < 1,
+        "same": result.confirmed and (kept or (low > 0.9 and high < 1.1)) and not result.undecided,
+        "undecided": bool(result.undecided),
+    }[result.verdict]
+    assert ("Faster: " in told) == (result.verdict == "faster") and ("Not confirmed" in told) <= (not result.confirmed)
+    for ratio, found in [(result.speedup, result), *([(result.rival.speedup, result.rival)] if result.rival else [])]:
+        assert found.samples_per_s / result.baseline.samples_per_s == pytest.approx(ratio)
+    shown = {str(one.config): one.samples_per_s for one in (*result.finalists, result.baseline)}
+    for one in result.front:
+        assert shown.get(str(one.config), one.samples_per_s) == one.samples_per_s
+    assert shown[str(result.config)] == result.samples_per_s or not result.confirmed
+
+
+def test_time_is_not_kept_for_a_play_off_that_nobody_but_the_baseline_could_take_part_in():
+    """A script may take a minute to start. It was answered "nothing ran beside the baseline" with half of the budget left."""
+    runner = Timed(gain=2.0, overhead_s=15.0, inspection_s=16.0)
+    result = searched(runner, 60.0)
+    assert len(set(runner.configs)) == 2 and result.wall_s < 1.05 * 60.0

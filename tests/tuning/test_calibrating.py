@@ -1,6 +1,6 @@
 """A device is measured before the first search on it, and again only when what the figures depend on has changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.outcome import Kind, Outcome
@@ -35,6 +35,7 @@ def test_the_first_search_on_a_device_measures_it_and_others_read_that(tmp_path)
 
 
 def test_other_arithmetic_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     runner = Measuring()
     calibrated(runner, runner.device(), tmp_path)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -61,3 +62,11 @@ def test_what_stands_for_another_device_neither_keeps_nor_reads_calibrations(tmp
     calibrated(here, here.device(), tmp_path)
     elsewhere.keeps_traces = False
     assert calibrated(elsewhere, elsewhere.device(), tmp_path) == (NOT_MEASURED, "")
+
+
+def test_what_was_measured_beside_other_work_is_measured_again_by_the_next_search(tmp_path):
+    busy, calm = Measuring(found=replace(MEASURED, contention=0.4)), Measuring()
+    assert calibrated(busy, busy.device(), tmp_path)[0].contention == 0.4
+    for _ in range(2):
+        assert calibrated(calm, calm.device(), tmp_path) == (MEASURED, "")
+    assert calm.num_measured == 1

@@ -143,6 +143,16 @@ def test_it_ends_with_its_share_of_the_budget_and_a_larger_budget_goes_on(tmp_pa
     assert not more.unfinished and more.tried[: len(found.tried)] == found.tried
 
 
+def test_where_the_start_took_all_the_time_it_is_said(tmp_path: Path) -> None:
+    class SlowToStart(Evaluating):
+        def result_of(self, job: Job) -> JobResult:
+            self.waited_s += 400.0 if isinstance(job, InspectJob) else 0.0
+            return super().result_of(job)
+
+    found = evaluation(searched(tmp_path, SlowToStart(), eval=True, budget_s=300.0))
+    assert not found.tried and "a larger --budget goes on" in found.unfinished
+
+
 def test_a_run_that_is_killed_for_want_of_time_says_nothing_of_its_size(tmp_path: Path) -> None:
     class Hanging(Evaluating):
         def evaluated(self, config: Config) -> Outcome:

@@ -71,3 +71,50 @@ def test_the_search_counts_and_its_luck_does_not(num_rounds):
         narrower += high / low < without_high / without_low
     assert too_high / SEEDS < 0.04 and too_high < naive
     assert narrower / SEEDS > 0.5
+
+
+@pytest.mark.parametrize("gain", [1.4, 0.7])
+def test_figures_of_the_search_that_the_rounds_contradict_count_for_little(gain):
+    """The machine was three times as fast when the search measured the baseline."""
+    logs = rounds_of(random.Random(0), {"best": gain, "base": 1.0}, 0.02, 3)
+    searched = {"best": Searched(math.log(gain)), "base": Searched(math.log(3.0))}
+    ratio, low, high = Evidence(logs, searched).difference("best", "base").ratio()
+    assert ratio == pytest.approx(gain, rel=0.05) and low < gain < high
+
+
+def played(generator, noise):
+    """Three rounds of a config and a baseline that are equal; the search had found what processes find."""
+    logs = rounds_of(generator, {"best": 1.0, "base": 1.0}, noise, 3)
+    return logs, {name: Searched(generator.gauss(0, noise)) for name in ("best", "base")}
+
+
+def test_who_was_found_too_late_to_play_is_judged_by_the_searchs_figures():
+    logs, searched = played(random.Random(0), 0.1)
+    four_times = Evidence(
+        logs, {**searched, "late": Searched(searched["best"].log + math.log(4), searched["best"].log)}
+    )
+    assert four_times.difference("late", "best").chance_below(0.0) < 0.02
+    assert four_times.difference("best", "late").chance_below(0.0) > 0.98
+
+
+def test_luck_of_the_one_looked_at_for_being_the_fastest_is_not_taken_for_speed():
+    """The fastest of ten equal configs, found after the play-off, is hardly ever said to beat who won that."""
+    generator, said, naive = random.Random(0), 0, 0
+    for _ in range(SEEDS):
+        logs, searched = played(generator, 0.1)
+        late = sorted(generator.gauss(0, 0.1) for _ in range(10))
+        bar = max(late[-2], *(found.log for found in searched.values()))
+        if late[-1] > bar:
+            evidence = Evidence(logs, {**searched, "late": Searched(late[-1], bar)})
+            said += evidence.difference("late", "best").chance_below(0.0) < 0.05
+            naive += (
+                Evidence(logs, {**searched, "late": Searched(late[-1])}).difference("late", "best").chance_below(0.0)
+                < 0.05
+            )
+    assert said / SEEDS < 0.03 and said < naive
+
+
+def test_two_that_the_search_alone_ran_once_each_differ_by_no_more_than_processes_do():
+    evidence = Evidence({}, {"a": Searched(math.log(1.5)), "b": Searched(0.0)})
+    ratio, low, high = evidence.difference("a", "b").ratio()
+    assert ratio == pytest.approx(1.5) and low < 1 < high

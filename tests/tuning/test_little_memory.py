@@ -18,6 +18,7 @@ from autotune.tuning import opening
 from autotune.tuning.events import Event, Listener, Note
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
+from autotune.tuning.recommend import why_nothing
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 
 MODEL = """
@@ -70,7 +71,7 @@ def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, mo
     options = SearchOptions.of(
         {
             "device": "cpu",
-            "budget": "3m",
+            "budget": "10m",
             "storage": str(tmp_path / "tight.db"),
             "memory_limit": plain.outside_bytes + 80 * 2**20,
             "fix": {"batch_size": 2},
@@ -129,3 +130,35 @@ def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_
         search = make_search(folder, Checking(), inspection=inspection(facts=facts, step_samples=samples))
         Exactness(search).of("optimizer_impl", "fused")
     assert sizes == [4, 6]
+
+
+LARGE = """
+import torch
+
+BASELINE = {"batch_size": 2}
+
+
+def build_model():
+    return torch.nn.Linear(4096, 4096)  # 64 MiB
+
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 4096), torch.randn(batch_size, 4096)
+"""
+
+
+def test_where_the_model_alone_exceeds_the_limit_the_predicted_need_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(LARGE)
+    source = TaskSource.of(tmp_path / "model.py")
+    with LocalRunner(source, device="cpu", logs=tmp_path / "logs") as runner:
+        plain = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
+    assert isinstance(plain, Inspection)
+    limit = {"memory_limit": plain.outside_bytes + 40 * 2**20, "storage": str(tmp_path / "large.db")}
+    options = SearchOptions.of(
+        {"device": "cpu", "budget": "10m", "trials": 1, **limit}, total_bytes=lambda device: 2**34
+    )
+    with opening.opened(source, options, None, Listener()) as search:
+        assert "an allocation of" in search.inspection.shortage
+        measure_baseline(search)
+        explore(search, search.proposer())
+        assert "the smallest config is predicted to need about" in why_nothing(search)

@@ -1,5 +1,6 @@
 """The play-off: who is confirmed, who is dropped, and when the baseline is the answer."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
 from autotune.tuning.entrant import Entrant
+from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
 
@@ -171,10 +173,33 @@ def test_there_is_no_answer_when_everything_fails():
 
 def test_the_answers_interval_is_between_processes():
     standing, _ = contest({config(16): 200.0, BASE: 100.0})
-    measured = standing.answer.measured()
+    measured = standing.figures[standing.answer.config]
     assert measured.num_processes >= MIN_ROUNDS
     assert measured.samples_per_s_ci[0] < 200 < measured.samples_per_s_ci[1]
     assert measured.samples_per_s_ci[1] / measured.samples_per_s_ci[0] > 1.05  # rounds differ by up to 40 %
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("speed", [90.0, 130.0])
+def test_every_figure_is_from_the_estimate_that_the_gain_is_told_by(rounds, speed):
+    """What the search found counts in the gain, and one who comes in late has missed the slow first round."""
+
+    def run(candidate, number):
+        if (candidate, number) == (config(48), 0):
+            return Outcome(kind=Kind.OOM, cause="no memory", wall_s=1.0)
+        return ok(candidate, speeds[candidate] * (0.5 if number == 0 else 1.0 + 0.1 * (number % 2)))
+
+    speeds = {config(16): speed, LATE: 80.0, config(48): 1.0, BASE: 100.0}
+    made = PlayOff(Entrant(BASE, Searched(math.log(200.0))), run, OBJECTIVE, seed=0)
+    made.enter(Entrant(config(16), Searched(math.log(150.0))))
+    made.enter(Entrant(config(48)))
+    standing = made.play(lambda seconds, number: number < rounds, substitutes=[Entrant(LATE)])
+    told, base = standing.figures[standing.candidate.config], standing.figures[BASE]
+    assert told.samples_per_s / base.samples_per_s == pytest.approx(standing.speedup[0])
+    assert told.step_s == pytest.approx(96 / told.samples_per_s, rel=0.1)
+    assert told.samples_per_s_ci[0] < told.samples_per_s < told.samples_per_s_ci[1]
+    if rounds > 1:
+        assert standing.figures[LATE].samples_per_s / base.samples_per_s == pytest.approx(0.8, rel=0.05)
 
 
 def test_a_ratio_interval_of_equal_values_is_a_point():
@@ -278,7 +303,7 @@ def test_a_finalist_that_failed_says_so_and_one_that_lost_does_not():
     speeds = {config(8): 100.0, config(12): 190.0, config(16): 200.0, config(24): 210.0, BASE: 90.0}
     failing = {(config(24), 0), (config(12), 1)}
     standing, _ = contest(speeds, failing=failing)
-    found = {entrant.config: entrant.finalist() for entrant in standing.entrants}
+    found = {entrant.config: entrant.finalist(standing.figures) for entrant in standing.entrants}
     reasons = {candidate: measured.dropped for candidate, measured in found.items() if isinstance(measured, Dropped)}
     assert reasons == {config(12): "oom: no memory", config(24): "oom: no memory"}
     assert found[config(24)].num_processes == 0 and found[config(24)].samples_per_s == 0
@@ -397,6 +422,26 @@ def test_a_proven_gain_is_not_given_up_for_a_leader_that_has_run_once():
         BASE: [100, 108, 92, 107, 93],
     }
     assert held(speeds, {(fails, 3)}, None).answer.config == first
+
+
+def test_where_there_is_no_time_for_all_who_has_not_played_yet_comes_first():
+    """Who comes in late does so because it may be the best; the others have shown what they do."""
+    speeds = {config(16): 150.0, config(12): 140.0, LATE: 500.0, BASE: 100.0}
+    log = []
+
+    def run(candidate, number):
+        log.append(candidate)
+        return ok(candidate, speeds[candidate] * (1 + 0.03 * (len(log) % 3)))
+
+    made = PlayOff(Entrant(BASE, wall_s=1.0), run, OBJECTIVE, seed=0)
+    made.enter(Entrant(config(16), wall_s=1.0))
+    made.enter(Entrant(config(12), wall_s=1.0))
+    made.play(lambda seconds, number: number < 1)
+    made.enter(Entrant(LATE, wall_s=1.0))
+    del log[:]
+    standing = made.play(lambda seconds, number: not log and seconds <= 2.0)
+    assert {*log} == {LATE, BASE}
+    assert standing.answer.config == LATE
 
 
 def test_rounds_go_on_while_the_interval_is_wide():

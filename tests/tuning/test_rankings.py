@@ -176,6 +176,24 @@ def test_a_ranking_without_time_says_how_to_get_it(tmp_path: Path) -> None:
     assert last.failure == "the budget was spent; give a larger --budget, or search it alone with --fix variant=small"
 
 
+def test_each_ranking_has_a_batch_size_for_evaluation_of_its_own(tmp_path: Path) -> None:
+    class Evaluating(Variants):
+        def evaluated(self, config: Any) -> Outcome:
+            """The base model holds ten times the small one's activations."""
+            larger = {"base": 10, "small": 1}[str(config["variant"])]
+            return super().evaluated(config.replace(batch_size=larger * config.batch_size))
+
+    result = ranked(tmp_path, "base", "small", "broken", runner=Evaluating(), eval=True)
+    own, small, broken = result.rankings
+    assert own.evaluation == result.evaluation is not None and small.evaluation is not None
+    assert (own.evaluation.eval_batch_size, small.evaluation.eval_batch_size) == (6, 48)
+    assert broken.evaluation is None
+    assert load_study(tmp_path / "closed.db").result == result
+    text = " ".join(as_text(answer_sections(result), 160).split())
+    assert "gain eval batch what is trained" in text
+    assert "eval batch" not in as_text(answer_sections(ranked(tmp_path / "other", "base", "small")), 160)
+
+
 def test_a_table_is_of_one_training() -> None:
     assert _trained({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
     with pytest.raises(ConfigError, match="sweep each into a table of its own, with --grid variant=base"):

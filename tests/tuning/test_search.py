@@ -8,7 +8,7 @@ import pytest
 from autotune import techniques
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.outcome import Kept, Kind, Outcome
-from autotune.records.result import Check, Result, Rival
+from autotune.records.result import Check, Result
 from autotune.records.trial import Proposal
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
@@ -18,7 +18,7 @@ from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
-from autotune.tuning.undecided import open_question
+from autotune.tuning.verdict import verdict_of
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
 FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
@@ -93,7 +93,8 @@ def assert_unconfirmed(result, search):
     """The search's best, held against the search's own probe of the baseline."""
     assert not result.confirmed and not result.finalists
     assert result.config == search.history.best[0].as_dict()
-    assert result.baseline is not None and result.speedup > 1 and result.verdict == "faster"
+    assert result.baseline is not None and result.speedup > 1
+    assert result.verdict == "undecided" and "no round of the play-off was completed" in result.undecided
     said = text_of(result) + " ".join(result.warnings)
     assert not [words for words in UNTRUE if words in said]
 
@@ -330,6 +331,20 @@ def test_a_comparison_that_runs_out_of_memory_asks_for_memory(tmp_path):
     assert any(
         "optimizer_impl=fused" in text and "oom: no memory" in text and "--memory-limit" in text for text in warnings
     )
+
+
+def test_a_choice_that_failed_each_time_is_named_with_its_cause_and_where_to_read_more(tmp_path):
+    class Broken(Staged):
+        def outcome_of(self, config, settings):
+            if config["amp"] == "bf16":
+                return Outcome(kind=Kind.ERROR, cause="unrecognized arguments: --bf16", log="studies/gpt.logs/7.log")
+            return super().outcome_of(config, settings)
+
+    tried = [{"batch_size": 8, "amp": "bf16"}, {"batch_size": 48}]
+    made = recommender(tmp_path, Broken())
+    explore(made, Listed(techniques.complete(one, global_batch=96) for one in tried))
+    (said,) = [text for text in answer(made).warnings if "unrecognized" in text]
+    assert said.startswith("amp=bf16 failed each time it was run") and said.endswith("7.log holds what it printed")
 
 
 def test_a_technique_for_which_no_time_is_left_is_named(tmp_path, monkeypatch):
@@ -574,7 +589,9 @@ def test_a_play_off_without_an_answer_that_taught_nothing_is_not_held_again(tmp_
     def nobody_won(search, admit, share):
         held.append(search)
         assert len(held) < 10, "the search never ends"
-        return Standing(answer=None, baseline=None, candidate=None, gain=None, speedup=None, entrants=(), num_rounds=1)
+        return Standing(
+            answer=None, baseline=None, candidate=None, gain=None, speedup=None, entrants=(), figures={}, num_rounds=1
+        )
 
     monkeypatch.setattr("autotune.tuning.search.confirm", nobody_won)
     assert not answer(recommender(tmp_path, Staged())).confirmed
@@ -594,10 +611,14 @@ def test_the_budget_that_would_do_counts_the_rounds_of_one_that_is_out(tmp_path)
         gain=(1.0, 0.9, 1.1),
         speedup=(1.0, 0.9, 1.1),
         entrants=(rival,),
+        figures={},
         num_rounds=4,
     )
-    told = Rival(**vars(rival.measured()), speedup=1.0, speedup_ci=(0.9, 1.1))
-    assert "--budget 270s would do" in open_question(made, standing, told)  # twelve more rounds of 20 s
+    word, why = verdict_of(made, standing, standing.speedup, kept=True)
+    assert word == "undecided" and "--budget 270s would do" in why  # twelve more rounds of 20 s
+    once = replace(standing, num_rounds=1, speedup=(1.0, 0.02, 50.0))
+    _, why = verdict_of(made, once, once.speedup, kept=True)
+    assert "processes differ too much" not in why and "would do" in why  # nobody knows yet how much they differ
 
 
 def test_a_config_that_a_slow_probe_hid_comes_in_when_the_others_have_lost(tmp_path):
@@ -621,6 +642,90 @@ def test_a_config_that_a_slow_probe_hid_comes_in_when_the_others_have_lost(tmp_p
     result = answer(made)
     assert configs[0] in runner.played
     assert result.config == configs[0].as_dict()
+
+
+class FoundLate(Staged):
+    """One config equals the baseline and plays; what is found after that takes the rest of the time."""
+
+    late_gain = 4.0
+
+    def samples_per_s(self, config):
+        return 100.0 * (self.late_gain if config["amp"] == "fp16" else 1.0)
+
+    def outcome_of(self, config, settings):
+        self.waited_s += 1000.0 if config["amp"] == "fp16" else 0.0
+        return super().outcome_of(config, settings)
+
+
+def found_late(folder, late_gain):
+    runner = FoundLate(noise=0.02)
+    runner.late_gain = late_gain
+    made = recommender(folder, runner, num_trials=None)
+    early, late = (made.history.space.complete({"amp": choice}) for choice in ("bf16", "fp16"))
+    untried = Listed([late])
+    made.proposer, made.undo_changes, made.untried = lambda: Listed([early]), lambda: Listed(()), lambda: untried
+    return answer(made), made.history.space.baseline, late
+
+
+def test_what_was_found_too_late_to_play_and_is_far_faster_is_the_answer_and_not_confirmed(tmp_path):
+    result, _, late = found_late(tmp_path, 4.0)
+    assert result.config == late.as_dict() and not result.confirmed and result.verdict == "undecided"
+    assert result.speedup == pytest.approx(4.0, rel=0.2) and result.speedup_ci[0] < 4 < result.speedup_ci[1]
+    assert result.samples_per_s / result.baseline.samples_per_s == pytest.approx(result.speedup)
+    assert any("too late to play" in text for text in result.warnings)
+
+
+def test_what_was_found_too_late_to_play_and_may_be_lucky_does_not_take_the_place_of_who_played(tmp_path):
+    result, baseline, _ = found_late(tmp_path, 1.02)
+    assert result.config == baseline.as_dict() and result.confirmed
+
+
+@pytest.mark.parametrize("slowdown", [1.7, 3.0])
+def test_a_machine_that_slowed_down_after_the_baselines_probe_does_not_decide(tmp_path, slowdown):
+    """One probe at a quick moment says that nothing beats the baseline; a second one says what it does now."""
+
+    class Slowed(Staged):
+        def samples_per_s(self, config):
+            return super().samples_per_s(config) / (slowdown if len(self.configs) > 1 else 1.0)
+
+    made = recommender(tmp_path, Slowed(noise=0.02), num_trials=None)
+    choices = {"amp": "bf16"}, {"optimizer_impl": "fused"}  # 1.4 and 1.05 times as fast
+    made.proposer = lambda: Listed([made.history.space.complete(changed) for changed in choices])
+    made.undo_changes = made.untried = lambda: Listed(())
+    result = answer(made)
+    assert result.verdict == "faster" and result.config["amp"] == "bf16"
+    assert [trial.stage for trial in made.history.searched].count("baseline") == 2
+
+
+def test_a_baseline_far_ahead_of_the_others_is_confirmed_against_the_best_of_them(tmp_path):
+    class Slower(Staged):
+        def samples_per_s(self, config):
+            return 100.0 if config == made.history.space.baseline else 50.0
+
+    made = recommender(tmp_path, Slower(noise=0.02), num_trials=12)
+    result = answer(made)
+    assert result.confirmed and result.config == made.history.space.baseline.as_dict()
+    assert result.rival.speedup == pytest.approx(0.5, rel=0.1)
+
+
+def test_an_answer_of_one_exact_technique_is_not_compared_twice(tmp_path):
+    runner = Staged()
+    result = answer(recommender(tmp_path, runner, fix={"optimizer_impl": "fused", "amp": "off"}))
+    assert result.config["optimizer_impl"] == "fused" and result.checks[0].passed
+    compared = {c.replace(batch_size=1, accumulation_steps=min(2, c.accumulation_steps)) for c in runner.checked}
+    assert len(runner.checked) == len(compared)
+
+
+def test_comparisons_take_no_more_than_their_share_of_the_budget(tmp_path):
+    class SlowToCompare(Staged):
+        def check_of(self, config, settings, batch_size):
+            self.waited_s += 300.0
+            return super().check_of(config, settings, batch_size)
+
+    fix = {"optimizer_impl": "fused", "checkpoint_segments": 2, "amp": "off"}
+    result = answer(recommender(tmp_path, runner := SlowToCompare(), fix=fix))  # a budget of 1000 s
+    assert len(runner.checked) <= 2 and runner.played
+    assert any("comparisons had taken their share" in text for text in result.warnings)
 
 
 def test_where_the_number_of_probes_left_the_question_open_more_of_them_are_asked_for(tmp_path):

@@ -15,6 +15,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
+from autotune.runners.runner import NotCompared
 from autotune.tuning.search import answer
 from autotune.tuning.setting_up import with_what_is_cheap
 from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
@@ -57,6 +58,8 @@ def test_what_was_asked_for_stays_as_it_is() -> None:
 class Compiling(ClosedFormRunner):
     """Compiled code is a quarter faster."""
 
+    cold_s = COLD_S
+
     def samples_per_s(self, config: Config) -> float:
         return super().samples_per_s(config) * (1.25 if config["compile"] == "default" else 1.0)
 
@@ -65,7 +68,7 @@ class Compiling(ClosedFormRunner):
         if config["compile"] == "off" or outcome.measurement is None:
             return outcome
         is_cold = not any(other["compile"] == "default" for other in self.configs[:-1])
-        compile_s = COLD_S if is_cold else 0.0  # as a local runner tells of what was in the cache
+        compile_s = self.cold_s if is_cold else 0.0  # as a local runner tells of what was in the cache
         self.waited_s += compile_s
         return replace(
             outcome,
@@ -113,3 +116,18 @@ def test_what_compiles_comes_after_what_promises_as_much_for_less_time(tmp_path:
     _, runner = searched(tmp_path)
     first = next(place for place, config in enumerate(runner.configs) if config["compile"] == "default")
     assert any(config["amp"] == "bf16" for config in runner.configs[:first])
+
+
+def test_a_comparison_with_plain_training_has_the_time_that_compiling_was_seen_to_take(tmp_path: Path) -> None:
+    timeouts_s = []
+
+    class Watched(Compiling):
+        cold_s = 300.0
+
+        def check_of(self, config: Config, settings: ProbeSettings, batch_size: int) -> NotCompared:
+            timeouts_s.extend([settings.timeout_s] if config["compile"] != "off" else [])
+            return super().check_of(config, settings, batch_size)
+
+    known = with_what_is_cheap(found(), 2000.0, None, ())
+    answer(make_search(tmp_path, Watched(noise=0.002), inspection=known, sampler="cost-model", budget_s=2000.0))
+    assert timeouts_s and min(timeouts_s) > Watched.cold_s

@@ -33,28 +33,6 @@ def failed(candidate, kind=Kind.OOM, **changes):
     return Trial(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
 
 
-def test_the_effect_of_a_technique_comes_from_probes_that_differ_in_it_alone():
-    answer, baseline = config(8, amp="bf16"), config(4)
-    probes = [
-        probed(answer, 180, 300),
-        probed(config(8), 120, 400),
-        probed(config(4, amp="bf16"), 150, 250),
-        probed(baseline, 100, 350),
-    ]
-    found = {effect.technique: effect for effect in why.effects(answer, baseline, why.figures(probes, ()))}
-    assert found["amp"].speed_ratio == pytest.approx(1.5)
-    assert found["amp"].num_pairs == 2
-    assert found["batch_size"].speed_ratio == pytest.approx(1.2)
-    assert found["amp"].memory_ratio == pytest.approx((300 / 400 * 250 / 350) ** 0.5)
-
-
-def test_an_effect_that_was_not_isolated_is_not_invented():
-    answer, baseline = config(8, amp="bf16"), config(4)
-    (batch, amp) = why.effects(answer, baseline, why.figures([probed(answer), probed(baseline)], ()))
-    assert batch.num_pairs == amp.num_pairs == 0
-    assert batch.speed_ratio is None and amp.memory_ratio is None
-
-
 def test_the_front_leaves_out_what_is_not_feasible():
     probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
     assert [measured.config["batch_size"] for measured in front_of(why.figures(probes, ()).values())] == [4, 8]
@@ -136,9 +114,22 @@ def test_when_everything_fails_otherwise_the_causes_are_said():
 
 def test_the_play_offs_figures_replace_a_single_probes():
     confirmed = figures.measured(config(4), [probed(config(4), 130, 400).outcome] * 5)
-    known = why.figures([probed(config(4), 100, 400), probed(config(8), 120, 600)], [confirmed])
+    known = why.figures([probed(config(4), 100, 400), probed(config(8), 95, 600)], [confirmed])
     assert known[config(4)].samples_per_s == pytest.approx(130)
     assert [measured.config["batch_size"] for measured in front_of(known.values())] == [4]
+
+
+def test_figures_of_the_search_stand_beside_the_play_offs_as_if_they_were_measured_then():
+    """The machine has become half as fast."""
+    searched = [probed(config(4), 100, 400), probed(config(8), 120, 600), probed(config(6), 110, 500)]
+    confirmed = [
+        figures.measured(config(size), [probed(config(size), speed, 600).outcome] * 3)
+        for size, speed in ((4, 50), (8, 60))
+    ]
+    known = why.figures(searched, confirmed)
+    assert known[config(6)].samples_per_s == pytest.approx(55) and known[config(6)].step_s == pytest.approx(96 / 55)
+    assert known[config(6)].samples_per_s_ci == pytest.approx((55 * 0.99, 55 * 1.01))
+    assert [found.config["batch_size"] for found in front_of(known.values())] == [6, 8]
 
 
 def test_what_failed_in_a_play_off_is_not_among_the_figures():
@@ -166,3 +157,17 @@ def test_what_did_not_run_again_is_named_with_the_cause_and_its_own_remedy(kind,
 def test_what_needed_the_headroom_the_second_time_is_told_from_what_ran_out_of_memory():
     text = why.none_again({config(4): probed(config(4), peak_mib=980).outcome}, config(4), OBJECTIVE)
     assert "more than the memory limit less headroom" in text and "--headroom 15%, in a new study" in text
+
+
+def test_a_choice_whose_every_probe_failed_is_named_and_one_that_ran_once_is_not():
+    baseline = config(8)
+    tried = [
+        probed(baseline),
+        failed(config(8, amp="bf16"), Kind.ERROR),
+        failed(config(4, amp="bf16", optimizer_impl="fused"), Kind.ERROR),
+        probed(config(8, optimizer_impl="fused")),
+        failed(config(48)),
+        failed(config(48, amp="fp16")),
+    ]
+    assert {named: len(each) for named, each in why.never_ran(tried, baseline).items()} == {"amp=bf16": 2}
+    assert not why.never_ran(tried[1:3], baseline), "nothing ran, so it may be anything"

@@ -72,9 +72,21 @@ def _group_norm_backward(*args: Any, **_: Any) -> Any:
     return tuple(result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True))
 
 
+def _plausible_value(tensor: torch.Tensor) -> bool | int | float | complex:
+    """What is read of a fake tensor: a constant's true value, else what keeps a step on its usual path."""
+    if (constant := getattr(tensor, "constant", None)) is not None:
+        return constant.item()  # type: ignore[no-any-return]
+    if tensor.dtype is torch.bool:
+        return False
+    if tensor.dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
 # Operator -> what stands in for it; `NotImplemented` where the operator itself will do.
 SUBSTITUTES: Mapping[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
+    _aten._local_scalar_dense.default: _plausible_value,
     _aten._coalesce.default: _coalesce,
     _aten.add_.Tensor: _add_,
     _aten._embedding_bag_backward.default: _embedding_bag_backward,

@@ -45,6 +45,7 @@ def test_the_page_tells_the_verdict_the_config_the_reasons_and_the_machine(study
     assert "Faster: 1.7" in page.words and "config = {" in page.words and "2.13.0" in page.words
     expected = ["Answer", "Recommended config", "Play-off", "Throughput and memory", "Throughput and batch size"]
     assert page.titles[1:6] == expected
+    assert {"Memory of tensors at the peak, by kind", "Where a step's time goes"} <= set(page.titles)
     assert {"Effect of each change", "Run it", "Probes", "Machine and versions"} <= set(page.titles)
 
 
@@ -119,3 +120,18 @@ def test_it_is_text_in_a_notebook_too(study: Study) -> None:
     told = hostile(study)
     for what, sections in ((told, notebook._of_study), (told.result, notebook._of_result)):
         require_text(notebook._shown(sections)(what))
+
+
+def test_arrows_lines_of_code_and_wide_tables_stay_readable_on_a_narrow_screen(study: Study) -> None:
+    page = render(study)
+    assert 'fp32 <span class="whole">-&gt;</span> bf16' in page and "white-space: pre-wrap" in page
+    assert '<table class="deep" style="--columns: 5"><tr><th class="number">#</th>' in page
+
+
+def test_the_time_of_a_step_is_that_of_a_probe_that_nothing_disturbed(study: Study) -> None:
+    assert study.result is not None
+    usual = next(p for p in study.probes if p.config.as_dict() == study.result.config and p.outcome.measurement)
+    assert usual.outcome.measurement is not None
+    odd = replace(usual.outcome.measurement, phases_s={"waiting for others": 1.0})
+    disturbed = replace(usual, outcome=replace(usual.outcome, measurement=odd), disturbed=True)
+    assert "waiting for others" not in render(replace(study, probes=(*study.probes, disturbed)))
