@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -185,23 +184,10 @@ def report(options: argparse.Namespace) -> int:
 
 def dashboard(options: argparse.Namespace) -> int:
     """`autotune dashboard`: Optuna's own view of a study, until Ctrl-C."""
+    from autotune.cli.dashboard import serve
     from autotune.study.reading import storage_url
 
-    storage = storage_url(options.study_file)
-    try:
-        from optuna_dashboard import run_server
-    except ImportError:
-        raise ConfigError(
-            "the dashboard needs optuna-dashboard, which is not installed; `pip install 'autotune-torch[dashboard]'` adds it"
-        ) from None
-    print(f"http://{options.host}:{options.port}/ shows {storage}; Ctrl-C ends it", file=sys.stderr, flush=True)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            run_server(storage, host=options.host, port=options.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on port {options.port} of {options.host}: {error.strerror}; choose another --port or --host"
-        ) from None
+    serve(storage_url(options.study_file), options.host, options.port)
     return ANSWERED
 
 

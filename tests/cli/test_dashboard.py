@@ -37,15 +37,20 @@ def fetched(url: str, running: subprocess.Popen[str]) -> bytes:
     raise TimeoutError(url)
 
 
-def test_it_shows_the_study_on_this_machine_until_it_is_interrupted(tmp_path: Path) -> None:
-    pytest.importorskip("optuna_dashboard")
-    study, port = write_study(tmp_path / "gpt.db"), free_port()
+def started(study: Path, port: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "autotune", "dashboard", str(study), "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     # a shell's background jobs, which these tests may be, ignore the interrupt
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, heard)
+    return running
+
+
+def test_it_shows_the_study_on_this_machine_until_it_is_interrupted(tmp_path: Path) -> None:
+    pytest.importorskip("optuna_dashboard")
+    study, port = write_study(tmp_path / "gpt.db"), free_port()
+    running = started(study, port)
     try:
         studies = json.loads(fetched(f"http://127.0.0.1:{port}/api/studies", running))
         assert "gpt" in json.dumps(studies)
@@ -56,6 +61,24 @@ def test_it_shows_the_study_on_this_machine_until_it_is_interrupted(tmp_path: Pa
         running.kill()
     assert running.returncode == 0 and "Traceback" not in said
     assert said.startswith(f"http://127.0.0.1:{port}/ shows sqlite:///{study}; Ctrl-C ends it")
+
+
+def test_an_interrupt_during_an_answer_ends_it(tmp_path: Path) -> None:
+    pytest.importorskip("optuna_dashboard")
+    port = free_port()
+    running = started(write_study(tmp_path / "gpt.db"), port)
+    try:
+        fetched(f"http://127.0.0.1:{port}/api/studies", running)
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the answer cannot be sent whole
+            reader.connect(("127.0.0.1", port))
+            reader.sendall(b"GET /static/bundle.js HTTP/1.0\r\nAccept-Encoding: identity\r\n\r\n")
+            assert reader.recv(15) == b"HTTP/1.0 200 OK"
+            running.send_signal(signal.SIGINT)
+            _, said = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "Traceback" not in said
 
 
 def test_a_port_that_is_taken_is_an_error_with_the_next_step(
