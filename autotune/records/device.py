@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from autotune.records.formats import Record
 
 
+def same_memory(first_bytes: int, second_bytes: int) -> bool:
+    """Whether two readings of a total memory can be of one device: a kernel keeps some pages more or less at each boot."""
+    return abs(first_bytes - second_bytes) <= 0.01 * max(first_bytes, second_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo(Record):
     """A device as plain data.

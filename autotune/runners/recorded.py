@@ -15,7 +15,7 @@ from autotune.errors import AutotuneError
 from autotune.predict.traces import Traces
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
-from autotune.records.device import DeviceInfo
+from autotune.records.device import DeviceInfo, same_memory
 from autotune.records.formats import Record
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.outcome import Kind, Outcome
@@ -70,6 +70,8 @@ class Header(Record):
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
         ours, theirs = self.to_dict(), other.to_dict()
         compared = [key for key in ours if key not in _NOT_COMPARED]
+        if same_memory(self.total_bytes, other.total_bytes):
+            compared.remove("total_bytes")
         return [f"{key} was {ours[key]!r} and is {theirs[key]!r}" for key in compared if ours[key] != theirs[key]]
 
     def device_info(self) -> DeviceInfo:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import StudyError, first_line
 from autotune.records.config import Config
+from autotune.records.device import same_memory
 from autotune.records.formats import require_readable
 from autotune.records.objective import SCORES, Objective
 from autotune.records.outcome import Outcome
@@ -269,6 +270,8 @@ def require_comparable(place: Place, stored: Mapping[str, Any], **wanted: Any) -
 def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = []
     for key in sorted({*known, *wanted}):
+        if key == "total_bytes" and same_memory(known.get(key, 0), wanted.get(key, 0)):
+            continue
         if known.get(key) != wanted.get(key):
             was, now = _shown(known, key), _shown(wanted, key)
             if was == now:  # a few bytes apart

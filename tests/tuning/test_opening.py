@@ -88,6 +88,18 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
     assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
 
 
+def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_memory(tmp_path: Path) -> None:
+    place, before = place_of(str(tmp_path / "booted.db"), None, "booted"), inspection(facts=FACTS)
+    rebooted, halved = (
+        dataclasses.replace(before, device=dataclasses.replace(before.device, total_bytes=total_bytes))
+        for total_bytes in (2**34 - 4096, 2**33)
+    )
+    Store(place, _fingerprint(before), {})
+    Store(place, _fingerprint(rebooted), {})
+    with pytest.raises(StudyError, match=r"memory of the device was 16\.0 GiB and is 8\.00 GiB"):
+        Store(place, _fingerprint(halved), {})
+
+
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
