@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,9 @@ import torch
 from autotune import techniques
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
-from autotune.integrations.words import read, search
+from autotune.integrations.words import read, search, watching
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice
-from autotune.report.live import live_listener
 from autotune.task import Task, load_task
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
@@ -88,9 +86,9 @@ def find_executable_config(
         def run(*args: Any, **kwargs: Any) -> T:
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
-                watching = [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
-                given, asked = _as_today(given, options, watching)
-                found.append(Executable(search(given, (ACCELERATE, DATALOADER), asked, watching).config))
+                watched_by = watching(listeners)
+                given, asked = _as_today(given, options, watched_by)
+                found.append(Executable(search(given, (ACCELERATE, DATALOADER), asked, watched_by).config))
             while True:
                 try:
                     return function(found[0], *args, **kwargs)

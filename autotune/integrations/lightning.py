@@ -21,7 +21,6 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
-from torch.utils.data import DataLoader
 
 from autotune import techniques
 from autotune.errors import TaskError
@@ -33,7 +32,7 @@ from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
-from autotune.task.adapters import attach, overrides
+from autotune.task.adapters import attach, overrides, sole_loader
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
@@ -216,10 +215,8 @@ def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) 
 def _validated_on(module: LightningModule, datamodule: LightningDataModule | None) -> dict[str, Any]:
     """The field of a task for what is validated on; none where that is not one loader's."""
     owner = module if datamodule is None else datamodule
-    loader = _made_by(owner, "val_dataloader") if overrides(type(owner), "val_dataloader") else None
-    if isinstance(loader, list | tuple) and len(loader) == 1:
-        loader = loader[0]
-    return {"eval_dataset": data_of(loader)["train_dataset"]} if isinstance(loader, DataLoader) else {}
+    loader = sole_loader(_made_by(owner, "val_dataloader")) if overrides(type(owner), "val_dataloader") else None
+    return {} if loader is None else {"eval_dataset": data_of(loader)["train_dataset"]}
 
 
 def _made_by(owner: Any, hook: str) -> Any:

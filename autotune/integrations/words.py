@@ -69,14 +69,19 @@ def search(
     named: dict[str, Any] = {"frameworks": tuple(frameworks)}
     if options.get("runner") is None:
         named["device"] = device
-    watching = [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
-    result = api.search(task, listeners=watching, **{**named, **options})
+    listeners = watching(listeners)
+    result = api.search(task, listeners=listeners, **{**named, **options})
     gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
     told = {name: choice for name, choice in result.config.items() if choice != _before(task, result)[name]}
     changed = ", ".join(f"{name}={choice}" for name, choice in told.items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
-    Listeners(watching).on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
+    Listeners(listeners).on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
     return result
+
+
+def watching(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
+    """Those who watch a search: the listeners given, else one that shows its progress and answer on stderr."""
+    return [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
 
 
 def changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -214,6 +214,11 @@ class Outcome(Record):
         return self.kind is Kind.OK
 
     @property
+    def disturbances(self) -> tuple[str, ...]:
+        """What was seen to disturb its timing, in words; empty where nothing was measured."""
+        return self.measurement.disturbances if self.measurement else ()
+
+    @property
     def running_s(self) -> float:
         """Seconds of its process, without one that compiled before."""
         return self.wall_s - self.compiling_s

@@ -90,17 +90,12 @@ class History:
         The play-off's speeds are left out, because the machine may have become slower since the search. So is a
         measurement of the search that was repeated: the last one stands in its place.
         """
-        measured = [trial for trial in self.searched if trial.outcome.ok]
-        last = {trial.config: trial.outcome for trial in measured}
-        first = {trial.config: trial.number for trial in reversed(measured)}
-        repeated = {trial.number for trial in measured if trial.number != first[trial.config]}
-        stands = {trial.number: last[trial.config] for trial in measured}
-        left_out = self._retryable | repeated
-        return [
-            (trial.config, stands.get(trial.number, trial.outcome))
-            for trial in self._trials
-            if trial.number not in left_out and not (trial.in_play_off and trial.feasible)
-        ]
+        found: dict[Config | int, tuple[Config, Outcome]] = {}
+        for trial in self._trials:
+            if trial.number not in self._retryable and not (trial.in_play_off and trial.feasible):
+                repeatable = trial.outcome.ok and not trial.in_play_off
+                found[trial.config if repeatable else trial.number] = trial.config, trial.outcome
+        return list(found.values())
 
     @property
     def failed_again(self) -> dict[Config, Outcome]:

@@ -232,6 +232,13 @@ def may_have_data(build_model: Any) -> bool:
     return may_be_lightning(build_model) and (not is_class or overrides(build_model, "train_dataloader"))
 
 
+def sole_loader(made: Any) -> torch.utils.data.DataLoader[Any] | None:
+    """The one DataLoader in what `val_dataloader` returned, which may be in a list; None where there are several, or something else."""
+    if isinstance(made, list | tuple) and len(made) == 1:
+        made = made[0]
+    return made if isinstance(made, torch.utils.data.DataLoader) else None
+
+
 class LightningData:
     """What a LightningModule's `train_dataloader()` and `val_dataloader()` give, for a task without data of its own.
 
@@ -280,10 +287,7 @@ class LightningData:
         module, _ = self._load()
         if not (overrides(type(module), "val_dataloader") and overrides(type(module), "validation_step")):
             return None
-        loader = module.val_dataloader()
-        if isinstance(loader, list | tuple) and len(loader) == 1:
-            loader = loader[0]
-        return loader if isinstance(loader, torch.utils.data.DataLoader) else None
+        return sole_loader(module.val_dataloader())
 
     def _load(self) -> tuple[Any, torch.utils.data.DataLoader[Any]]:
         if self._made is None:

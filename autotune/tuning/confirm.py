@@ -77,17 +77,13 @@ def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool
     history, play_off = search.history, search.play_off
     if play_off is None or standing.answer is None or history.best is None:
         return False
-    best, logs = (
-        history.best[0],
-        {config: math.log(history.objective.merit(o)) for config, o in history.feasible.items()},
-    )
-    if best == history.space.baseline or any(
-        entrant.outcomes for entrant in play_off.entrants if entrant.config == best
-    ):
+    best, _ = history.best
+    has_played = any(entrant.outcomes for entrant in play_off.entrants if entrant.config == best)
+    if best == history.space.baseline or has_played:
         return False
-    bar = max(
-        (log for config, log in logs.items() if config != best), default=None
-    )  # it is looked at for being the best
+    logs = {config: math.log(history.objective.merit(outcome)) for config, outcome in history.feasible.items()}
+    others = (log for config, log in logs.items() if config != best)
+    bar = max(others, default=None)  # it is looked at for being the best
     searched = {config: Searched(log, bar if config == best else None) for config, log in logs.items()}
     ahead = play_off.evidence(searched=searched).difference(best, standing.answer.config)
     return ahead.chance_below(CLOSE) < RISK and admit(best)
@@ -115,7 +111,7 @@ def _opened(search: Search) -> PlayOff:
     def ended(number: int) -> None:
         search.store.set_attribute(WHOLE_ROUNDS, [*whole_rounds(search), number])
 
-    rounds = [(trial.round, trial.outcome.measurement) for trial in history.trials if trial.round is not None]
+    rounds = [(trial.round, trial.outcome) for trial in history.trials if trial.round is not None]
     # the first: what was measured again was so because it was high
     first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
     searched = Searched(math.log(history.objective.merit(first))) if runs and first is not None else None
@@ -126,7 +122,7 @@ def _opened(search: Search) -> PlayOff:
         ended=ended,
         seed=search.options.seed,
         first_round=max((number for number, _ in rounds), default=-1) + 1,
-        disturbed=[number for number, found in rounds if found is not None and found.disturbances],
+        disturbed=[number for number, outcome in rounds if outcome.disturbances],
         baseline_may_win=history.space.answers(baseline),
     )
 

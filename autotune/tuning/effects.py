@@ -25,7 +25,7 @@ def effects(answer: Config, baseline: Config, probed: Sequence[Trial]) -> tuple[
         probed: every probe of the study, play-offs included.
     """
     known = feasible_each_time(probed)
-    calm = {config for config, trials in known.items() if not all(map(_is_disturbed, trials))}
+    calm = {config for config, trials in known.items() if not all(trial.outcome.disturbances for trial in trials)}
     evidence = Evidence({config: _logs(trials) for config, trials in known.items()}, {})
     found = []
     for name, choice in answer.differences(baseline).items():
@@ -62,14 +62,10 @@ def differ(config: Config, other: Config) -> list[str]:
     return [name for name in config.differences(other) if name != ACCUMULATION]
 
 
-def _is_disturbed(trial: Trial) -> bool:
-    return trial.outcome.measurement is not None and bool(trial.outcome.measurement.disturbances)
-
-
 def _logs(trials: Sequence[Trial]) -> Mapping[int, float]:
     """A config's throughput by round, in logarithms. That of the search stays: it ties configs that did not play to the others."""
-    calm = any(trial.in_play_off and not _is_disturbed(trial) for trial in trials)
-    used = [trial for trial in trials if not (calm and trial.in_play_off and _is_disturbed(trial))]
+    calm = any(trial.in_play_off and not trial.outcome.disturbances for trial in trials)
+    used = [trial for trial in trials if not (calm and trial.in_play_off and trial.outcome.disturbances)]
     found = [(SEARCH if trial.round is None else trial.round, trial.outcome.measurement) for trial in used]
     return {number: math.log(measured.samples_per_s) for number, measured in found if measured is not None}
 

@@ -223,7 +223,7 @@ class PlayOff:
                         ran.outcomes.pop(number, None)
                 return False
             entrant.outcomes[number], entrant.wall_s = outcome, outcome.running_s
-            if outcome.measurement is not None and outcome.measurement.disturbances:
+            if outcome.disturbances:
                 self._disturbed.add(number)
             if not outcome.ok or self.objective.beyond_memory(outcome):
                 entrant.failed = failure(outcome)

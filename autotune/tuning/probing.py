@@ -170,7 +170,7 @@ class Probing:
             outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
         self.budget.add_run(outcome, self.runner.num_slots)
         if flight.disturbed is not None:
-            self._usual |= _disturbances(flight.disturbed) & _disturbances(outcome)
+            self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
             outcome = calmer(flight.disturbed, outcome)
         elif self._is_worth_another(flight, outcome):
             flight.disturbed, flight.hopeless = outcome, None
@@ -192,7 +192,7 @@ class Probing:
 
     def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
         """Whether to run it again. In the play-off a disturbed round is played again as a whole."""
-        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and _disturbances(outcome) - self._usual)
+        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and {*outcome.disturbances} - self._usual)
         return (
             bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
         )
@@ -230,10 +230,6 @@ class Probing:
     def _give_up(self, flight: Flight, why: str) -> None:
         self.history.running.discard(flight.proposal.config)
         self.store.fail(flight.number, why)
-
-
-def _disturbances(outcome: Outcome) -> set[str]:
-    return set() if outcome.measurement is None else set(outcome.measurement.disturbances)
 
 
 def _cause(error: BaseException) -> str:

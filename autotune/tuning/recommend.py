@@ -285,7 +285,7 @@ def _warn(
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")
-    if any(o.measurement and o.measurement.disturbances for o in outcomes):
+    if any(outcome.disturbances for outcome in outcomes):
         search.warn("other work disturbed the machine; a quiet one gives narrower intervals")
     if crowded := sum(trial.outcome.crowded for trial in history.trials):
         search.warn(

@@ -124,7 +124,7 @@ def _wants(known: Figure | None, options: SweepOptions) -> bool:
 
 def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
     outcome = runner.probe(config, settings)
-    disturbed = outcome.crowded or (outcome.measurement is not None and outcome.measurement.disturbances)
+    disturbed = outcome.crowded or outcome.disturbances
     return calmer(outcome, runner.probe(config, settings)) if disturbed else outcome
 
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from autotune.errors import ConfigError, TaskError
 from autotune.task import Task
-from autotune.tuning.events import Event, Listener, Note
 from tests.integrations.answers import known
 from tests.integrations.test_live import dataset, net
+from tests.notes import Notes
 
 accelerate = pytest.importorskip("accelerate")
 from autotune.integrations.accelerate import find_executable_config  # noqa: E402
@@ -24,15 +24,6 @@ from autotune.integrations.accelerate import find_executable_config  # noqa: E40
 def _fresh_state() -> None:
     """One process has one precision, and tests of other files have chosen theirs."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, Note):
-            self.texts.append(event.text)
 
 
 def task() -> Task:

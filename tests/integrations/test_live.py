@@ -17,7 +17,7 @@ import autotune
 from autotune.errors import TaskError
 from autotune.session import prepare
 from autotune.task.source import TaskSource
-from autotune.tuning.events import Listener, Note
+from tests.notes import Notes
 
 FEATURES, CLASSES = 12, 4
 
@@ -45,15 +45,6 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[A
     own = [(p.data_ptr(), p.device, p.requires_grad, p.clone(), p.grad) for p in model.parameters()]
     drawn = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
     return [own, model.training, len(model._forward_pre_hooks), str(optimizer.state_dict()), drawn]
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on(self, event: Any) -> None:
-        if isinstance(event, Note):
-            self.texts.append(event.text)
 
 
 def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp_path: Path) -> None:

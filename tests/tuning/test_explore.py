@@ -16,9 +16,9 @@ from autotune.records.trial import Proposal
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import confirm, finalists_of
-from autotune.tuning.events import Listener, Note
 from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
+from tests.notes import Notes
 from tests.rough_world import NoisyPeaks
 
 
@@ -156,14 +156,8 @@ def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
 
 
 def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_told(tmp_path):
-    told = []
-
-    class Listening(Listener):
-        def on(self, event):
-            told.extend([event.text] if isinstance(event, Note) else [])
-
     runner = ClosedFormRunner()
-    search = make_search(tmp_path, runner, listener=Listening(), sampler="cost-model", num_trials=6)
+    search = make_search(tmp_path, runner, listener=(notes := Notes()), sampler="cost-model", num_trials=6)
     search.history.longest_step_s = 0.2
     measure_baseline(search)
     tell_of_large_batches(search)
@@ -171,7 +165,7 @@ def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_
     assert len(runner.configs) > 3 and max(config.batch_size for config in runner.configs) <= 0.2 * 150
     assert [
         text
-        for text in told
+        for text in notes.texts
         if "batches above 8 are tried only if something runs faster" in text and "--budget" in text
     ]
 
@@ -586,15 +580,6 @@ def test_configs_that_differ_in_the_batch_alone_are_not_unlike(tmp_path):
     assert len(runner.configs) > 3
 
 
-class Notes(Listener):
-    def __init__(self):
-        self.texts = []
-
-    def on(self, event):
-        if isinstance(event, Note) and event.warning:
-            self.texts.append(event.text)
-
-
 @pytest.mark.parametrize("error", [OverflowError("math range error"), LinAlgError("not positive definite")])
 @pytest.mark.parametrize("broken", ["next", "predict", "ranked"])
 def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_of_once(
@@ -607,7 +592,7 @@ def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_o
     notes = Notes()
     search = make_search(tmp_path, runner := ClosedFormRunner(), sampler="cost-model", listener=notes, num_trials=15)
     standing = finish(search)
-    assert [note for note in notes.texts if str(error) in note] == notes.texts[:1]
+    assert [text for text in notes.warnings if str(error) in text] == notes.warnings[:1]
     start = starting_configs(search.history.space, baseline_fits=True, objective="throughput")
     if broken == "next":
         assert {config for config, _ in start} & set(runner.configs)

@@ -15,11 +15,12 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.runner import NotCompared
 from autotune.task.source import TaskSource
 from autotune.tuning import opening
-from autotune.tuning.events import Event, Listener, Note
+from autotune.tuning.events import Listener
 from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.recommend import why_nothing
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
+from tests.notes import Notes
 
 MODEL = """
 import torch
@@ -52,15 +53,6 @@ def training_step(model, batch):
 """
 
 
-class Noting(Listener):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, Note):
-            self.texts.append(event.text)
-
-
 def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed is free: no fragments in the heap
     (tmp_path / "model.py").write_text(MODEL)
@@ -80,7 +72,7 @@ def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, mo
         },
         total_bytes=lambda device: 2**34,
     )
-    listener = Noting()
+    listener = Notes()
     with opening.opened(source, options, None, listener) as search:
         assert "an allocation of" in search.inspection.shortage and search.inspection.step_s is None
         assert search.inspection.support["checkpoint_segments"].choices[-1] == 12

@@ -20,11 +20,11 @@ from autotune.runners.runner import InspectJob, Job, JobResult, Runner, TraceJob
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
-from autotune.tuning.events import Event, Listener, Note
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.tracing import Tracing
 from tests.closed_form import ClosedFormRunner, inspection, make_search
+from tests.notes import Notes
 from tests.predict.test_traces import DEFAULT, PLAIN
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -49,15 +49,6 @@ class Slow(ClosedFormRunner):
         if job.plan.updates:
             return Traces(target="cpu", updates={job.plan.updates[0]: DEFAULT})
         return Traces(target="cpu", models={job.plan.models[0]: PLAIN})
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, Note):
-            self.texts.append(event.text)
 
 
 def test_when_time_is_up_nothing_has_failed_and_the_next_search_goes_on(tmp_path: Path) -> None:
