@@ -35,6 +35,7 @@ class Space:
         accumulations: the accumulation steps that may be used.
         fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
         untraceable: technique and choice -> why its memory is learned from probes alone.
+        always: technique and choice that act in every config, also where the technique knows them as redundant.
         expected_setup_s: technique and choice -> seconds before the first step that it is expected to take here, where
             that is better known than the technique knows by itself.
     """
@@ -46,6 +47,7 @@ class Space:
     accumulations: frozenset[Choice]
     fixed: Mapping[str, Choice]
     untraceable: Mapping[tuple[str, Choice], str]
+    always: frozenset[tuple[str, Choice]] = frozenset()
     expected_setup_s: Mapping[tuple[str, Choice], float] = field(default_factory=dict)
 
     @property
@@ -78,8 +80,15 @@ class Space:
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
             and config.plan.keeps(self.global_batch)
-            and not any(config[t.name] != t.off and t.is_redundant(config) for t in self._switched)
+            and not any(self._is_redundant(technique, config) for technique in self._switched)
         )
+
+    def _is_redundant(self, technique: techniques.Technique, config: Config) -> bool:
+        choice = config[technique.name]
+        if choice == technique.off:
+            return False
+        acts = (technique.name, choice) in self.always
+        return bool(technique.conflict(config)) if acts else technique.is_redundant(config)
 
     def answers(self, config: Config) -> bool:
         """Whether a config belongs to the space and keeps to what the user fixed."""
@@ -285,6 +294,7 @@ def build_space(
             for name, support in inspection.support.items()
             for choice, reason in support.untraceable
         },
+        always=frozenset((name, choice) for name, support in inspection.support.items() for choice in support.always),
         expected_setup_s={
             (name, choice): seconds
             for name, support in inspection.support.items()

@@ -23,6 +23,7 @@ class Support:
         untraceable: choices whose memory is learned from probes alone, each with the reason why it cannot be traced.
         setup_s: optional choices that are so for their price alone, each with the seconds that a config with it is expected
             to take before its first step, cold. A search that has the time tries them unasked.
+        always: choices that act in every config, also where `Technique.is_redundant` says of any task that they do not.
     """
 
     choices: tuple[Choice, ...]
@@ -31,6 +32,7 @@ class Support:
     note: str = ""
     untraceable: tuple[tuple[Choice, str], ...] = ()
     setup_s: tuple[tuple[Choice, float], ...] = ()
+    always: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Inspection(Record):
         step_s: seconds of the inspection's training step, which was cold; None where none was taken.
         step_samples: samples of that step: 2, or the baseline's batch where two are an error.
         shortage: how that step ran out of memory; empty where it did not.
+        comparable: whether a config's gradients can be compared with plain fp32's.
     """
 
     facts: dict[str, Any]
@@ -80,6 +83,7 @@ class Inspection(Record):
     step_s: float | None = None
     step_samples: int = 2
     shortage: str = ""
+    comparable: bool = True
 
     @property
     def sample_s(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from autotune.lazy import torch
@@ -55,18 +56,24 @@ class Attention(Technique):
             _set_implementation(eager, "sdpa")  # raises where the model has no such implementation
             _set_implementation(eager, "eager")
             return Support(choices=("default", "sdpa"))
-        masked = _calls(setting)
-        if not masked:
+        calls = _calls(setting)
+        if not calls:
             return Support(choices=("default",), reason="the model does not call scaled_dot_product_attention")
         if setting.device.kind != "cuda":
             reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
             return Support(choices=("default",), optional=("math",), reason=reason)
         capability = setting.device.info().capability
-        refused = {name: _refusal(name, capability, masked) for name in _BACKENDS}
+        all_masked = all(call.masked for call in calls)
+        refused = {name: _refusal(name, capability, all_masked) for name in _BACKENDS}
         left_out = [f"{name}: {why}" for name, why in refused.items() if why]
         left_out.append("math: it keeps the scores of all pairs, and is slower")
-        usable = (name for name, why in refused.items() if not why)
-        return Support(choices=("default", *usable), optional=("math",), reason="; ".join(left_out))
+        usable = tuple(name for name, why in refused.items() if not why)
+        return Support(
+            choices=("default", *usable),
+            optional=("math",),
+            reason="; ".join(left_out),
+            always=usable if any(call.short for call in calls) else (),
+        )
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Set the process's preference, or the model's implementation."""
@@ -96,7 +103,7 @@ class Attention(Technique):
         return f"{choice} attention"
 
     def is_redundant(self, config: Config) -> bool:
-        """In fp32 GPUs have one fused kernel, which torch takes anyway."""
+        """In fp32 GPUs have one fused kernel, which torch takes anyway. `support` sees a model in a short type of its own."""
         return config[self.name] in _BACKENDS and config["amp"] == "off" and config["param_dtype"] == "fp32"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
@@ -151,35 +158,49 @@ def preferring(backend: str) -> AbstractContextManager[Any]:
     return sdpa_kernel([first, *(other for other in fused if other != first), SDPBackend.MATH], set_priority=True)
 
 
-def _calls(setting: Setting) -> list[bool]:
-    """Whether each call of `scaled_dot_product_attention` in a forward pass has a mask."""
+@dataclass(frozen=True)
+class _Call:
+    """A call of `scaled_dot_product_attention`: whether it has a mask, and computes in a short type."""
+
+    masked: bool
+    short: bool
+
+
+def _calls(setting: Setting) -> list[_Call]:
+    """The calls in a forward pass of the model as the task has it by itself."""
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 
-    masked: list[bool] = []
+    found: list[_Call] = []
+
+    def note(query: torch.Tensor, masked: bool) -> None:
+        short = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(query.device.type)
+        found.append(_Call(masked, short))
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is functional.scaled_dot_product_attention:
-                masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
+                mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+                note(args[0] if args else kwargs["query"], mask is not None)
             elif function is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
                 # it calls attention itself, where this mode does not reach, and lets a causal mask go
                 mask = None if kwargs.get("is_causal") else kwargs.get("attn_mask")
-                masked.append(mask is not None or kwargs.get("key_padding_mask") is not None)
+                query = args[0] if args else kwargs["query"]
+                note(query, mask is not None or kwargs.get("key_padding_mask") is not None)
             return function(*args, **kwargs)
 
     with Watch():
         setting.task.loss(setting.model, setting.fresh_batch())
-    return masked
+    return found
 
 
-def _refusal(name: str, capability: tuple[int, int], masked: Sequence[bool]) -> str:
+def _refusal(name: str, capability: tuple[int, int], all_masked: bool) -> str:
     """Why a kernel is not worth preferring; empty where it is."""
     least = _CAPABILITY[name]
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
-    if name in _TAKE_NO_MASK and all(masked):
+    if name in _TAKE_NO_MASK and all_masked:
         return "it takes no mask, and every call of the model has one"
     if _number(name) == torch._C._get_sdp_priority_order()[0]:
         return "torch prefers it anyway"

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,11 @@ from torch import nn
 from autotune import prepare, techniques
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
+from autotune.space import build_space
 from autotune.task import Task
 from autotune.techniques import restored_settings
 from autotune.techniques.attention import Attention
+from tests.closed_form import inspection
 
 from .kinds import KINDS
 
@@ -128,6 +131,44 @@ def test_in_fp32_no_kernel_but_the_usual_one_is_searched() -> None:
     assert not redundant(techniques.complete({"attention": "cudnn", "amp": "bf16"}))
     assert not redundant(techniques.complete({"attention": "cudnn", "param_dtype": "bf16"}))
     assert not redundant(techniques.complete({"attention": "sdpa"}))
+
+
+def loss_of(output: Any, batch: Any) -> Any:
+    return nn.functional.cross_entropy(output.float().transpose(1, 2), batch[1])
+
+
+def in_fp32() -> Task:
+    return dataclasses.replace(torchs_own(), training_step=lambda model, batch: loss_of(model(batch[0]), batch))
+
+
+def in_bf16() -> Task:
+    return dataclasses.replace(
+        torchs_own(),
+        build_model=lambda: torchs_own().build_model().bfloat16(),
+        training_step=lambda model, batch: loss_of(model(batch[0].bfloat16()), batch),
+    )
+
+
+def under_autocast() -> Task:
+    def training_step(model: Any, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model(batch[0]), batch)
+
+    return dataclasses.replace(torchs_own(), training_step=training_step)
+
+
+@pytest.mark.parametrize(("task", "searched"), [(in_bf16, True), (under_autocast, True), (in_fp32, False)])
+def test_a_model_in_a_short_type_of_its_own_has_the_kernels_without_amp(
+    make_setting: Any, task: Any, searched: bool
+) -> None:
+    with restored_settings():
+        torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
+        support = Attention().support(make_setting(task(), device=gpu((9, 0))))
+    found = inspection(support={**inspection().support, "attention": support})
+    space, _ = build_space(found, fix={}, include=(), exclude=())
+    plain = techniques.complete({"batch_size": 4, "attention": "cudnn"}, global_batch=96)
+    assert space.contains(plain) is searched
+    assert space.contains(plain.replace(amp="bf16"))
 
 
 def test_a_preferred_kernel_comes_first_and_is_put_back() -> None:
