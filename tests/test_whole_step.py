@@ -157,6 +157,10 @@ def test_a_search_answers_and_says_what_it_left_out(tmp_path, monkeypatch):
     assert any("train_step is one unit" in warning for warning in result.warnings)
 
 
+def test_its_inspection_says_that_its_gradients_cannot_be_compared(task):
+    assert not inspect_task(task, device="cpu", memory_limit_bytes=None)["comparable"]
+
+
 def test_its_gradients_are_not_compared_and_the_reason_is_told(tmp_path):
     with LocalRunner(TaskSource.of(GAN), device="cpu", logs=tmp_path) as runner:
         found = runner.check(complete({"batch_size": 4}), ProbeSettings(memory_limit_bytes=None), 4)

@@ -93,6 +93,7 @@ def inspect_task(
         "step_s": first.seconds,
         "step_samples": first.samples,
         "shortage": first.shortage,
+        "comparable": not task.takes_whole_steps,
     }
 
 

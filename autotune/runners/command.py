@@ -315,4 +315,5 @@ class CommandRunner(LocalRunner):
             support={switch.name: Support(choices=switch.choices) for switch in self.switches},
             outside_bytes=0,
             step_samples=baseline.samples_per_step,
+            comparable=False,
         )

@@ -83,7 +83,7 @@ class ReplayRunner(InstantRunner):
             case CalibrateJob():
                 return NOT_MEASURED
             case InspectJob():
-                return replace(self._table.header.inspection(), device=self.device())
+                return replace(self._table.header.inspection(), device=self.device(), comparable=False)
             case ProbeJob():
                 outcome = self._probe(job.config, job.settings)
                 self._now_s += outcome.wall_s

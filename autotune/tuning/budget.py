@@ -37,6 +37,7 @@ class Budget:
         lost_s: seconds of probes that ended as a time-out, ended early or killed.
         first_probe_s: seconds from the start to the first probe; None before it.
         shared_from_s: when exploring and the play-off began to share the rest of the time, in seconds from the start.
+        is_checked: whether the answer will be checked, for which time is kept.
         check_s: how long the longest check has taken, which the answer's own check will take again.
         evaluation_s: for what comes after the answer, beyond `budget_s`: finding the batch size for evaluation.
     """
@@ -51,6 +52,7 @@ class Budget:
     lost_s: float = 0.0
     first_probe_s: float | None = None
     shared_from_s: float = 0.0
+    is_checked: bool = True
     check_s: float = 0.0
     evaluation_s: float = 0.0
 
@@ -83,6 +85,8 @@ class Budget:
     @property
     def _kept_for_check_s(self) -> float:
         """The first check may take as long as the inspection."""
+        if not self.is_checked:
+            return 0.0
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
     @property

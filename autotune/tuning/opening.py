@@ -197,6 +197,7 @@ def _over(
                 f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
                 f"{inspection.global_batch or 'none'}; leave the option out"
             )
+        budget.is_checked = inspection.comparable
         if inspection.shortage:
             listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
         train_samples = _train_samples(options, inspection)

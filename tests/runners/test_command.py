@@ -205,6 +205,7 @@ def test_an_inspection_runs_a_few_steps_of_what_is_run_today(tmp_path, monkeypat
     assert found.step_s > 0 and found.step_samples == 16 and found.outside_bytes > 50 * 2**20
     assert (found.facts["optimizer"], found.facts["has_batchnorm"], found.facts["num_ranks"]) == ("AdamW", False, 1)
     assert "wrote written into" in found.facts["warnings"][0]
+    assert not found.comparable  # so no time is kept for a check
 
 
 def test_a_global_batch_is_shared_by_the_processes_that_an_inspection_finds(tmp_path):

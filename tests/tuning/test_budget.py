@@ -12,6 +12,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
+from autotune.tuning.events import Listener
+from autotune.tuning.opening import opened
 from autotune.tuning.search import search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
 
@@ -28,6 +30,7 @@ class Timed(ClosedFormRunner):
     clock_s: float = 0.0
     gain: float = 1.0
     slow_after: int = 1000  # probes, since when the machine is five times as slow
+    comparable: bool = True  # gradients with plain fp32's
 
     def now_s(self):
         return self.clock_s
@@ -36,7 +39,7 @@ class Timed(ClosedFormRunner):
         result = super().result_of(job)
         if isinstance(job, InspectJob):
             self.clock_s += self.inspection_s
-            return FOUND
+            return replace(FOUND, comparable=self.comparable)
         if isinstance(job, CheckJob):
             self.clock_s += CHECK_S
         if isinstance(job, ProbeJob):
@@ -63,6 +66,14 @@ def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
     runner = Timed(noise=0.1, overhead_s=overhead_s)
     result = searched(runner, budget_s)
     assert 0.75 * budget_s < result.wall_s < 1.05 * budget_s
+
+
+@pytest.mark.parametrize("comparable", [True, False])
+def test_time_is_kept_for_a_check_only_where_gradients_can_be_compared(comparable):
+    options = SearchOptions(budget_s=40.0, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
+    with opened(None, options, Timed(comparable=comparable), Listener()) as opening:
+        kept_s = opening.budget.budget_s - opening.budget.elapsed_s - opening.budget.free_s
+    assert kept_s == pytest.approx(Timed.inspection_s if comparable else 0.0)
 
 
 @pytest.mark.parametrize("slow_after", [3, 6, 9, 12, 15])
