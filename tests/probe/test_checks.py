@@ -75,6 +75,39 @@ def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp
     assert (check.technique, check.choice) == ("config", f"amp={amp}")
 
 
+def deep_with_batch_norm():
+    layers = []
+    for channels in [3, *[32] * 9]:
+        layers += [nn.Conv2d(channels, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def images(batch_size):
+    return torch.randn(batch_size, 3, 16, 16), torch.randint(0, 10, (batch_size,))
+
+
+@pytest.mark.arithmetic
+def test_reduced_precision_may_differ_as_far_as_its_rounding_of_parameters_makes_plain_training_differ():
+    check = run_checks(task_of(deep_with_batch_norm, make_batch=images), {"amp": "bf16"}, "cpu", batch_size=4)
+    assert check.gradient_cosine < 0.999 and check.gradient_error > 0.1
+    assert check.passed, check.reason
+    assert "plain fp32 itself has" in check.reason
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("factor", [0.25, 2.0])
+def test_a_gradient_of_another_size_is_caught_where_the_model_magnifies_rounding(monkeypatch, factor):
+    def scaled(technique, build, choice):
+        for parameter in build.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * factor)
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", scaled)
+    task = task_of(deep_with_batch_norm, make_batch=images)
+    check = run_checks(task, {"amp": "bf16", "channels_last": True}, "cpu", batch_size=4)
+    assert not check.passed
+    assert "the gradient differs" in check.reason
+
+
 def test_accumulation_is_compared_with_the_whole_batch():
     check = run_checks(task_of(), {"batch_size": 16, "accumulation_steps": 4}, "cpu", batch_size=8)
     assert check.passed, check.reason

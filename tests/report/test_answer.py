@@ -225,6 +225,13 @@ def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
     )
 
 
+def test_a_check_that_passed_in_a_model_that_magnifies_rounding_says_so(result: Result) -> None:
+    sensitive = replace(result.checks[0], gradient_cosine=0.947, reason="plain fp32 itself has 0.976")
+    assert "passed as reduced precision, whole config; noise 2e-07 whole config: plain fp32 itself has 0.976" in _flat(
+        text_of(replace(result, checks=(sensitive,)))
+    )
+
+
 def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
     assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
 
