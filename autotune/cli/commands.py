@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import permutations
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autotune.cli.asked import asked_of
+from autotune.cli.files import read_config, require_other, require_writable, write
 from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
-from autotune.cli.parser import UsageError, given
-from autotune.cli.project import read_project
+from autotune.cli.parser import UsageError
 from autotune.errors import ConfigError
-from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.options import (
-    CHOICES,
-    DEVICE,
-    EVAL,
-    EXCLUDE,
-    FIX,
-    FRAMEWORKS,
-    GLOBAL_BATCH,
-    GPU,
-    INCLUDE,
-    TRAIN_EPOCHS,
-    TRAIN_STEPS,
     CommandOptions,
     ExplainOptions,
     PredictOptions,
     ProbeOptions,
-    RunOptions,
     SearchOptions,
     SweepOptions,
     VerifyOptions,
-    table,
 )
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import file_and_attribute
 
-EXAMPLE = '{"batch_size": 16}'
+if TYPE_CHECKING:
+    from autotune.study.reading import Study
+
 MAX_REGRESSION = 0.05
-_INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # one of the two is given
+MODEL_FILE = "the model file"
 
 
 def search(options: argparse.Namespace) -> int:
@@ -53,31 +41,36 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.answer import answer_sections
     from autotune.report.document import document
     from autotune.report.live import live_listener
+    from autotune.runners.command import files_of
     from autotune.task.loading import find_model_file
     from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
     if options.out:
-        _require_writable(Path(options.out))
+        out = Path(options.out)
+        require_writable(out, "--out")
         if options.model:
-            _require_not_model(Path(options.out), find_model_file(options.model)[0])
+            require_other(out, "--out", MODEL_FILE, find_model_file(options.model)[0])
+        if options.script is not None:
+            require_other(out, "--out", "a file of the command", *files_of(options.script))
+        require_other(out, "--out", "the table", options.replay)
     result: Result | None
     code = ANSWERED
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if options.script is not None:
-            asked = _asked(options, CommandOptions)
+            asked = asked_of(options, CommandOptions)
             result = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
             where = _runner(options) or {"began_s": options.began_s}
-            result = api.search(options.model, listeners=listeners, **where, **_asked(options, SearchOptions))
+            result = api.search(options.model, listeners=listeners, **where, **asked_of(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
     text = document(nothing if result is None else result.to_dict())
     if options.out:  # before it is printed: where this fails, the document that says so is the only one
-        _write(Path(options.out), text + "\n")
+        write(out, "--out", text + "\n")
     if options.json:
         print(text)
     elif result is not None:
@@ -99,9 +92,9 @@ def probe(options: argparse.Namespace) -> int:
     """`autotune probe`: one config, once."""
     from autotune import api
 
-    config = _config(options.config)
+    config = read_config(options.config)
     return _show_outcome(
-        api.probe(options.model, config, on_warning=_warn, **_asked(options, ProbeOptions)), config, options
+        api.probe(options.model, config, on_warning=_warn, **asked_of(options, ProbeOptions)), config, options
     )
 
 
@@ -115,8 +108,8 @@ def verify(options: argparse.Namespace) -> int:
         for flag, value in (("--max-regression", options.max_regression), ("--study", options.study)):
             if value is not None:
                 raise UsageError(f"{flag} {value} is for a study's answer; give the study by --against STUDY")
-        config = _config(options.config)
-        asked = _asked(options, VerifyOptions)
+        config = read_config(options.config)
+        asked = asked_of(options, VerifyOptions)
         return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
     answer = load_study(options.against, study=options.study).answer()
     if answer.command:
@@ -125,7 +118,9 @@ def verify(options: argparse.Namespace) -> int:
         )
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
-    outcome = api.verify(options.model, answer.config, on_warning=_warn, **_asked(options, VerifyOptions, answer.asked))
+    outcome = api.verify(
+        options.model, answer.config, on_warning=_warn, **asked_of(options, VerifyOptions, answer.asked)
+    )
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
     code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds)
@@ -176,10 +171,23 @@ def report(options: argparse.Namespace) -> int:
 
     study = load_study(options.study_file, study=options.study)
     page = Path(options.html or f"{study.name}.html")
-    _require_writable(page, "--html")
-    _write(page, formats.render(study, "html"))
+    require_writable(page, "--html")
+    _require_not_of(study, page, "--html")
+    write(page, "--html", formats.render(study, "html"))
     print(page)
     return ANSWERED
+
+
+def _require_not_of(study: Study, out: Path, flag: str) -> None:
+    """Raise ConfigError where an output is the study's database, the model file that it is of, or a file of its command."""
+    from autotune.runners.command import files_of
+
+    answer = study.result
+    model = study.attributes.get("model", "") if answer is None else answer.model
+    require_other(out, flag, MODEL_FILE, file_and_attribute(model)[0])
+    if answer is not None and answer.command:
+        require_other(out, flag, "a file of the command", *files_of(answer.command))
+    require_other(out, flag, "the study", study.file)
 
 
 def dashboard(options: argparse.Namespace) -> int:
@@ -217,14 +225,13 @@ def export(options: argparse.Namespace) -> int:
     from autotune.study.reading import load_study
 
     study = load_study(options.study_file, study=options.study)
-    answer = study.answer()
     if options.out:
-        _require_not_model(Path(options.out), Path(answer.model_file[0]))
-    exported = export(answer, options.to, space=study.attributes.get("space"))
+        _require_not_of(study, Path(options.out), "--out")
+    exported = export(study.answer(), options.to, space=study.attributes.get("space"))
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:
-        _write(Path(options.out), exported.text + "\n")
+        write(Path(options.out), "--out", exported.text + "\n")
     else:
         print(exported.text)
     return ANSWERED
@@ -245,7 +252,7 @@ def sweep(options: argparse.Namespace) -> int:
         line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
-    asked = _asked(options, SweepOptions)
+    asked = asked_of(options, SweepOptions)
     interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
     table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
@@ -266,8 +273,8 @@ def predict(options: argparse.Namespace) -> int:
 
     prediction = api.predict(
         options.model,
-        None if options.config is None else _config(options.config),
-        **_asked(options, PredictOptions),
+        None if options.config is None else read_config(options.config),
+        **asked_of(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
     what = "one config" if options.config is not None else f"{plural(combinations, 'combination')} of techniques"
@@ -294,11 +301,11 @@ def explain(options: argparse.Namespace) -> int:
     picture = None if options.picture is None else Path(options.picture)
     if picture is not None:
         require_form(picture)
-        _require_writable(picture, "--picture")
+        require_writable(picture, "--picture")
     explanation = api.explain(
         options.model,
-        None if options.config is None else _config(options.config),
-        **_asked(options, ExplainOptions),
+        None if options.config is None else read_config(options.config),
+        **asked_of(options, ExplainOptions),
     )
     print(
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
@@ -383,86 +390,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def _asked(
-    options: argparse.Namespace, of: type[RunOptions], of_study: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The options that were given: by flags, else as a study was asked, else by the project's file."""
-    project = read_project(Path.cwd())
-    possible = _possible(project.options, options)
-    told_by_study = {} if of_study is None else table(RunOptions)
-    names = (option.name for option in table(of) if option not in told_by_study)
-    found = {name: possible[name] for name in names if name in possible}
-    asked = {**found, **(of_study or {}), **given(options, of)}
-    told = ", ".join(f"{name} = {value}" for name, value in found.items() if asked[name] is value)
-    if told and not getattr(options, "quiet", False):
-        _warn(f"{project.file} asks for {told}")
-    return asked
-
-
-def _possible(project: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What a project asks for, without the options that this form of the command, or a flag of it, rules out."""
-    left_out = {other.name for pair in _INSTEAD for one, other in permutations(pair) if one.name in options}
-    if getattr(options, "replay", None) is not None:  # the table has a device and a global batch, and no dataset
-        left_out |= {DEVICE.name, GLOBAL_BATCH.name, TRAIN_EPOCHS.name, EVAL.name}
-    elif getattr(options, "script", None) is not None:  # only the keys of its own config are known there
-        left_out |= {FRAMEWORKS.name, TRAIN_EPOCHS.name, EVAL.name}
-        choices = given(options, CommandOptions).get(CHOICES.name, project.get(CHOICES.name, {}))
-        keys = {*BATCH_KEYS, *CHOICES.kind.read(choices)}
-        naming = (option for option in (FIX, INCLUDE, EXCLUDE) if option.name in project)
-        left_out |= {option.name for option in naming if not keys.issuperset(option.kind.read(project[option.name]))}
-    return {name: value for name, value in project.items() if name not in left_out}
-
-
 def _print(sections: Iterable[Any]) -> None:
     from autotune.report.terminal import render, stdout_console
 
     render(sections, stdout_console())
-
-
-def _config(text: str) -> dict[str, Any]:
-    """A config dict from JSON text or a file; a search's whole JSON document counts, too.
-
-    Raises:
-        ConfigError: neither JSON nor a readable file with a JSON object.
-    """
-    is_json = text.lstrip().startswith("{")
-    try:
-        content = text if is_json else Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(
-            f"--config {text!r} cannot be read: {why}; expected a file, or an object such as {EXAMPLE}"
-        ) from None
-    try:
-        config = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--config {text!r} is not valid JSON: {error}; expected an object such as {EXAMPLE}"
-        ) from None
-    if isinstance(config, dict) and isinstance(config.get("result"), dict):  # of `show --json`
-        config = config["result"]
-    if isinstance(config, dict) and isinstance(config.get("config"), dict):
-        config = config["config"]
-    if not isinstance(config, dict):
-        raise ConfigError(f"--config {text!r} is a JSON {type(config).__name__}; expected an object such as {EXAMPLE}")
-    return config
-
-
-def _require_writable(path: Path, flag: str = "--out") -> None:
-    """Before a search rather than after it."""
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"{flag} {path} cannot be written; expected a file in a folder that exists and may be written to"
-        )
-
-
-def _require_not_model(path: Path, model: Path) -> None:
-    if path.exists() and model.is_file() and path.samefile(model):
-        raise ConfigError(f"--out {path} is the model file itself; expected another file")
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; the study keeps the result") from None

@@ -272,10 +272,7 @@ class Result(Record):
     @property
     def model_file(self) -> tuple[str, str]:
         """The file of `model`, and the name of the Task in it; both may be empty."""
-        if self.model.endswith(".py"):
-            return self.model, ""
-        file, _, attribute = self.model.rpartition(":")
-        return file, attribute
+        return file_and_attribute(self.model)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Result:
@@ -286,3 +283,11 @@ class Result(Record):
         """
         require_readable("the answer", data.get("format", 1), FORMAT)
         return super().from_dict({**data, "format": FORMAT})
+
+
+def file_and_attribute(model: str) -> tuple[str, str]:
+    """The file of a model as a command names it, and the name of the Task in it; both may be empty."""
+    if model.endswith(".py"):
+        return model, ""
+    file, _, attribute = model.rpartition(":")
+    return file, attribute

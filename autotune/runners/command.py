@@ -96,7 +96,7 @@ class Command:
     @property
     def name(self) -> str:
         """A short name for the study: the script's."""
-        words = self._words
+        words = _words(self.template)
         script = next((word for word in words if word.endswith(".py")), "")
         if script:
             return name_of(Path(script).absolute())
@@ -107,20 +107,25 @@ class Command:
     def source_hash(self) -> str:
         """Changes with the command, its choices and the files that it names."""
         digest = hashlib.sha256(repr((self.template, [(n, dict(texts)) for n, texts in self.choices.items()])).encode())
-        for file in map(Path, dict.fromkeys(self._words)):
-            if file.is_file() and file.stat().st_size <= LARGEST_HASHED_BYTES:
+        for file in files_of(self.template):
+            if file.stat().st_size <= LARGEST_HASHED_BYTES:
                 digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    @property
-    def _words(self) -> list[str]:
-        try:
-            words = shlex.split(_PLACEHOLDER.sub(" ", self.template))
-        except ValueError as error:
-            raise ConfigError(f"--command {self.template!r} is no command line for a shell: {error}") from None
-        if not words:
-            raise ConfigError("--command is empty; expected for example 'python train.py --batch {batch_size}'")
-        return words
+
+def files_of(template: str) -> list[Path]:
+    """The files that a command line with placeholders names. Raises ConfigError where it is none for a shell."""
+    return [file for file in map(Path, dict.fromkeys(_words(template))) if file.is_file()]
+
+
+def _words(template: str) -> list[str]:
+    try:
+        words = shlex.split(_PLACEHOLDER.sub(" ", template))
+    except ValueError as error:
+        raise ConfigError(f"--command {template!r} is no command line for a shell: {error}") from None
+    if not words:
+        raise ConfigError("--command is empty; expected for example 'python train.py --batch {batch_size}'")
+    return words
 
 
 class CommandRunner(LocalRunner):

@@ -58,6 +58,11 @@ class Study:
     result: Result | None = field(repr=False)
 
     @property
+    def file(self) -> Path | None:
+        """The database's file; None for another kind of storage."""
+        return _database_file(self.storage)
+
+    @property
     def baseline_config(self) -> dict[str, Choice]:
         """The user's baseline; empty if the search did not get that far."""
         return dict(self.attributes.get("baseline_config", {}))
