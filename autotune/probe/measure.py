@@ -106,7 +106,7 @@ class Run:
         else:
             growth, contention = self._time(blocks), self.device.contention()
             timed_s = self.train_s - warmup_s
-            phases = self._phases()
+            phases = self._phases() if self.settings.phases else {}
         detail = self.device.memory_detail()
         speed, low, high = blocks.throughput
         telemetry = self.device.telemetry()

@@ -10,7 +10,7 @@ from statistics import fmean, median, stdev
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
-OVERTIME = 3  # times the time allowed, at which three blocks have to do
+OVERTIME = 3  # times the time allowed, at which two blocks have to do: steps that take so long differ little
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
 STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
 
@@ -106,6 +106,6 @@ class Blocks:
         if self.timed_s < self.min_timed_s:
             return False
         if count < MIN_BLOCKS:
-            return count >= 3 and self.timed_s >= OVERTIME * self.max_timed_s
+            return count >= 2 and self.timed_s >= OVERTIME * self.max_timed_s
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
         return self.half_width <= self.interval or stalled or self.timed_s >= self.max_timed_s

@@ -22,6 +22,7 @@ class ProbeSettings(Record):
             are its measurement.
         front: peak bytes and samples/s of what was measured: timing stops when its interval says that one of these is
             faster in no more memory, and does not begin where even the fastest step of the warm-up is far from it.
+        phases: a step is split by phase in the end, which takes one more.
         num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
         seed: of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed then.
@@ -34,6 +35,7 @@ class ProbeSettings(Record):
     max_warmup_s: float = 5.0
     slowest_samples_per_s: float = 0.0
     front: tuple[tuple[float, float], ...] = ()
+    phases: bool = True
     num_steps: int = 0
     seed: int = 0
     timeout_s: float = 60.0

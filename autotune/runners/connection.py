@@ -49,6 +49,7 @@ class Connection:
             if not line:
                 self._import_failed(describe_exit(self._process.wait()))
         except TimeoutError:
+            self._kill()  # or else it ends its import first, and complains in its log that nobody listens
             self.stop()
             self._import_failed(f"did not end within {format_seconds(import_timeout_s)}")
         except BaseException:
@@ -87,9 +88,12 @@ class Connection:
         try:
             self._process.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _start(self, fork: bool) -> subprocess.Popen[bytes]:
         try:

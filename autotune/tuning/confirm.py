@@ -96,7 +96,10 @@ def _opened(search: Search) -> PlayOff:
     runs = outcome is not None and history.objective.feasible(outcome) and baseline not in history.failed_again
     settings = search.budget.paced(search.settings, history)
     settings = settings.replace(
-        interval=PLAY_OFF_INTERVAL, slowest_samples_per_s=0.0, min_timed_s=search.inspection.device.sustained_s
+        interval=PLAY_OFF_INTERVAL,
+        slowest_samples_per_s=0.0,
+        min_timed_s=search.inspection.device.sustained_s,
+        phases=False,  # the search has split them
     )
 
     def run(config: Config, number: int) -> Outcome | None:

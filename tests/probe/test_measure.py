@@ -246,6 +246,12 @@ def test_what_was_timed_has_to_do_when_the_time_out_is_near():
     assert measured.samples_per_s > 0 and not measured.cut_short
 
 
+def test_where_nobody_asks_for_the_phases_of_a_step_no_step_is_taken_for_them():
+    split, whole = (run_of(task_of(), {"batch_size": 4}, phases=phases).measure(0.0) for phases in (True, False))
+    assert set(split.phases_s) == {"data", "forward", "backward", "optimizer"} and split.explained_s > 0
+    assert whole.phases_s == {} and whole.explained_s == 0
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """Compiled code is not generated, which takes minutes."""

@@ -89,6 +89,14 @@ def test_noisy_blocks_end_when_the_time_is_up():
     assert 2.0 <= blocks.timed_s < 2.5
 
 
+@pytest.mark.parametrize(("block_s", "fewest"), [(1.5, 2), (0.6, 3), (0.3, 5)])
+def test_blocks_longer_than_the_time_allowed_need_only_be_two(block_s, fewest):
+    blocks = Blocks(interval=0.001, max_timed_s=0.5)
+    while not blocks.enough:
+        blocks.add(100.0 + len(blocks.samples_per_s), block_s)
+    assert len(blocks.samples_per_s) == fewest
+
+
 def test_noise_that_no_longer_shrinks_ends_the_timing_before_the_time_is_up():
     blocks = Blocks(interval=0.001, max_timed_s=math.inf)
     for index in range(1000):

@@ -293,6 +293,17 @@ def test_a_new_interpreter_for_each_probe_does_the_same(tmp_path):
         assert run(runner, 8).ok
 
 
+def test_an_import_that_takes_too_long_is_ended_at_once_and_nothing_of_ours_is_shown_as_the_users(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\n" + MODEL.read_text() + "\nprint('reading the data', flush=True)\ntime.sleep(6)\n")
+    started_s = time.monotonic()
+    runner = LocalRunner(TaskSource.of(slow), device="cpu", logs=tmp_path / "logs", import_timeout_s=0.5)
+    with pytest.raises(TaskError, match="did not end within 500 ms") as caught, runner:
+        pass
+    assert "BrokenPipe" not in caught.value.frames
+    assert time.monotonic() - started_s < 6  # of the sleep alone
+
+
 def test_a_module_that_cannot_be_imported_leaves_no_logs_behind(tmp_path):
     (tmp_path / "broken.py").write_text("print('about to fail')\nraise ValueError('not today')\n")
     with (

@@ -118,6 +118,19 @@ def test_a_play_off_interrupted_later_confirms_what_it_found(tmp_path):
     assert raised.value.result.confirmed and raised.value.result.baseline is not None
 
 
+def test_steps_are_split_by_phase_in_the_search_and_not_once_more_in_the_play_off(tmp_path):
+    split = {True: [], False: []}
+
+    class Watched(Staged):
+        def outcome_of(self, config, settings):
+            split[settings.interval == PLAY_OFF_INTERVAL].append(settings.phases)
+            return super().outcome_of(config, settings)
+
+    answer(recommender(tmp_path, Watched()))
+    assert split[False] and all(split[False])
+    assert split[True] and not any(split[True])
+
+
 class Shrinking(Staged):
     """By the first play-off something else takes memory: what was measured before no longer fits."""
 
