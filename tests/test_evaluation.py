@@ -78,6 +78,21 @@ def test_a_dataset_is_cut_into_batches_of_any_size():
     assert sizes == [10, 10, 2, 8, 8, 6]
 
 
+def test_what_is_evaluated_on_may_be_batched_otherwise_than_what_is_trained_on():
+    made = []
+
+    def collate(samples):
+        made.append(len(samples))
+        return torch.utils.data.default_collate(samples)
+
+    data = torch.utils.data.TensorDataset(*pairs(6))
+    session = trained(eval_dataset=lambda: data, eval_collate_fn=collate)
+    assert session.evaluate(batch_size=4)["loss"] == pytest.approx(plainly(session.model, [data.tensors]), rel=1e-6)
+    assert made == [4, 2]
+    with pytest.raises(TaskError, match=r"eval_collate_fn without eval_dataset.*write eval_dataset\(\)"):
+        trained(eval_collate_fn=collate)
+
+
 def test_samples_in_a_list_of_the_tasks_are_batched():
     x, y = pairs(22)
     session = trained(eval_dataset=lambda: list(zip(x, y, strict=True)))

@@ -90,7 +90,8 @@ def tune(
     """
     task = task_of(module, datamodule, trainer, train_dataloaders)
     if options.get("eval"):
-        task = replace(task, **_validated_on(module, datamodule or getattr(trainer, "datamodule", None)))
+        made = _made_of(module, datamodule or getattr(trainer, "datamodule", None), "val_dataloader")
+        task = replace(task, **_validated_on(made))
     result = _search(task, trainer, options, listeners)
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
@@ -161,6 +162,10 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
     It sets the trainer's accumulation and precision, and attributes of the module, its `hparams` or the datamodule: the batch
     size, and each option of the loader that has an attribute of its name there.
 
+    Attributes:
+        result: the whole answer, once `fit` has begun; None before. With `eval=True`, `result.evaluation` has the batch size
+            for the validation loader.
+
     Args:
         batch_arg_name: the attribute from which the training loader takes its batch size, as in `BatchSizeFinder`.
         listeners: as in `tune`.
@@ -171,6 +176,7 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
         self, batch_arg_name: str = "batch_size", *, listeners: Sequence[Listener] | None = None, **options: Any
     ) -> None:
         self._name, self._listeners, self._options = batch_arg_name, listeners, options
+        self.result: Result | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Search and put the answer in, before anything of the trainer depends on it."""
@@ -189,7 +195,10 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
         task = task_of(pl_module, trainer=trainer)
-        said = changes(task, _search(task, trainer, options, self._listeners), _FRAMEWORKS)
+        if options.get("eval"):
+            task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
+        self.result = _search(task, trainer, options, self._listeners)
+        said = changes(task, self.result, _FRAMEWORKS)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
             if lightning_hasattr(pl_module, attribute):
@@ -209,18 +218,28 @@ def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) 
         raise TaskError(
             f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
         )
-    return _made_by(module if datamodule is None else datamodule, "train_dataloader")
+    return _made_of(module, datamodule, "train_dataloader")
 
 
-def _validated_on(module: LightningModule, datamodule: LightningDataModule | None) -> dict[str, Any]:
-    """The field of a task for what is validated on; none where that is not one loader's."""
-    owner = module if datamodule is None else datamodule
-    loader = sole_loader(_made_by(owner, "val_dataloader")) if overrides(type(owner), "val_dataloader") else None
-    return {} if loader is None else {"eval_dataset": data_of(loader)["train_dataset"]}
+def _validation_loader(trainer: Trainer, module: LightningModule) -> Any:
+    """What a trainer whose `fit` begins validates on: what `fit` was given, or what makes it."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return _made_of(module, trainer.datamodule, "val_dataloader") if source.is_module() else source.instance
 
 
-def _made_by(owner: Any, hook: str) -> Any:
-    """What a hook of a copy of the owner returns, set up for `fit`."""
+def _validated_on(made: Any) -> dict[str, Any]:
+    """The fields of a task for what is validated on; none where that is not one loader's."""
+    loader = sole_loader(made)
+    if loader is None:
+        return {}
+    return {"eval_dataset": data_of(loader)["train_dataset"], "eval_collate_fn": loader.collate_fn}
+
+
+def _made_of(module: LightningModule, datamodule: LightningDataModule | None, hook: str) -> Any:
+    """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it."""
+    owner: Any = module if datamodule is None else datamodule
+    if not overrides(type(owner), hook):
+        return None
     with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
         maker = copy.deepcopy(_alone(owner))
         maker.prepare_data()

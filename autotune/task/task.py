@@ -44,8 +44,9 @@ class Task:
             accumulation weights it correctly; None for the number of samples.
         eval_step: returns what evaluation finds of a batch without gradients: its mean loss, or a dict of such means; None for
             the loss, or what a LightningModule logs in its `validation_step`.
-        eval_dataset: returns what to evaluate on, batched by `collate_fn`; None for what is trained on, or what a
-            LightningModule's `val_dataloader` gives beside its `train_dataloader`.
+        eval_dataset: returns what to evaluate on; None for what is trained on, or what a LightningModule's `val_dataloader`
+            gives beside its `train_dataloader`.
+        eval_collate_fn: makes a micro batch of samples of `eval_dataset`; None for `collate_fn`.
         global_batch: samples per optimizer step; None leaves it open.
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
@@ -74,6 +75,7 @@ class Task:
     loss_weight: Callable[[Any], float] | None = None
     eval_step: Callable[[torch.nn.Module, Any], Any] | None = None
     eval_dataset: Callable[[], Any] | None = None
+    eval_collate_fn: Callable[[list[Any]], Any] | None = None
     global_batch: int | None = None
     baseline: Mapping[str, Choice] | None = None
     max_grad_norm: float | None = None
@@ -144,7 +146,7 @@ class Task:
     def _evaluates_on(self) -> tuple[Callable[[], Any], Callable[[list[Any]], Any] | None] | None:
         """What returns the set to evaluate on, and what makes its batches; None where no other than that of training is known."""
         if self.eval_dataset is not None:
-            return self.eval_dataset, self.collate_fn
+            return self.eval_dataset, self.eval_collate_fn or self.collate_fn
         data = self._lightning_data
         if data is None or not data.validates():
             return None

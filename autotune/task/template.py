@@ -112,6 +112,9 @@ def make_batch(batch_size: int):
 # def eval_dataset():
 #     return torch.utils.data.TensorDataset(torch.randn(512, 32, 64), torch.randint(NUM_CLASSES, (512,)))
 #
+# def eval_collate_fn(samples):  # where it is not collate_fn
+#     return torch.utils.data.default_collate(samples)
+#
 # EVAL = True
 
 # Samples per optimizer step. When given, it never changes: the search splits it into micro batches.

@@ -25,6 +25,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "loss_weight": ("batch",),
     "eval_step": ("model", "batch"),
     "eval_dataset": (),
+    "eval_collate_fn": ("samples",),
 }
 
 
@@ -55,6 +56,11 @@ def check_fields(task: Task) -> None:
                 )
         if task.eval is True and task.eval_step is None:
             raise TaskError(f"EVAL is True, and {NOTHING_TO_EVALUATE}")
+    if task.eval_collate_fn is not None and task.eval_dataset is None:
+        raise TaskError(
+            "there is eval_collate_fn without eval_dataset, of whose samples it makes batches; write eval_dataset(), or leave "
+            "eval_collate_fn out"
+        )
     for name, (is_valid, expected) in CONSTANTS.items():
         value = getattr(task, name.lower())
         if value is not None and not is_valid(value):

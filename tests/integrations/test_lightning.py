@@ -148,16 +148,75 @@ def test_the_answer_is_in_the_words_of_trainer_and_dataloader(tmp_path: Path) ->
     assert trainer.global_step == 2 and set(module.seen) == {(size, torch.bfloat16)}
 
 
+def as_lists(samples: list[Any]) -> list[Any]:
+    return [torch.stack(column) for column in zip(*samples, strict=True)]
+
+
 class Validated(Data):
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(dataset(10), batch_size=2)
+        return DataLoader(dataset(10), batch_size=2, collate_fn=as_lists)
 
 
 def test_a_batch_size_for_the_validation_loader_is_found_if_asked(tmp_path: Path) -> None:
     found = integration.tune(Module(), Validated(), trainer_of(tmp_path), eval=True, **known(tmp_path))
     assert found.result.evaluation is not None and found.result.evaluation.eval_batch_size
-    assert len(integration._validated_on(Module(), Validated())["eval_dataset"]()) == 10
-    assert integration._validated_on(Module(), Data()) == {}
+
+
+class Searched:
+    """In place of a search: what is searched is kept, and the answer is known."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tasks: list[Task] = []
+        search = integration.search
+
+        def keeping(task: Task, *args: Any, **options: Any) -> Any:
+            self.tasks.append(task)
+            return search(task, *args, **options)
+
+        monkeypatch.setattr(integration, "search", keeping)
+
+    @property
+    def validates(self) -> tuple[int, Any]:
+        """Samples of what is validated on, and what batches them."""
+        assert self.tasks[-1].eval_dataset is not None
+        return len(self.tasks[-1].eval_dataset()), self.tasks[-1].eval_collate_fn
+
+
+@pytest.mark.parametrize("by", ["tune", "callback", "callback with a loader given to fit"])
+def test_validation_is_on_the_validation_loaders_samples_in_its_batches(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = Searched(monkeypatch)
+    if by == "tune":
+        integration.tune(Module(), Validated(), trainer_of(tmp_path), eval=True, **known(tmp_path))
+        assert searched.validates == (10, as_lists)
+        return
+    callback = integration.AutotuneCallback(eval=True, **known(tmp_path))
+    trainer = trainer_of(tmp_path, callbacks=[callback])
+    if by == "callback":
+        trainer.fit(Module(), datamodule=Validated())
+        assert searched.validates == (10, as_lists)
+    else:
+        trainer.fit(Loading(), val_dataloaders=DataLoader(dataset(6), batch_size=2, collate_fn=as_lists))
+        assert searched.validates == (6, as_lists)
+    assert callback.result is not None and callback.result.evaluation is not None
+
+
+class Loading(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 4
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(dataset(192), batch_size=self.batch_size, shuffle=True)
+
+
+def test_without_one_validation_loader_what_is_trained_on_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = Searched(monkeypatch)
+    integration.tune(Module(), Data(), trainer_of(tmp_path), eval=True, **known(tmp_path))
+    assert searched.tasks[-1].eval_dataset is None
 
 
 def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:
