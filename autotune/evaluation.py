@@ -32,7 +32,7 @@ class Evaluator:
         self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
 
     def means(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The means over all batches of what the task evaluates, each batch weighted by the terms of its mean loss.
+        """The means of what the task evaluates over the batches in which it does, weighted by the terms of their mean loss.
 
         Random states and the modules' modes are those from before at the end.
 
@@ -41,24 +41,26 @@ class Evaluator:
             Exception: what the user's code raises; out of memory with a note that says why the batch was not halved.
         """
         totals: dict[str, Any] = {}
+        weights: dict[str, float] = {}
         at_the_end: dict[str, float] = {}
-        total = 0.0
+        counts = False
         with restored_randomness(self._device.torch_device), self.mode():
             for batch in batches:
                 for part, size in self._sized(batch):
                     for values, weight in self._evaluated(part, size):
-                        total += weight
+                        counts = True
                         for name, value in values.items():
                             totals[name] = totals.get(name, 0.0) + value.double() * weight
-            if self._validation is not None and total:
+                            weights[name] = weights.get(name, 0.0) + weight
+            if self._validation is not None and counts:
                 with torch.inference_mode():
                     at_the_end = self._validation.at_the_end()
-        if not total:
+        if not counts:
             raise TaskError(
                 "nothing was evaluated: no batch was given, or none has a term in its mean loss; give a loader that "
                 "yields batches such as the task's own (an iterator is empty the second time)"
             )
-        return {name: float(value) / total for name, value in totals.items()} | at_the_end
+        return {name: float(value) / weights[name] for name, value in totals.items()} | at_the_end
 
     def values(self, batch: Any) -> dict[str, torch.Tensor]:
         """What the task evaluates of one batch: scalars by name."""

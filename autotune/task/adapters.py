@@ -108,16 +108,19 @@ def lightning_loss(model: Any, batch: Any) -> Any:
     return result
 
 
-def lightning_step(model: Any, batch: Any, name: str = "training_step") -> Any:
-    """What that step of a LightningModule returns for a batch."""
+def lightning_step(model: Any, batch: Any) -> Any:
+    """What the `training_step` of a LightningModule returns for its next batch."""
+    result = lightning_hook(model, "training_step", batch, model._trainer.num_batches)
+    model._trainer.num_batches += 1
+    return result
+
+
+def lightning_hook(model: Any, name: str, batch: Any, index: int) -> Any:
+    """What a LightningModule's step of that name returns for a batch, which is the one of that number."""
     if overrides(type(model), "on_after_batch_transfer"):
         batch = model.on_after_batch_transfer(batch, 0)
-    step, trains = getattr(model, name), name == "training_step"
-    takes_index = len(inspect.signature(step).parameters) > 1
-    index = (model._trainer.num_batches if trains else 0,) if takes_index else ()
-    result = step(batch, *index)
-    model._trainer.num_batches += trains
-    return result
+    step = getattr(model, name)
+    return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
 def accumulates(model: Any, num_micro_batches: int) -> None:

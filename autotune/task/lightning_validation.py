@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
-from autotune.task.adapters import is_lightning, lightning_step, overrides
+from autotune.task.adapters import is_lightning, lightning_hook, overrides
 
 
 class Validation:
@@ -21,6 +21,7 @@ class Validation:
         self._model = model
         self._metrics: dict[str, Any] = {}  # torchmetrics by the names under which they were logged
         self._says_something = False
+        self._num_batches = 0  # since `begin`
 
     @staticmethod
     def is_of(model: Any) -> bool:
@@ -32,12 +33,14 @@ class Validation:
         for metric in self._metrics.values():
             metric.reset()
         self._metrics = {}
+        self._num_batches = 0
         self._call("on_validation_epoch_start")
 
     def of_batch(self, batch: Any) -> dict[str, torch.Tensor]:
         """The means that `validation_step` logs; where it logs nothing, the loss that it returns, as `loss`."""
         with self._logged() as logged:
-            returned = lightning_step(self._model, batch, "validation_step")
+            returned = lightning_hook(self._model, "validation_step", batch, self._num_batches)
+        self._num_batches += 1
         if not logged:
             logged = {"loss": returned.get("loss") if isinstance(returned, Mapping) else returned}
         self._metrics |= _metrics(logged)

@@ -92,6 +92,24 @@ def test_evaluation_is_what_the_trainer_logs_of_validation():
     assert session.step(next(iter(session.loader))).isfinite() and session.model.training
 
 
+class LogsNowAndThen(Data):
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        if batch_idx != 1:
+            self.log("now_and_then", functional.cross_entropy(self.net(x), y))
+        self.log("always", float(batch_idx))
+
+
+def test_what_is_logged_in_some_batches_by_their_number_is_the_mean_over_those():
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    (logged,) = pl.Trainer(accelerator="cpu", enable_model_summary=False, **options).validate(
+        LogsNowAndThen(), verbose=False
+    )
+    session = prepare(Task(build_model=LogsNowAndThen), {"batch_size": 4}, device="cpu")
+    for _ in range(2):  # batches are numbered anew
+        assert session.evaluate() == pytest.approx(logged)
+
+
 class Returning(Data):
     def validation_step(self, batch):
         return {"loss": self.training_step(batch, 0), "scores": torch.zeros(7)}
