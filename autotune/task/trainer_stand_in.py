@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from autotune.lazy import torch
 
 
 class SilentLogger:
-    """A logger, and its `experiment`, that keeps nothing. It reads tensors as trackers do, which cannot take all dtypes."""
+    """A logger, and its `experiment`, that keeps nothing. It reads tensors as TensorBoard does, which cannot take all dtypes."""
 
     def __getattr__(self, name: str) -> SilentLogger:
         if name.startswith("__"):
@@ -39,8 +40,15 @@ class SilentLogger:
         """Do nothing with the arguments."""
         for value in (*args, *kwargs.values()):
             if type(value) in (torch.Tensor, torch.nn.Parameter):  # one that is traced has no values
-                np.asarray(value.detach().cpu())
+                _read(value)
         return self
+
+
+def _read(tensor: torch.Tensor) -> None:
+    """Make an array of a tensor, as torch's own writer for TensorBoard or else tensorboardX does. Raises TypeError."""
+    if tensor.dtype == torch.bfloat16 and find_spec("tensorboard") is not None:
+        tensor = tensor.to(torch.float16)
+    np.asarray(tensor.detach().cpu())
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from autotune import prepare
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
-from autotune.task import Task, load_task
+from autotune.task import Task, load_task, trainer_stand_in
 from autotune.task.facts import check_task, gather_facts
 from autotune.task.trainer_stand_in import SilentLogger
 from autotune.task.usercode import arose_in_autotune
@@ -142,8 +142,15 @@ def test_a_loggers_experiment_is_an_empty_container():
     assert os.path.join(logger.log_dir, "samples")
 
 
-def test_what_trackers_cannot_take_fails_where_nothing_is_tracked():
-    """TensorBoard makes NumPy arrays of tensors, which have no bf16."""
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_trackers_cannot_take_fails_where_nothing_is_tracked(installed, tmp_path, monkeypatch):
+    """NumPy has no bf16: torch's own writer for TensorBoard converts it, tensorboardX, which Lightning takes else, does not."""
+    if installed:
+        (tmp_path / "tensorboard").mkdir()
+        (tmp_path / "tensorboard" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setattr(trainer_stand_in, "find_spec", lambda name: None)
 
     class Drawing(Lit):
         def training_step(self, batch, batch_idx):
@@ -152,8 +159,14 @@ def test_what_trackers_cannot_take_fails_where_nothing_is_tracked():
             return out.float().mean()
 
     assert prepare(lit(Drawing), {"batch_size": 2}, device="cpu").step(torch.randn(2, 4)).isfinite()
+    session = prepare(lit(Drawing), {"batch_size": 2, "amp": "bf16"}, device="cpu")
+    if installed:
+        assert session.step(torch.randn(2, 4)).isfinite()
+        with pytest.raises(TypeError, match="Float8"):
+            SilentLogger().add_histogram("weights", torch.zeros(2).to(torch.float8_e4m3fn))
+        return
     with pytest.raises(TypeError, match="BFloat16") as caught:
-        prepare(lit(Drawing), {"batch_size": 2, "amp": "bf16"}, device="cpu").step(torch.randn(2, 4))
+        session.step(torch.randn(2, 4))
     assert not arose_in_autotune(caught.value)
 
 
