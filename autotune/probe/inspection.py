@@ -86,7 +86,7 @@ def inspect_task(
         "device": asdict(info),
         "global_batch": task.global_batch,
         "baseline": baseline.as_dict(),
-        "baseline_given": task.baseline is not None,
+        "baseline_given": BATCH_SIZE in (task.baseline or {}),
         "batch": asdict(batch),
         "support": {name: asdict(_supported(technique, setting)) for name, technique in techniques.REGISTRY.items()},
         "outside_bytes": outside_bytes,

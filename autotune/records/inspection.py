@@ -61,7 +61,7 @@ class Inspection(Record):
 
     Attributes:
         facts: `autotune.task.facts.TaskFacts` as a dict.
-        baseline: the user's baseline, complete; `baseline_given` when the task states one.
+        baseline: the user's baseline, complete; `baseline_given` when the task states one with its batch size.
         batch: what may be searched of micro batches and accumulation.
         support: per technique what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the

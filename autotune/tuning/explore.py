@@ -25,7 +25,7 @@ def measure_baseline(search: Search) -> None:
             bool(search.inspection.shortage) and history.space.baseline.batch_size >= search.inspection.step_samples
         )
         if smaller is None or not too_large:
-            _probe_baseline(search, "what you run today" if given else "plain fp32")
+            _probe_baseline(search, "what you run today" if given or search.runner.stated.baseline else "plain fp32")
             outcome = history.baseline
             if smaller is None or outcome is None:
                 return

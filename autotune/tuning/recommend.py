@@ -245,11 +245,12 @@ def _warn(
         )
     if not inspection.baseline_given:
         of_command = bool(search.runner.command(answer))
-        unsaid, today = (
-            ("no --baseline is given", "the first choices")
-            if of_command
-            else ("the model file sets no BASELINE", "plain fp32")
-        )
+        if search.runner.stated.baseline:
+            unsaid, today = "the baseline names no batch_size", "what it names"
+        elif of_command:
+            unsaid, today = "no --baseline is given", "the first choices"
+        else:
+            unsaid, today = "the model file sets no BASELINE", "plain fp32"
         search.warn(
             f"{unsaid}, so the gain is over {today} with batch {history.space.baseline.batch_size}; "
             f"{'give --baseline batch_size=N' if of_command else 'set BASELINE to what you run today'} for a meaningful gain"

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune.errors import ConfigError, TaskError
+from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from tests.integrations.answers import known
 from tests.integrations.test_live import dataset, net
@@ -88,6 +89,24 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
+
+
+@pytest.mark.parametrize("stated", [None, {"batch_size": 4}])
+def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, stated: dict[str, Any] | None
+) -> None:
+    """`accelerate launch` always names a precision. A batch of 32 is what the user runs only if the user says so."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    searched = []
+    monkeypatch.setattr(
+        "autotune.integrations.accelerate.search",
+        lambda task, *_: searched.append(task) or SimpleNamespace(config={"batch_size": 4}),
+    )
+    plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
+    find_executable_config(plain)(lambda config: None)()
+    inspected = inspect_task(searched[0], device="cpu", memory_limit_bytes=None)
+    assert inspected["baseline"]["batch_size"] == (4 if stated else 32)
+    assert inspected["baseline_given"] is bool(stated)
 
 
 def test_the_decorator_without_a_task_is_refused() -> None:

@@ -12,6 +12,7 @@ from autotune.records.result import Check, Result
 from autotune.records.trial import Proposal
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
+from autotune.runners.runner import Stated
 from autotune.study.reading import load_study
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.entrant import Entrant, Standing
@@ -246,6 +247,20 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
     study = load_study(tmp_path / "closed.db")
     assert study.result is None and "--headroom 15%" in study.attributes["no_answer"]
     assert recommender(tmp_path, Failing()).store.attributes()["no_answer"] == ""  # until this one ends
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        (None, "the model file sets no BASELINE, so the gain is over plain fp32 with batch 4"),
+        ({"amp": "off"}, "the baseline names no batch_size, so the gain is over what it names with batch 4"),
+    ],
+)
+def test_a_baseline_whose_batch_nobody_stated_is_told(tmp_path, stated, said):
+    runner = ClosedFormRunner()
+    runner.stated = Stated(baseline=stated)
+    result = answer(recommender(tmp_path, runner, inspection=replace(FOUND, baseline_given=False)))
+    assert any(said in warning for warning in result.warnings)
 
 
 def test_a_baseline_that_alone_ran_is_not_played_against_itself(tmp_path):
