@@ -11,6 +11,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
+from autotune.study.excused import excused
 from autotune.study.known_hangs import KnownHangs
 from autotune.study.retry import retryable, what_stands
 from autotune.techniques import REGISTRY
@@ -91,8 +92,9 @@ class History:
         measurement of the search that was repeated: the last one stands in its place.
         """
         found: dict[Config | int, tuple[Config, Outcome]] = {}
+        left_out = self._retryable | excused(self._trials)
         for trial in self._trials:
-            if trial.number not in self._retryable and not (trial.in_play_off and trial.feasible):
+            if trial.number not in left_out and not (trial.in_play_off and trial.feasible):
                 repeatable = trial.outcome.ok and not trial.in_play_off
                 found[trial.config if repeatable else trial.number] = trial.config, trial.outcome
         return list(found.values())
@@ -100,10 +102,11 @@ class History:
     @property
     def failed_again(self) -> dict[Config, Outcome]:
         """The configs that ran in the search but failed in the play-off, with their outcomes there."""
+        passing = self._retryable | excused(self._trials)
         return {
             trial.config: trial.outcome
             for trial in self._trials
-            if trial.in_play_off and not trial.feasible and trial.number not in self._retryable
+            if trial.in_play_off and not trial.feasible and trial.number not in passing
         }
 
     @property
@@ -208,12 +211,15 @@ def _switched_on(config: Config) -> set[tuple[str, Choice]]:
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
     """For each config that was feasible in every trial that counts, these trials in order.
 
-    The trials that count are the last one outside the play-off and the play-off's after it. Earlier ones failed, else the
-    config would not have been probed again.
+    The trials that count are the last one outside the play-off and the play-off's after it, but for excused time-outs.
+    Earlier ones failed, else the config would not have been probed again.
     """
+    found = list(trials)
+    left_out = excused(found)
     by_config: dict[Config, list[Trial]] = {}
-    for trial in trials:
-        by_config.setdefault(trial.config, []).append(trial)
+    for trial in found:
+        if trial.number not in left_out:
+            by_config.setdefault(trial.config, []).append(trial)
     counted = {config: _since_last_search(found) for config, found in by_config.items()}
     return {config: found for config, found in counted.items() if all(trial.feasible for trial in found)}
 

@@ -114,7 +114,8 @@ def _opened(search: Search) -> PlayOff:
     def ended(number: int) -> None:
         search.store.set_attribute(WHOLE_ROUNDS, [*whole_rounds(search), number])
 
-    rounds = [(trial.round, trial.outcome) for trial in history.trials if trial.round is not None]
+    earlier = [trial for trial in history.trials if trial.in_play_off]
+    rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]
     # the first: what was measured again was so because it was high
     first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
     searched = Searched(math.log(history.objective.merit(first))) if runs and first is not None else None
@@ -126,6 +127,7 @@ def _opened(search: Search) -> PlayOff:
         seed=search.options.seed,
         first_round=max((number for number, _ in rounds), default=-1) + 1,
         disturbed=[number for number, outcome in rounds if outcome.disturbances],
+        earlier=earlier,
         baseline_may_win=history.space.answers(baseline),
     )
 

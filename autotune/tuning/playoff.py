@@ -13,8 +13,10 @@ from statistics import fmean
 
 from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Measured
+from autotune.records.trial import PLAY_OFF, Trial
+from autotune.study.excused import excused
 from autotune.study.figures import ratio_interval, times_as_fast
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched
@@ -40,6 +42,7 @@ class PlayOff:
         ended: is told of each round that was not cut short.
         first_round: the number of the next round; the earlier ones were played by earlier searches.
         disturbed: which of the earlier rounds something disturbed.
+        earlier: the trials of the earlier rounds.
         baseline_may_win: not where it leaves what the user fixed; then it plays to be compared with.
     """
 
@@ -53,6 +56,7 @@ class PlayOff:
         ended: Callable[[int], None] = lambda number: None,
         first_round: int = 0,
         disturbed: Iterable[int] = (),
+        earlier: Iterable[Trial] = (),
         baseline_may_win: bool = True,
     ) -> None:
         self.baseline = baseline
@@ -63,6 +67,7 @@ class PlayOff:
         self._first_round = self._next_round = first_round
         self.baseline_may_win = baseline_may_win
         self._rounds: list[int] = []
+        self._runs = list(earlier)
         self._disturbed = set(disturbed)
 
     def enter(self, entrant: Entrant) -> None:
@@ -212,28 +217,60 @@ class PlayOff:
         return left
 
     def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
-        """Run each of them once. False if that was cut short: of that round only the failures count."""
+        """Run each of them once. False if that was cut short: of that round only the failures count.
+
+        Who failed because of a time-out is known at the end: it is excused where the machine stood still.
+        """
         number, self._next_round = self._next_round, self._next_round + 1
         self._order.shuffle(running)
+        late: list[tuple[Entrant, Trial]] = []
+        whole = True
         for entrant in running:
             outcome = self._run(entrant.config, number)
             if outcome is None:
-                for ran in running:
-                    if not ran.failed:
-                        ran.outcomes.pop(number, None)
-                return False
-            entrant.outcomes[number], entrant.wall_s = outcome, outcome.running_s
+                whole = False
+                break
+            entrant.wall_s = outcome.running_s
+            run = Trial(
+                number=max((run.number for run in self._runs), default=-1) + 1,
+                stage=PLAY_OFF,
+                config=entrant.config,
+                outcome=outcome,
+                feasible=outcome.ok and not self.objective.beyond_memory(outcome),
+                round=number,
+            )
+            self._runs.append(run)
+            if outcome.kind is Kind.TIMEOUT:
+                late.append((entrant, run))
+                continue
+            entrant.outcomes[number] = outcome
             if outcome.disturbances:
                 self._disturbed.add(number)
-            if not outcome.ok or self.objective.beyond_memory(outcome):
-                entrant.failed = failure(outcome)
-                for other in self.entrants:
-                    other.lost_to = None if other.lost_to is entrant else other.lost_to
-                if entrant is not self.baseline and (substitute := next(substitutes, None)) is not None:
-                    self.enter(substitute)
+            if not run.feasible:
+                self._fail(entrant, outcome, substitutes)
+        passing = excused(self._runs)
+        for entrant, run in late:
+            if run.number in passing:
+                self._disturbed.add(number)
+            else:
+                entrant.outcomes[number] = run.outcome
+                self._fail(entrant, run.outcome, substitutes)
+        if not whole:
+            for entrant in running:
+                if not entrant.failed:
+                    entrant.outcomes.pop(number, None)
+            return False
         self._rounds.append(number)
         self._ended(number)
         return True
+
+    def _fail(self, entrant: Entrant, outcome: Outcome, substitutes: Iterator[Entrant]) -> None:
+        """Take an entrant out; who had lost to it is in again, and a substitute comes in for a candidate."""
+        entrant.failed = failure(outcome)
+        for other in self.entrants:
+            other.lost_to = None if other.lost_to is entrant else other.lost_to
+        if entrant is not self.baseline and (substitute := next(substitutes, None)) is not None:
+            self.enter(substitute)
 
     def _is_open(self) -> bool:
         """Whether all who ran have failed, and somebody has yet to run."""

@@ -15,6 +15,7 @@ from autotune.records.front import front_of
 from autotune.records.outcome import Outcome
 from autotune.records.result import Check, Measured, Result, Rival
 from autotune.runners.runner import NotCompared
+from autotune.study.excused import excused
 from autotune.study.figures import measured as measured_by
 from autotune.tuning import shortage, why
 from autotune.tuning.confirm import whole_rounds
@@ -286,7 +287,7 @@ def _warn(
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")
-    if any(outcome.disturbances for outcome in outcomes):
+    if any(outcome.disturbances for outcome in outcomes) or excused(history.trials):
         search.warn("other work disturbed the machine; a quiet one gives narrower intervals")
     if crowded := sum(trial.outcome.crowded for trial in history.trials):
         search.warn(

@@ -149,3 +149,15 @@ def test_what_came_before_the_last_probe_of_a_search_no_longer_counts():
 def test_a_config_that_failed_since_its_last_probe_of_a_search_is_not_feasible(outcome):
     of = config(8)
     assert feasible_each_time([trial(of, ran(of, 9.0)), trial(of, outcome, "play-off", 1)]) == {}
+
+
+def test_a_time_out_of_the_play_off_tells_nothing_where_the_machine_stood_still():
+    late = Outcome(kind=Kind.TIMEOUT, cause="ended after 2 micro steps", wall_s=4.0)
+    one, other = config(8), config(16)
+    played = [(one, ran(one, 20.0), 0), (other, ran(other, 10.0), 0), (one, late, 1), (other, late, 1)]
+    found = [trial(one, ran(one, 20.0)), trial(other, ran(other, 10.0))]
+    found += [replace(trial(of, outcome, "play-off"), round=number) for of, outcome, number in played]
+    known = history(*found)
+    assert not known.failed_again and known.best[0] == one and late not in [outcome for _, outcome in known.evidence]
+    assert feasible_each_time(known.trials).keys() == {one, other}
+    assert history(*found[:2], replace(found[4], round=0)).failed_again == {one: late}

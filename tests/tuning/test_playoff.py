@@ -505,3 +505,42 @@ def test_processes_are_short_where_they_differ_and_long_where_their_blocks_do():
     assert timed_after(between=0.02, within=0.02, overhead_s=16.0) > timed_after(
         between=0.02, within=0.02, overhead_s=1.0
     )
+
+
+def standstill(late, rounds=MANY):
+    """A contest in which the machine stands still for some processes: (round, config)."""
+    speeds = {config(8): 150.0, config(16): 200.0, BASE: 100.0}
+    generator = random.Random(0)
+
+    def run(candidate, number):
+        if (number, candidate) in late:
+            return Outcome(kind=Kind.TIMEOUT, cause="ended after 2 micro steps", wall_s=4.0)
+        speed = speeds[candidate] * (1 + 0.03 * generator.gauss(0, 1))
+        return Outcome(kind=Kind.OK, measurement=measurement(candidate, speed, 500 * MIB), wall_s=1.0)
+
+    return play_off(
+        [config(8), config(16)],
+        BASE,
+        run=run,
+        objective=OBJECTIVE,
+        has_time=lambda seconds, number: number < rounds,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize("stopped", [{1}, {2, 3}], ids=["once", "for two rounds"])
+def test_rounds_in_which_nobody_runs_through_take_nothing_from_the_others(stopped):
+    standing = standstill({(number, of) for number in stopped for of in (config(8), config(16), BASE)}, rounds=6)
+    assert standing.answer.config == config(16) and standing.gain[1] > 1.5
+    assert not any(entrant.failed for entrant in (*standing.entrants, standing.baseline))
+
+
+def test_one_time_out_of_a_config_that_has_run_through_is_excused_and_a_second_in_turn_is_not():
+    assert standstill({(1, config(16))}).answer.config == config(16)
+    standing = standstill({(1, config(16)), (2, config(16))})
+    assert standing.answer.config == config(8) and "micro steps" in standing.entrants[1].failed
+
+
+def test_a_config_that_never_runs_through_in_the_play_off_fails_at_its_first_time_out():
+    standing = standstill({(0, config(16)), (0, BASE)}, rounds=3)
+    assert standing.answer.config == config(8) and standing.baseline is None
