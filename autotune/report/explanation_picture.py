@@ -47,7 +47,7 @@ def draw(explanation: Explanation, memory: Anatomy, path: Path) -> None:
         f"{explanation.task}: {describe(explanation.config)}\n{format_bytes(memory.peak_bytes)} of tensors at the peak"
     )
     _timeline(memory, over_time)
-    _bars(memory, by_module)
+    bars(memory, by_module)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
@@ -79,8 +79,8 @@ def _timeline(memory: Anatomy, ax: Any) -> None:
     ax.figure.legend(loc="outside lower center", ncols=len(KINDS))
 
 
-def _bars(memory: Anatomy, ax: Any) -> None:
-    """A bar for each module or run of equal blocks, by kind; the largest ones."""
+def bars(memory: Anatomy, ax: Any) -> Any:
+    """The axes with a bar for each module or run of equal blocks, by kind; the largest ones."""
     by_name = {module.name: module for module in memory.modules}
     folds = folded({name: module.total_bytes for name, module in by_name.items()})
     held = {fold.names: sum(by_name[name].total_bytes for name in fold.names) for fold in folds}
@@ -100,4 +100,5 @@ def _bars(memory: Anatomy, ax: Any) -> None:
         ax.text(end, place, f" {end * MIB / memory.peak_bytes:.0%}", va="center", fontsize="small")
     ax.set(yticks=range(len(groups)), yticklabels=labels, xlabel="MiB at the peak")
     ax.invert_yaxis()
-    ax.set_xlim(right=1.1 * max(starts))
+    ax.set_xlim(0, 1.1 * max(starts))
+    return ax

@@ -102,13 +102,13 @@ def pairs(rows: Mapping[str, Cell]) -> Table:
 
 
 def by_reason(reasons: Mapping[str, str]) -> Iterator[Paragraph]:
-    """Each reason once, with what it stands for: the first few names, and how many more there are."""
+    """Each reason once, after what it holds for: the first few names, and how many more there are."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(reason, []).append(name)
     for reason, names in alike.items():
         more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        yield Paragraph((reason, Span(f"  {', '.join(names[:NUM_NAMED])}{more}", Tone.NOTE)))
+        yield Paragraph((f"{', '.join(names[:NUM_NAMED])}{more}", Span(f"  {reason}", Tone.NOTE)))
 
 
 def plain(cell: Cell) -> str:

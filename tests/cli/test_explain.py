@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune import cli
 from autotune.records.explanation import LOSS, Explanation
+from autotune.report import explanation_picture
 from autotune.report.explanation import explanation_sections
 from autotune.report.terminal import as_text
 
@@ -122,6 +124,18 @@ def test_a_big_head_is_named_with_what_saves_it(explained: Explanation) -> None:
 
 def test_the_picture_is_drawn(explained: Explanation, folder: Path) -> None:
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bars_of_the_picture_begin_at_zero(explained: Explanation) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    assert explained.memory is not None
+    ax = explanation_picture.bars(explained.memory, figure.subplots())
+    assert ax.get_xlim()[0] == 0 and ax.get_xticks()[0] == 0
+
+
+def test_what_is_not_predicted_is_named_before_the_reason(explained: Explanation) -> None:
+    told = replace(explained, not_predicted={"fp16": "it is emulated"})
+    assert "fp16  not predicted: it is emulated" in as_text(explanation_sections(told), 100)
 
 
 def test_a_model_that_cannot_be_traced_is_explained_by_what_was_measured(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_study_lists_each_cause_of_failure_once(study: Study) -> None:
 def test_a_study_tells_of_trials_without_an_outcome_and_of_what_was_not_searched(study: Study) -> None:
     text = _flat(text_of(study, 120))
     assert "1 running or left running; 1 cut short without an outcome" in text
-    assert "the model has no 2-D convolution channels_last" in text
+    assert "channels_last the model has no 2-D convolution" in text
 
 
 def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
