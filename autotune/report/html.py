@@ -19,12 +19,13 @@ div.autotune { padding: .5em 1em; }
 .autotune h2 { font-size: 1.15em; margin: 2em 0 .4em; } .autotune h2 small { color: var(--dim); font-weight: normal; }
 .autotune p { margin: .4em 0; max-width: 46em; } .autotune .wide { overflow-x: auto; }
 .autotune table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums; margin: .4em 0; }
-.autotune th { color: var(--dim); font-weight: normal; text-align: left; }
+.autotune th { color: var(--dim); font-weight: normal; }
+.autotune :is(th, td):not(.number) { text-align: left; }  /* `:not` outweighs Jupyter's own rule, which sets all to the right */
 .autotune th, .autotune td { border-bottom: 1px solid var(--line); padding: .25em 1.2em .25em 0; vertical-align: top; }
 .autotune td:not(:last-child), .autotune .whole { white-space: nowrap; }
 .autotune .number { text-align: right; }
 .autotune pre { background: var(--box); border-radius: 6px; margin: .4em 0; padding: .7em 1em;
-  overflow-wrap: anywhere; white-space: pre-wrap; }
+  font-family: ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap; }
 .autotune .strong, .autotune .best, .autotune .failed { font-weight: 600; } .autotune .good, .autotune .best { color: var(--good); }
 .autotune .bad, .autotune .failed { color: var(--bad); } .autotune .warning { color: var(--warning); }
 .autotune .note { color: var(--dim); } .autotune .baseline { color: var(--baseline); }

@@ -60,7 +60,7 @@ def _front(go: Any, study: Study, measured: Sequence[Measured]) -> Figure:
 
 
 def _throughput(go: Any, measured: Sequence[Measured]) -> Figure:
-    """A line for each combination of techniques, the fastest in colour."""
+    """A line for each combination of techniques, the fastest in colour; the others are one entry of the legend."""
     lines: dict[str, list[Measured]] = {}
     for one in measured:
         lines.setdefault(techniques_of(one.config), []).append(one)
@@ -68,8 +68,11 @@ def _throughput(go: Any, measured: Sequence[Measured]) -> Figure:
     figure = go.Figure()
     for place, group in enumerate(ranked):
         points = sorted(lines[group], key=lambda m: int(m.config[BATCH_SIZE]))
-        colour = COLOURS[place] if place < len(COLOURS) else GREY
-        trace = _points(go, points, group, colour, mode="lines+markers")
+        if place < len(COLOURS):
+            trace = _points(go, points, group, COLOURS[place], mode="lines+markers")
+        else:
+            trace = _points(go, points, "others", GREY, mode="lines+markers")
+            trace.update(legendgroup="others", showlegend=place == len(COLOURS))
         figure.add_trace(trace.update(x=[int(m.config[BATCH_SIZE]) for m in points]))
     sizes = sorted({int(m.config[BATCH_SIZE]) for m in measured})
     figure.update_xaxes(type="category", categoryorder="array", categoryarray=sizes)
@@ -130,6 +133,7 @@ def _points(
 
 def _finish(figure: Figure, x: str, y: str) -> Figure:
     axis = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.5)", "rangemode": "tozero"}
+    axis |= {"ticks": "outside", "tickcolor": "rgba(0,0,0,0)"}  # room between labels and axis
     figure.update_layout(
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",

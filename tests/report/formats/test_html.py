@@ -13,7 +13,9 @@ import pytest
 from autotune import notebook
 from autotune.records.config import Config
 from autotune.records.result import Dropped, Ranking
+from autotune.report import interactive
 from autotune.report.formats.html import render
+from autotune.report.html import STYLE
 from autotune.study.reading import Study
 
 pytest.importorskip("plotly")
@@ -60,6 +62,22 @@ def test_the_page_loads_nothing(study: Study) -> None:
 def test_a_study_without_an_answer_or_a_probe_still_makes_a_page(unanswered: Study, empty: Study) -> None:
     assert "No answer" in Page(render(unanswered)).words
     assert "No probe has ended yet" in Page(render(empty)).words
+
+
+def test_lines_that_look_alike_are_one_entry_of_the_legend(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interactive, "COLOURS", interactive.COLOURS[:2])
+    figure = dict(interactive.pictures(study))["Throughput and batch size"]
+    entries = [trace for trace in figure.data if trace.showlegend is not False]
+    assert len({trace.marker.color for trace in entries}) == len(entries) == 3 < len(figure.data)
+    assert entries[-1].name == "others" and all(trace.legendgroup == "others" for trace in figure.data[2:])
+
+
+def test_in_a_notebook_words_stand_on_the_left_and_code_in_its_own_font() -> None:
+    """Jupyter sets every cell to the right, by a rule with the weight of two classes and an element."""
+    (rule,) = [line for line in STYLE.splitlines() if "text-align: left" in line]
+    selector = rule.partition("{")[0]
+    assert len(re.findall(r"\.[a-z]", selector)) == 2 and "td" in selector and "th" in selector
+    assert "font-family: ui-monospace, monospace" in STYLE
 
 
 def hostile(study: Study) -> Study:
