@@ -34,6 +34,7 @@ class Session:
         device: the torch device.
         scaler: GradScaler for fp16, else None.
         evaluator: evaluates single batches; `evaluate` takes a whole loader.
+        ready: what a forward pass is given and runs in, as the config says.
         places: technique -> the modules of the model that it acts on, as in `Build`.
     """
 
@@ -47,12 +48,11 @@ class Session:
         self.scaler = build.scaler
         self.places = build.places
         self.loader = StepLoader(build)
-        self._forward_contexts = tuple(build.forward_contexts)
-        self._batch_transforms = tuple(build.batch_transforms)
+        self.ready = Ready(build)
         self._one_micro_batch = build.one_micro_batch
         self._loader_options = build.loader_options
         self._recovery = recovery
-        self.evaluator = Evaluator(build, self._ready, halves=recovery is not None)
+        self.evaluator = Evaluator(build, self.ready, halves=recovery is not None)
         self._position = 0  # of the micro batch that `accumulate` has come to
 
     def step(self, batch: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Session:
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
-        with self._ready(micro_batch) as ready:
+        with self.ready(micro_batch) as ready:
             return self.task.loss(self.model, ready)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
@@ -153,19 +153,8 @@ class Session:
     def _whole_step(self, micro_batches: StepBatch) -> torch.Tensor:
         """The task's own `train_step`, updates included."""
         (batch,) = micro_batches
-        with self._ready(batch) as ready:
+        with self.ready(batch) as ready:
             return self.task.whole_step(self.model, self.optimizer, ready)
-
-    @contextmanager
-    def _ready(self, micro_batch: Any) -> Iterator[Any]:
-        """The micro batch on the device as techniques want it, and their contexts around what is done with it."""
-        micro_batch = to_device(micro_batch, self.device)
-        for transform in self._batch_transforms:
-            micro_batch = transform(micro_batch)
-        with ExitStack() as stack:
-            for context in self._forward_contexts:
-                stack.enter_context(context())
-            yield micro_batch
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
@@ -200,6 +189,26 @@ class Session:
                 "what session.loader yields, or give the micro batches that you made: "
                 "`session.step(StepBatch((make_batch(n), n) for ...))` with autotune.task.batches.StepBatch"
             ) from None
+
+
+class Ready:
+    """Gives a micro batch on the device as techniques want it, within their contexts. It holds nothing of the session."""
+
+    def __init__(self, build: Build) -> None:
+        self._device = build.device.torch_device
+        self._transforms = tuple(build.batch_transforms)
+        self._contexts = tuple(build.forward_contexts)
+
+    @contextmanager
+    def __call__(self, micro_batch: Any) -> Iterator[Any]:
+        """The micro batch for a forward pass, which is to run until the context ends."""
+        micro_batch = to_device(micro_batch, self._device)
+        for transform in self._transforms:
+            micro_batch = transform(micro_batch)
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context())
+            yield micro_batch
 
 
 def _shares(weights: list[float]) -> list[float]:

@@ -15,6 +15,7 @@ from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
 
@@ -139,7 +140,20 @@ class Space:
     @property
     def num_combinations(self) -> int:
         """How many combinations of choices there are, which is an upper bound on the number of configs."""
-        return math.prod(len(choices) for choices in self.choices.values())
+        return math.prod(len(choices) for choices in self.in_reach.values())
+
+    @property
+    def in_reach(self) -> dict[str, tuple[Choice, ...]]:
+        """The choices that some config may have: of the batch sizes those that the accumulation allows."""
+        found = dict(self.choices)
+        if self.global_batch is not None:
+            found[BATCH_SIZE] = tuple(
+                size
+                for size in found[BATCH_SIZE]
+                if self.complete({BATCH_SIZE: size})[ACCUMULATION] in self.accumulations
+                or size == self.baseline.batch_size
+            )
+        return found
 
     def without(self, name: str, dropped: set[Choice]) -> Space:
         """The space without some choices of a technique."""
@@ -237,9 +251,17 @@ def require_possible(fix: Mapping[str, Any], include: Iterable[str], exclude: It
 
 
 def build_space(
-    inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
+    inspection: Inspection,
+    *,
+    fix: Mapping[str, Any],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    frameworks: Sequence[str] = (),
 ) -> tuple[Space, list[str]]:
     """Build the space of a task from the supported choices and from what the user fixed, included and excluded.
+
+    Args:
+        frameworks: keep to what their arguments can say; empty for everything.
 
     Returns:
         The space, and notes for the user about what was left out.
@@ -264,7 +286,7 @@ def build_space(
             searched = (_possible(name, fixed[name], everything, inspection),)
         elif name in exclude:
             searched = (baseline[name],)
-        elif support.optional and not is_asked_for and support.reason:
+        elif support.optional and not is_asked_for and support.reason and _has_words(name, frameworks):
             others = [f"{name}={choice}" for choice in support.optional if choice not in searched]
             optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:
@@ -301,7 +323,15 @@ def build_space(
             for choice, seconds in support.setup_s
         },
     )
+    if frameworks:
+        space = space.said_in(frameworks, inspection.facts.get("optimizer", ""))
     return space, notes
+
+
+def _has_words(name: str, frameworks: Sequence[str]) -> bool:
+    """Whether one of some frameworks has words for a technique or a key of the batch plan, or nothing needs words."""
+    words = BATCH[name] if name in BATCH else techniques.REGISTRY[name].frameworks
+    return not frameworks or any(framework in words for framework in frameworks)
 
 
 def trained_beside(

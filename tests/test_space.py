@@ -64,6 +64,7 @@ def test_the_baseline_belongs_to_the_space_whatever_is_fixed():
 def test_fixing_the_accumulation_restricts_the_batch_size():
     space = space_of(fix={"accumulation_steps": 6})
     assert {config.batch_size for config in space} == {16, 4}  # 4 is the baseline
+    assert space.in_reach["batch_size"] == (4, 16) and space.num_combinations < space_of().num_combinations
 
 
 def test_optional_choices_need_to_be_included():
@@ -111,6 +112,8 @@ def test_what_is_left_out_is_told_with_the_way_to_include_it():
         note for note in build_space(more, fix={}, include=(), exclude=())[1] if "here: amp=fp16; --include" in note
     ]
     assert {"accumulation_steps": "BatchNorm", "amp": "slow"}.items() <= found.unsupported.items()
+    loops = build_space(found, fix={}, include=(), exclude=(), frameworks=("loop", "dataloader"))[1]
+    assert [note for note in loops if "optional here: amp; --include" in note], "a loop cannot be told to accumulate"
 
 
 def test_redundant_combinations_are_left_out():

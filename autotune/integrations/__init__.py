@@ -3,5 +3,5 @@
 - `autotune.integrations.transformers`: `tune(trainer)`, `AutotuneCallback`
 - `autotune.integrations.lightning`: `tune(module, datamodule, trainer)`, `AutotuneCallback`
 - `autotune.integrations.accelerate`: `find_executable_config`
-- `autotune.integrations.loops`: what is behind `autotune.Task.from_loader`
+- `autotune.integrations.loops`: training loops of the user's own, with Accelerate or without
 """

@@ -109,14 +109,22 @@ def find_executable_config(
     return decorate
 
 
-def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
-    """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
+def of_this_process() -> dict[str, Choice]:
+    """What the `Accelerator` that exists already does to every loop of this process; nothing where there is none."""
+    if "accelerate" not in sys.modules:
+        return {}
     from accelerate.state import AcceleratorState, is_initialized
 
-    if is_initialized():
-        state = AcceleratorState()
-        backend = getattr(state.dynamo_plugin, "backend", None)
-        found = _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
+    if not is_initialized():
+        return {}
+    state = AcceleratorState()
+    backend = getattr(state.dynamo_plugin, "backend", None)
+    return _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
+
+
+def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
+    """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
+    if found := of_this_process():
         words = {name: choice for name, choice in found.items() if name not in options.get("exclude", ())}
         kept = " and ".join(f"{name}={choice}" for name, choice in words.items())
         text = (

@@ -72,10 +72,9 @@ def search(
     listeners = watching(listeners)
     result = api.search(task, listeners=listeners, **{**named, **options})
     gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
-    told = {name: choice for name, choice in result.config.items() if choice != _before(task, result)[name]}
-    changed = ", ".join(f"{name}={choice}" for name, choice in told.items()) or "nothing to change"
+    told = ", ".join(f"{name}={choice}" for name, choice in changed(task, result).items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
-    Listeners(listeners).on(Note(text=f"{result.verdict}{gain}: {changed}; `autotune show {study}` tells why"))
+    Listeners(listeners).on(Note(text=f"{result.verdict}{gain}: {told}; `autotune show {study}` tells why"))
     return result
 
 
@@ -84,16 +83,21 @@ def watching(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
     return [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
 
 
+def changed(task: Task, result: Result) -> dict[str, Choice]:
+    """The answer's choices that differ from the baseline's."""
+    before = _before(task, result)
+    return {name: choice for name, choice in result.config.items() if choice != before[name]}
+
+
 def changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What the answer changes of the baseline: framework -> arguments.
 
     Raises:
         ConfigError: an option asked for something that none of the frameworks can say.
     """
-    before = _before(task, result)
-    changed = {name: choice for name, choice in result.config.items() if choice != before[name]}
-    space = {name: (before[name], choice) for name, choice in changed.items()}
-    said, unsaid = arguments(replace(result, config=changed), space, frameworks, "no argument says it")
+    before, found = _before(task, result), changed(task, result)
+    space = {name: (before[name], choice) for name, choice in found.items()}
+    said, unsaid = arguments(replace(result, config=found), space, frameworks, "no argument says it")
     require_said(unsaid)
     for words in said.values():
         words.pop("shuffle", None)  # as it was

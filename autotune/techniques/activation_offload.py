@@ -15,7 +15,7 @@ from autotune.techniques.block_chains import is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import blocks_of, thinned
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -40,7 +40,10 @@ class ActivationOffload(Technique):
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "offload(model, DEVICE, {places})"})}
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        LOOP: Unsaid(),
+        TORCH: Lines({At.MODEL: "offload(model, DEVICE, {places})"}),
+    }
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks on CUDA, thinned when there are many."""

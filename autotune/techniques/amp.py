@@ -14,7 +14,18 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, DEEPSPEED, LIGHTNING, TORCH, TRANSFORMERS, At, Table, Words
+from autotune.techniques.frameworks import (
+    ACCELERATE,
+    DEEPSPEED,
+    LIGHTNING,
+    LOOP,
+    TORCH,
+    TRANSFORMERS,
+    At,
+    Table,
+    Unsaid,
+    Words,
+)
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
@@ -66,6 +77,7 @@ class Amp(Technique):
                 "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             }
         ),
+        LOOP: Unsaid(("off", "bf16")),  # fp16 scales the loss
         TORCH: Table(
             {
                 "bf16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"},

@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Table, Words
+from autotune.techniques.frameworks import LOOP, TORCH, At, Table, Unsaid, Words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
@@ -41,13 +41,14 @@ class Attention(Technique):
     order = 5
     likely = ("sdpa",)
     frameworks: ClassVar[Mapping[str, Words]] = {
+        LOOP: Unsaid(),
         TORCH: Table(
             {
                 "sdpa": {At.MODEL: "use_implementation(model, {places})"},
                 "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
                 **{kernel: {At.STEP: f"preferring({backend!r})"} for kernel, backend in _BACKENDS.items()},
             }
-        )
+        ),
     }
 
     def support(self, setting: Setting) -> Support:

@@ -210,10 +210,11 @@ class Technique(ABC):
             choices: all that the task supports, for frameworks that know on and off only.
             optimizer: class of the task's optimizer, as in `TaskFacts`.
         """
-        if choice != self.off and self.said_of not in ("", optimizer):
-            return None
         words = self.frameworks.get(framework)
-        return None if words is None else words.write(choice)
+        written = None if words is None else words.write(choice)
+        if written and choice != self.off and self.said_of not in ("", optimizer):
+            return None
+        return written
 
     def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
         """The choice that a framework's arguments make; None where they do not say. The inverse of `write`."""

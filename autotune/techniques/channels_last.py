@@ -11,7 +11,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
 
 
 class ChannelsLast(Switch):
@@ -26,12 +26,13 @@ class ChannelsLast(Switch):
     # Most fast convolutions use this layout, yet some kernels do not have it.
     expected = Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
     frameworks: ClassVar[Mapping[str, Words]] = {
+        LOOP: Unsaid(),
         TORCH: Lines(
             {
                 At.MODEL: "model.to(memory_format=torch.channels_last)",
                 At.BATCH: "batch = images_to_channels_last(batch)",
             }
-        )
+        ),
     }
 
     def support(self, setting: Setting) -> Support:

@@ -13,7 +13,7 @@ from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import CheckpointSegments, blocks_of
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
 from autotune.techniques.recomputed import Recomputed
 
 # operators of torch.ops.aten: on each device those that it has
@@ -44,7 +44,10 @@ class CheckpointPolicy(Technique):
         activations=Factor(typical=1.5, spread=1.4),
     )
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "keep_costly_results(model)"})}
+    frameworks: ClassVar[Mapping[str, Words]] = {
+        LOOP: Unsaid(),
+        TORCH: Lines({At.MODEL: "keep_costly_results(model)"}),
+    }
 
     def support(self, setting: Setting) -> Support:
         """It applies to models with blocks to recompute that do not change what they keep in place."""

@@ -12,7 +12,7 @@ from autotune.techniques.base import Phase, Recomputation, Technique, Unsupporte
 from autotune.techniques.block_chains import Chain, find_chain, is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
 from autotune.techniques.recomputed import Checkpointed, Segments
 from autotune.units import plural
 
@@ -41,6 +41,7 @@ class CheckpointSegments(Technique):
     keeps_random_masks = True
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({0: {"gradient_checkpointing": False}}),
+        LOOP: Unsaid(),
         TORCH: Lines({At.MODEL: "recompute(model, {choice}, {places})"}),
     }
 

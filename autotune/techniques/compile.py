@@ -16,7 +16,7 @@ from autotune.techniques.block_chains import is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import blocks_of
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, TORCH, TRANSFORMERS, At, Table, Words
+from autotune.techniques.frameworks import ACCELERATE, LOOP, TORCH, TRANSFORMERS, At, Table, Unsaid, Words
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,7 @@ class Compile(Technique):
             }
         ),
         ACCELERATE: Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
+        LOOP: Unsaid(),
         TORCH: Table({c: _lines(c) for c in _CHOICES if c != "off"}),
     }
 

@@ -12,7 +12,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LIGHTNING, TORCH, Argument, At, Lines, Words
+from autotune.techniques.frameworks import LIGHTNING, LOOP, TORCH, Argument, At, Lines, Unsaid, Words
 
 
 class CudnnBenchmark(Switch):
@@ -29,6 +29,7 @@ class CudnnBenchmark(Switch):
     likely = (True,)
     frameworks: ClassVar[Mapping[str, Words]] = {
         LIGHTNING: Argument("benchmark"),
+        LOOP: Unsaid(),
         TORCH: Lines({At.PROCESS: "torch.backends.cudnn.benchmark = True"}),
     }
 

@@ -7,6 +7,7 @@ The names of the frameworks, which are the keys of `Technique.frameworks`:
 - `accelerate`: arguments of `accelerate.Accelerator`
 - `deepspeed`: sections of a `ds_config.json`
 - `dataloader`: arguments of `torch.utils.data.DataLoader`, which Lightning and Accelerate leave to the user
+- `loop`: a training loop that stays as it is: no words, but what can be switched on in its model and its optimizer
 - `torch`: lines of a training script in plain torch, by their place in it; see `Lines`
 """
 
@@ -22,8 +23,15 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
-DEEPSPEED, DATALOADER, TORCH = "deepspeed", "dataloader", "torch"
-FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)  # whose arguments are read back, too
+DEEPSPEED, DATALOADER, LOOP, TORCH = "deepspeed", "dataloader", "loop", "torch"
+FRAMEWORKS = (
+    TRANSFORMERS,
+    LIGHTNING,
+    ACCELERATE,
+    DEEPSPEED,
+    DATALOADER,
+    LOOP,
+)  # a search can keep to what they can say
 
 
 class At(StrEnum):
@@ -101,6 +109,25 @@ class Argument:
             return None
         value: Choice | None = arguments[self.name]
         return self.unset if value is None else value
+
+
+@dataclass(frozen=True)
+class Unsaid:
+    """Nothing has to be said: `apply` does it all to the model, the optimizer or the process.
+
+    Attributes:
+        choices: for which that is so; None for all.
+    """
+
+    choices: tuple[Choice, ...] | None = None
+
+    def write(self, choice: Choice) -> dict[str, Any] | None:
+        """No arguments for a choice that needs none."""
+        return {} if self.choices is None or choice in self.choices else None
+
+    def read(self, arguments: Mapping[str, Any]) -> Choice | None:
+        """Nothing: what a loop does is not seen."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
 from autotune.techniques.precision import worth
 
 _TF32_CAPABILITY = (8, 0)
@@ -40,6 +40,7 @@ class MatmulPrecision(Technique):
     likely = ("tf32",)
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"highest": {"tf32": False}, "tf32": {"tf32": True}}),
+        LOOP: Unsaid(),
         TORCH: Lines({At.PROCESS: 'torch.set_float32_matmul_precision("high")'}),
     }
 

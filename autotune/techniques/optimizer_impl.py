@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -41,6 +41,7 @@ class OptimizerImpl(Technique):
     said_of = "AdamW"
     frameworks: ClassVar[Mapping[str, Words]] = {
         TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
+        LOOP: Unsaid(),
         TORCH: Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
     }
 

@@ -203,9 +203,7 @@ def _over(
         train_samples = _train_samples(options, inspection)
         inspection = setting_up.with_what_is_cheap(inspection, options.budget_s, train_samples, options.include)
         wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
-        space, notes = build_space(inspection, **wanted)
-        if options.frameworks:
-            space = space.said_in(options.frameworks, inspection.facts.get("optimizer", ""))
+        space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
         others = trained_beside(inspection, **wanted) if own is None else []
         if others:
             budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
@@ -334,7 +332,7 @@ def _started(
         memory_limit_bytes=limit_bytes,
         headroom=options.headroom,
         budget_s=budget_s,
-        space=dict(history.space.choices),
+        space=history.space.in_reach,
         num_configs=history.space.num_combinations,
         known=history.trials,
         best=history.best,

@@ -1,0 +1,163 @@
+"""What a loop is made of is tuned in place, and the loop trains as a session would."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from autotune.errors import TaskError
+from autotune.integrations.loops import Tuned, tune
+from autotune.session import prepare
+from autotune.task import Task
+from autotune.techniques import REGISTRY
+from autotune.techniques.frameworks import LOOP
+
+CLASSES = 4
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, CLASSES)
+    )
+
+
+def dataset() -> TensorDataset:
+    made = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(64, 3, 8, 8, generator=made), torch.randint(CLASSES, (64,), generator=made))
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_size=16, **options)
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tuned(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Tuned:
+    options = {"loader": loader(), "budget": "60s", "trials": 2, "listeners": (), **options}
+    others = {*REGISTRY} - {*options.get("fix", {}), *options.get("baseline", {})}
+    storage = f"sqlite:///{folder / 'loop.db'}"
+    return tune(
+        model,
+        options.pop("loader"),
+        torch.nn.CrossEntropyLoss(),
+        optimizer,
+        storage=storage,
+        exclude=[*others],
+        **options,
+    )
+
+
+def test_the_loop_takes_the_sessions_steps_with_its_own_model_and_optimizer(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model.eval()
+    choices = {"amp": "bf16", "channels_last": True, "optimizer_impl": "fused"}
+    given = loader()
+    task = Task.from_loader(model, given, torch.nn.CrossEntropyLoss(), optimizer)
+    session = prepare(task, {"batch_size": 16, **choices}, device="cpu")
+    found = tuned(tmp_path, model, optimizer, loader=given, fix=choices)
+    assert {name: found.result.config[name] for name in choices} == choices and found.loader is given
+    assert not model.training and optimizer.param_groups[0]["fused"]
+    model.train()
+    for batch in given:
+        trained(model, optimizer, batch)
+        session.step(batch)
+    for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    assert model(batch[0]).dtype == torch.float32
+
+
+def test_a_model_in_the_middle_of_training_keeps_its_state_and_can_be_copied(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = next(iter(loader()))
+    trained(model, optimizer, batch)
+    plain, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["state"])
+    tuned(tmp_path, model, optimizer, fix={"amp": "bf16", "optimizer_impl": "fused"})
+    torch.testing.assert_close(optimizer.state_dict()["state"], state)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        assert not torch.equal(model(batch[0]), plain(batch[0])), "bf16"
+        average[3].weight.zero_()  # type: ignore[index]
+        average[3].bias.zero_()  # type: ignore[index]
+        assert not average(batch[0]).any() and model(batch[0]).any()
+
+
+def test_the_loader_changes_in_what_the_answer_says_and_in_nothing_else(tmp_path: Path) -> None:
+    model = net()
+    sampler = torch.utils.data.SubsetRandomSampler(range(32))
+    given = loader(sampler=sampler, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = tuned(tmp_path, model, optimizer, loader=given, fix={"num_workers": 1})
+    made = found.loader
+    assert made is not given and made.num_workers == 1 and made.prefetch_factor == 2
+    assert made.sampler is sampler and made.drop_last and made.batch_size == 16 and made.dataset is given.dataset
+    assert "forward" not in vars(model), "the model has nothing to change"
+    assert len(list(made)) == 2
+
+
+def test_a_loader_of_another_class_is_kept(tmp_path: Path) -> None:
+    class Own(DataLoader[Any]):
+        def __init__(self) -> None:
+            super().__init__(dataset(), batch_size=16)
+
+    model, given = net(), Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = tuned(tmp_path, model, optimizer, loader=given, fix={"amp": "bf16"})
+    assert found.loader is given and "forward" in vars(model)
+
+
+def test_what_the_loop_does_itself_is_searched_around_and_not_done_twice(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = tuned(tmp_path, model, optimizer, baseline={"amp": "bf16", "accumulation_steps": 2}, trials=1)
+    assert found.result.config["amp"] == "bf16" and found.result.config["accumulation_steps"] == 2
+    assert "forward" not in vars(model)
+
+
+def test_an_accelerator_says_what_it_does(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for precision, switched_on in (("bf16", False), ("no", True)):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = tuned(tmp_path / precision, model, optimizer, fix={"amp": "bf16"}, trials=2)
+        assert found.result.config["amp"] == "bf16" and ("forward" in vars(model)) == switched_on
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_was_tuned_is_not_tuned_again(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tuned(tmp_path, model, optimizer, fix={"amp": "bf16"})
+    with pytest.raises(TaskError, match="was tuned before"):
+        tuned(tmp_path, model, optimizer)
+
+
+def test_a_lightning_module_is_for_its_trainer() -> None:
+    lightning = pytest.importorskip("lightning")
+    module = lightning.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    with pytest.raises(TaskError, match=r"integrations\.lightning\.tune"):
+        tune(module, loader(), None, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+def test_what_would_need_another_loop_is_not_for_it() -> None:
+    assert REGISTRY["amp"].write(LOOP, "fp16") is None and REGISTRY["amp"].write(LOOP, "bf16") == {}
+    assert REGISTRY["optimizer_in_backward"].write(LOOP, True) is None
+    assert REGISTRY["optimizer_impl"].write(LOOP, "fused", optimizer="SGD") == {}
