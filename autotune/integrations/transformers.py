@@ -267,6 +267,8 @@ def _plan(args: Any) -> dict[str, int]:
 def _arguments(args: Any, said: Mapping[str, Any]) -> dict[str, Any]:
     """What changes in `args`, under all the names that it has for it."""
     changed = dict(said)
+    if said and args.device.type == "cpu":
+        changed["use_cpu"] = True  # as it was found; without it the arguments take no short type where there is no GPU
     for name, value in said.items():
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
         if newer != name and hasattr(args, newer):

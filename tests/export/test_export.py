@@ -96,7 +96,7 @@ def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     said = json.loads(export(RESULT, "transformers").text)
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **said)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **{**said, "use_cpu": True})
     assert arguments.train_batch_size * arguments.gradient_accumulation_steps == 48
 
 

@@ -52,7 +52,7 @@ def test_a_trainer_of_hugging_face_takes_twenty_steps_of_the_global_batch_in_the
     pytest.importorskip("accelerate")
     said = json.loads(export(answered(), "transformers").text)
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=20, **quiet, **said)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=20, **quiet, **said)
     net = Net()
     samples = [{"x": x, "labels": y} for x, y in dataset()]  # type: ignore[attr-defined]
     trainer = transformers.Trainer(model=net, args=arguments, train_dataset=samples)

@@ -176,6 +176,14 @@ def test_the_arguments_come_back_changed_where_the_answer_says_so(tmp_path: Path
     assert found.per_device_train_batch_size * found.gradient_accumulation_steps == 96
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, arguments that do not say so train on it")
+def test_a_script_that_does_not_ask_for_the_cpu_takes_a_short_type_there(tmp_path: Path) -> None:
+    """Left alone, the arguments raise an error: the setup does not support bf16."""
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "use_cpu": False}
+    found = integration.tune(trainer_of(tmp_path, args=asked), **known(tmp_path))
+    assert found.bf16 and found.use_cpu and found.device.type == "cpu"
+
+
 def test_the_callback_tunes_before_training_begins(tmp_path: Path) -> None:
     asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "max_steps": 2}
     callback = integration.AutotuneCallback(**known(tmp_path))
