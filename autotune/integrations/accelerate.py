@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
