@@ -24,15 +24,19 @@ TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 ARITHMETICS = ("fp32", "bf16", "fp16")
 
 
+# What a figure takes, and all of them, on a machine on which many others run.
+PATIENT = {"TOTAL_S": {"cpu": 300.0, "cuda": 300.0}, "STEP_S": {"cpu": 60.0, "cuda": 60.0}}
+
+
 def measured(device, **changed):
-    """What `measure` finds, with some of its module's names changed.
+    """What `measure` finds with all the time that it needs, and with some of its module's names changed.
 
     It forks, which must not be done where a backward pass has run: in a torch that was built for GPUs that may have
     started threads.
     """
 
     def measure_changed():
-        for name, value in changed.items():
+        for name, value in {**PATIENT, **changed}.items():
             setattr(calibration, name, value)
         return measure(device)
 
@@ -44,7 +48,7 @@ def tried(found: Calibration) -> set[tuple[str, str]]:
 
 
 def test_every_rate_of_a_cpu_is_measured_at_rising_sizes():
-    found = measured(open_device("cpu"))
+    found = measured(open_device("cpu"), RUN_S=0.5)  # a run that others interrupt is no reason to stop
     assert tried(found) == {(work, arithmetic) for work in ("matmul", "convolution") for arithmetic in ARITHMETICS}
     for rate in found.rates:
         # where a type is slow, as fp16 convolutions are on many processors, the next size would take too long
@@ -78,7 +82,7 @@ def broken(what):
     ids=["hangs", "crashes", "raises"],
 )
 def test_a_figure_that_fails_does_not_cost_the_others(what, failure):
-    found = measured(open_device("cpu"), _convolution=broken(what))
+    found = measured(open_device("cpu"), _convolution=broken(what), STEP_S={"cpu": 5.0})
     assert found.rate("convolution", "bf16").sizes == ()
     assert failure in found.rate("convolution", "bf16").failure
     assert found.gain("convolution", "bf16") == 0.0
@@ -97,8 +101,11 @@ def test_memory_that_is_short_says_nothing_of_a_type():
 
 
 def test_a_gpu_has_more_time_for_a_figure_since_it_loads_kernels_when_they_are_first_used():
+    load_s = 0.5
+    assert calibration.STEP_S["cpu"] < load_s < calibration.STEP_S["cuda"] / 2  # two runs are one step
+
     def loads():
-        time.sleep(0.5)
+        time.sleep(load_s)
 
     found = measured(LikeGpu(), _convolution=broken(loads), **SMALL)
     assert len(found.rate("convolution", "bf16").sizes) == 1
