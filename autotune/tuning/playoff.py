@@ -69,6 +69,7 @@ class PlayOff:
         self._rounds: list[int] = []
         self._runs = list(earlier)
         self._disturbed = set(disturbed)
+        self._substitutes: list[Entrant] = []
 
     def enter(self, entrant: Entrant) -> None:
         """Let a config play from the next round on, if it has not played yet."""
@@ -200,21 +201,29 @@ class PlayOff:
         if self._is_open() or has_time(self.round_s):
             return [entrant for entrant in self._everyone() if not entrant.dropped]
         against = [self._base] if self._base is not None else []
-        promising = self._by_promise()
-        while len(promising) + len(against) > 1:
-            if has_time(sum(entrant.wall_s for entrant in (*promising, *against))):
-                return [*promising, *against]
-            promising.pop()
-        return []
+        promising, others = self._by_promise()
+        chosen: list[Entrant] = []
+        for entrant in (*promising, *others):
+            if has_time(sum(one.wall_s for one in (*against, *chosen, entrant))):
+                chosen.append(entrant)
+        is_worth_it = any(entrant in promising for entrant in chosen) and len(against) + len(chosen) > 1
+        return [*against, *chosen] if is_worth_it else []
 
-    def _by_promise(self) -> list[Entrant]:
-        """Who is in: first those who have not played and were let in because they may win, then by expected merit."""
+    def _by_promise(self) -> tuple[list[Entrant], list[Entrant]]:
+        """Who is in, in two parts: whose round may change the answer, and the others by expected merit.
+
+        Who was let in because it may win and has not played comes first, then the leader, then who only replaces one that
+        failed.
+        """
         ran, evidence = self.compared, self.evidence()
-        left = [entrant for entrant in self.playing if entrant not in ran]
+        by_merit: list[Entrant] = []
         while ran:
-            left.append(self.leader(evidence, ran))
-            ran.remove(left[-1])
-        return left
+            by_merit.append(self.leader(evidence, ran))
+            ran.remove(by_merit[-1])
+        unplayed = [entrant for entrant in self.playing if entrant not in by_merit]
+        late = [entrant for entrant in unplayed if entrant not in self._substitutes]
+        substitutes = [entrant for entrant in unplayed if entrant in self._substitutes]
+        return [*late, *by_merit[:1], *substitutes], by_merit[1:]
 
     def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
         """Run each of them once. False if that was cut short: of that round only the failures count.
@@ -270,6 +279,7 @@ class PlayOff:
         for other in self.entrants:
             other.lost_to = None if other.lost_to is entrant else other.lost_to
         if entrant is not self.baseline and (substitute := next(substitutes, None)) is not None:
+            self._substitutes.append(substitute)
             self.enter(substitute)
 
     def _is_open(self) -> bool:

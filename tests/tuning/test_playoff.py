@@ -98,6 +98,27 @@ def test_a_substitute_may_come_in_late():
         assert standing.answer.config == config(16)
 
 
+@pytest.mark.parametrize("slow_s", [2.0, 100.0])
+def test_a_substitute_takes_no_round_from_the_leader_where_time_is_short(slow_s):
+    speeds = {config(24): 195.0, config(16): 200.0, config(8): 190.0, config(1): 300.0, BASE: 100.0}
+    log = []
+
+    def run(candidate, number):
+        log.append((number, candidate))
+        if candidate == config(24) and number == 1:
+            return Outcome(kind=Kind.OOM, cause="no memory", wall_s=1.0)
+        speed = speeds[candidate] * (1 + 0.02 * (-1) ** number * (candidate == BASE))
+        return Outcome(kind=Kind.OK, measurement=measurement(candidate, speed, 500 * MIB), wall_s=1.0)
+
+    made = PlayOff(Entrant(BASE, wall_s=1.0), run, OBJECTIVE, seed=0)
+    for candidate in (config(24), config(16), config(8)):
+        made.enter(Entrant(candidate, wall_s=1.0))
+    slow = Entrant(config(1), wall_s=slow_s)
+    made.play(lambda seconds, number: seconds <= 3 + (number < 2) and number < 4, substitutes=[slow])
+    assert slow in made.entrants and not slow.outcomes
+    assert {candidate for number, candidate in log if number == 2} == {config(16), config(8), BASE}
+
+
 def test_when_all_have_failed_and_the_time_is_up_a_substitute_still_plays():
     speeds = {config(48): 200.0, config(16): 150.0, config(12): 140.0}
     everyone_failed = {(config(48), 0), (config(16), 1)}
