@@ -51,7 +51,7 @@ from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrated
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.opening import inspection_failed
+from autotune.tuning.inspecting import inspection_failed
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds

@@ -28,7 +28,7 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
-from autotune.runners.worker import failed_job
+from autotune.runners.failure import failed_job
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there

@@ -13,10 +13,8 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +22,8 @@ from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPILING, Progress
 from autotune.records.settings import ProbeSettings
+from autotune.runners.failure import failed_job, failure
 from autotune.task import Task
-from autotune.units import format_bytes
 
 if TYPE_CHECKING:
     from autotune.devices import Device
@@ -99,7 +97,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
             message = JOBS[request["job"]](task, request["arguments"], report)
     except BaseException as error:
         del reserve
-        message = {"outcome": _failure(error, "setup", 0.0).to_dict()}
+        message = {"outcome": failure(error, "setup", 0.0).to_dict()}
     channel.send({"result": message})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -168,30 +166,6 @@ def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[s
         return {"compile_s": _prepared(task, arguments, device, settings, lambda progress: None).warm_up()}
     except BaseException as error:
         return {"outcome": failed_job(error, device, COMPILING).to_dict()}
-
-
-def failed_job(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
-    """The outcome of a job that raised.
-
-    Args:
-        device: None where the device could not be entered; if memory was short for that, others hold it.
-    """
-    from autotune.devices.oom import attempted_bytes, is_out_of_memory
-    from autotune.probe.measure import NonFiniteError
-
-    oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
-    kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
-    attempted = attempted_bytes(error) if oom else 0
-    held, crowded = 0, oom
-    if device is not None:
-        # read now: `_failure` clears the error's frames, and with them what the training held
-        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
-        crowded = oom and bool(_quietly(partial(device.is_crowded, attempted)))
-    outcome = _failure(error, stage, train_s, kind=kind, peak_bytes=held)
-    if crowded:
-        said = f"other processes hold memory of the device that the limit allows: {outcome.cause}"
-        outcome = replace(outcome, crowded=True, cause=said)
-    return outcome
 
 
 def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -362,68 +336,6 @@ def _restore_blas_threads(num_threads: int) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(num_threads, user_api="blas")
-
-
-def _failure(
-    error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
-) -> Outcome:
-    from autotune.devices.no_kernel import missing_kernel
-    from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
-    from autotune.errors import AutotuneError, DeviceError, in_one_line
-    from autotune.task.usercode import arose_in_autotune, user_frames
-    from autotune.techniques.base import UnsupportedError
-
-    missing = ""
-    if kind is None and is_out_of_memory(error):
-        kind = Kind.OOM
-    elif kind is None and isinstance(error, SystemExit):
-        kind = Kind.CRASHED
-    elif kind is None:
-        missing = missing_kernel(error)
-        kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
-    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
-    if isinstance(error, SystemExit):
-        cause = f"the training code called sys.exit({error.code!r})"
-    elif isinstance(error, AutotuneError | UnsupportedError):
-        cause = str(error)
-    elif missing:
-        cause = f"oneDNN, torch's CPU library, has no kernel for this on this processor: {missing}"
-    else:
-        cause = in_one_line(error)
-    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
-    if own_fault:
-        cause = f"a fault of autotune itself: {cause}"
-    if attempted:
-        cause = f"an allocation of {format_bytes(attempted)} failed"  # the library's own words are in the detail
-    if isinstance(error, AutotuneError | UnsupportedError):
-        detail = getattr(error, "frames", "")
-    elif own_fault:
-        detail = "".join(traceback.format_tb(error.__traceback__)) + cause
-    else:
-        detail = user_frames(error)
-        if "\n  File " not in detail:  # none of it is the user's own
-            detail = "".join(traceback.format_exception(error))
-    for link in chain(error):
-        traceback.clear_frames(link.__traceback__)
-    gc.collect()
-    return Outcome(
-        kind=kind,
-        cause=cause[:500],
-        detail=detail[-8000:],
-        stage=stage,
-        train_s=train_s,
-        peak_bytes=peak_bytes,
-        attempted_bytes=attempted,
-        own_fault=own_fault,
-        device_fault=isinstance(error, DeviceError),
-    )
-
-
-def _quietly(read: Callable[[], int]) -> int:
-    try:
-        return read()
-    except Exception:
-        return 0
 
 
 def main() -> None:

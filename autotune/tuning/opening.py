@@ -7,13 +7,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from autotune import techniques
-from autotune.devices.calibration import arithmetic
 from autotune.devices.targets import target_of
-from autotune.errors import AutotuneError, ConfigError, DeviceError, StudyError, TaskError
+from autotune.errors import ConfigError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
@@ -22,7 +20,7 @@ from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
@@ -33,17 +31,17 @@ from autotune.study.store import Store, require_comparable, storage_errors, stor
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import FRAMEWORKS
-from autotune.tuning import setting_up, why
+from autotune.tuning import setting_up
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.calibrating import calibrated
 from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
+from autotune.tuning.inspecting import inspected, inspection_failed, too_little_memory
 from autotune.tuning.interruption import interruptible
-from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.resuming import asked_again, fingerprint, known_early, memory_limit
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
-from autotune.units import format_bytes, plural
-from autotune.version import __version__
+from autotune.units import plural
 
 MAX_TRACE_SHARE = 0.05  # of the budget
 STEP_SHARE = 0.02  # of the budget, that a micro step may take
@@ -101,10 +99,10 @@ def opened(
         with budget.split("import"):
             device = runner.device()
             earlier = stored or stored_attributes(plain)  # of which it is a ranking beside
-            limit_bytes = _memory_limit(options, place if stored else plain, earlier, device.free_bytes)
+            limit_bytes = memory_limit(options, place if stored else plain, earlier, device.free_bytes)
             if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
                 shutil.rmtree(place.compiled, ignore_errors=True)
-            require_comparable(place, stored, **_known_early(options, limit_bytes, runner))
+            require_comparable(place, stored, **known_early(options, limit_bytes, runner))
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
@@ -120,7 +118,7 @@ def opened(
             runner=runner,
             limit_bytes=limit_bytes,
             calibration=calibration,
-            asked=_asked(options, source, earlier),
+            asked=asked_again(options, source, earlier),
             listener=listener,
             interrupted=interruption,
         )
@@ -142,9 +140,9 @@ def opened_beside(search: Search, choice: Mapping[str, Choice], budget_s: float)
     stored = stored_attributes(place)
     shared = _Shared(
         runner=search.runner,
-        limit_bytes=_memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
+        limit_bytes=memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
         calibration=search.calibration,
-        asked={**search.asked, **_asked(options, None, stored)},
+        asked={**search.asked, **asked_again(options, None, stored)},
         listener=search.listener,
         interrupted=search.interrupted,
     )
@@ -189,7 +187,7 @@ def _over(
 
     with contextlib.ExitStack() as stack:
         with budget.split("inspection"):
-            inspection = _inspected(runner, inspect, limit_bytes)
+            inspection = inspected(runner, inspect, limit_bytes)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         if options.global_batch not in (None, inspection.global_batch):
@@ -219,8 +217,8 @@ def _over(
             "baseline_config": space.baseline.as_dict(),
             **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
         }
-        early = _known_early(options, limit_bytes, runner)
-        store = Store(place, {**_fingerprint(inspection), **early}, attributes)
+        early = known_early(options, limit_bytes, runner)
+        store = Store(place, {**fingerprint(inspection), **early}, attributes)
         objective = Objective(
             name=options.objective,
             memory_limit_bytes=limit_bytes,
@@ -270,19 +268,6 @@ def _over(
             others=others,
             warnings=list(inspection.facts.get("warnings", ())),
         )
-
-
-def _inspected(
-    runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int
-) -> Inspection | Outcome:
-    """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
-    to try a technique takes as much as plain training does.
-    """
-    found = inspect(limit_bytes)
-    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not found.crowded
-    shortage = found.shortage if isinstance(found, Inspection) else found.cause if short else ""
-    wider = runner.in_all_that_is_free(inspect, limit_bytes) if shortage else None
-    return replace(wider, shortage=shortage, step_s=None) if isinstance(wider, Inspection) else found
 
 
 def _required(source: TaskSource | None) -> TaskSource:
@@ -340,38 +325,6 @@ def _started(
     )
 
 
-def _memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
-    """The user's limit, else the limit of the study that is resumed, else the free memory of the device."""
-    if options.memory_limit_bytes is not None:
-        return options.memory_limit_bytes
-    earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
-    if earlier is None:
-        return free_bytes
-    if earlier > 1.1 * free_bytes:
-        raise StudyError(
-            f"the study {place.study} has a memory limit of {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
-            "free memory, or start another study with --study NAME"
-        )
-    return earlier
-
-
-def _asked(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
-    """The options that must be given again to run the answer, without defaults."""
-    asked = options.asked()
-    if source is not None and source.overrides.get("global_batch") is not None:
-        asked["global_batch"] = source.overrides["global_batch"]
-    earlier = stored.get("asked", {}).get("memory_limit")  # goes on to hold when the study is resumed without one
-    return {"memory_limit": earlier, **asked} if earlier is not None else asked
-
-
-def _known_early(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
-    """What else must be equal, and is known before the model is imported."""
-    asked = {"memory_limit_bytes": limit_bytes, "headroom": options.headroom, "objective": options.objective}
-    lengths = {"train_steps": options.train_steps, "train_epochs": options.train_epochs}
-    asked |= {name: length for name, length in lengths.items() if length is not None}
-    return {**asked, **(arithmetic() if runner.keeps_traces else {})}
-
-
 def _train_samples(options: SearchOptions, inspection: Inspection) -> float | None:
     """How many samples the training is to take; None where the user does not say.
 
@@ -388,53 +341,3 @@ def _train_samples(options: SearchOptions, inspection: Inspection) -> float | No
     if dataset_size is None:
         raise ConfigError("train_epochs: the task has no dataset of known length; give the length as --train-steps")
     return int(options.train_epochs * dataset_size)
-
-
-def _fingerprint(inspection: Inspection) -> dict[str, Any]:
-    """What must be equal for measurements to be comparable, as far as it takes an inspection to know."""
-    device, facts = inspection.device, inspection.facts
-    choices = {
-        name: sorted(map(str, {*support.choices, *support.optional}))
-        for name, support in inspection.support.items()
-        if not techniques.REGISTRY[name].ordered
-    }
-    return {
-        "autotune": __version__,
-        "techniques": list(techniques.REGISTRY),
-        "choices": choices,
-        "task": facts["source_hash"],
-        # a model file may read its sizes from elsewhere
-        **{name: facts.get(name) for name in ("num_parameters", "num_trainable", "parameter_bytes", "batch")},
-        "device": f"{device.name} {device.model}",
-        "num_threads": device.num_threads,
-        "total_bytes": device.total_bytes,
-        "driver": device.driver,
-        "torch": device.torch_version,
-        "global_batch": inspection.global_batch,
-    }
-
-
-def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
-    """That plain training does not fit, and what comes of it."""
-    return (
-        f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
-        f"({inspection.shortage}); what needs least memory by prediction is tried first"
-    )
-
-
-def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
-    """The error for a task that could not be inspected."""
-    if outcome.crowded:
-        return DeviceError(f"{outcome.cause}; end them, or leave them their memory with --memory-limit, and run again")
-    if outcome.kind is Kind.OOM:
-        return NothingFeasible(
-            f"the model and a few samples do not fit within {format_bytes(limit_bytes)}, before any training: "
-            f"{outcome.cause}; raise --memory-limit, or make the model or the sample smaller"
-        )
-    if outcome.kind is Kind.ERROR:
-        return why.as_error(outcome)
-    return TaskError(
-        f"one training step of a few samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
-        "holds its output",
-        frames=outcome.detail,
-    )

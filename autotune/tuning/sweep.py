@@ -25,7 +25,7 @@ from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.tuning.calibrating import calibrated
-from autotune.tuning.opening import inspection_failed
+from autotune.tuning.inspecting import inspection_failed
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little

@@ -19,9 +19,9 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.runners.failure import failed_job
 from autotune.runners.instant import InstantRunner
 from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
-from autotune.runners.worker import failed_job
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement

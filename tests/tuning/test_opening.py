@@ -19,7 +19,8 @@ from autotune.study.place import place_of
 from autotune.study.store import Store, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
-from autotune.tuning.opening import _asked, _fingerprint, _memory_limit, _train_samples
+from autotune.tuning.opening import _train_samples
+from autotune.tuning.resuming import asked_again, fingerprint, memory_limit
 from tests.closed_form import inspection
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
@@ -34,7 +35,7 @@ GIB = 2**30
 
 
 def asked(source: TaskSource, stored: dict[str, Any] | None = None, **options: Any) -> dict[str, str | int]:
-    return _asked(SearchOptions(**options), source, stored or {})
+    return asked_again(SearchOptions(**options), source, stored or {})
 
 
 def test_only_what_is_no_default_counts_as_asked() -> None:
@@ -55,7 +56,7 @@ def test_a_global_batch_that_was_changed_in_python_counts_as_asked() -> None:
 def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() -> None:
     stored = {"fingerprint": {"memory_limit_bytes": GIB}, "asked": {"memory_limit": GIB, "device": "cpu"}}
     place = place_of(None, None, "tiny")
-    assert _memory_limit(SearchOptions(), place, stored, 2 * GIB) == GIB
+    assert memory_limit(SearchOptions(), place, stored, 2 * GIB) == GIB
     assert asked(TaskSource.of(TINY), stored) == {"memory_limit": GIB}
     assert asked(TaskSource.of(TINY), {"fingerprint": {"memory_limit_bytes": GIB}}) == {}
 
@@ -80,11 +81,11 @@ def test_an_answer_carries_what_was_asked_through_json() -> None:
 )
 def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change: dict[str, Any]) -> None:
     place = place_of(str(tmp_path / "sizes.db"), None, "sizes")
-    Store(place, _fingerprint(inspection(facts=FACTS)), {})
-    Store(place, _fingerprint(inspection(facts=FACTS)), {})
+    Store(place, fingerprint(inspection(facts=FACTS)), {})
+    Store(place, fingerprint(inspection(facts=FACTS)), {})
     ((name, value),) = change.items()
     with pytest.raises(StudyError) as caught:
-        Store(place, _fingerprint(inspection(facts=FACTS | change)), {})
+        Store(place, fingerprint(inspection(facts=FACTS | change)), {})
     assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
 
 
@@ -94,10 +95,10 @@ def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_
         dataclasses.replace(before, device=dataclasses.replace(before.device, total_bytes=total_bytes))
         for total_bytes in (2**34 - 4096, 2**33)
     )
-    Store(place, _fingerprint(before), {})
-    Store(place, _fingerprint(rebooted), {})
+    Store(place, fingerprint(before), {})
+    Store(place, fingerprint(rebooted), {})
     with pytest.raises(StudyError, match=r"memory of the device was 16\.0 GiB and is 8\.00 GiB"):
-        Store(place, _fingerprint(halved), {})
+        Store(place, fingerprint(halved), {})
 
 
 @pytest.mark.parametrize(
@@ -128,16 +129,16 @@ def resumed(folder: Path, **options: Any) -> None:
     """Resume a study that was begun with the defaults and 1 GiB of memory."""
     (folder / "model.py").write_text("raise SystemExit('imported')")
     begun = {"memory_limit_bytes": GIB, "headroom": 0.05, "objective": "throughput", "ONEDNN_MAX_CPU_ISA": ""}
-    Store(place_of(str(folder / "gpt.db"), None, folder.name), {**_fingerprint(inspection(facts=FACTS)), **begun}, {})
+    Store(place_of(str(folder / "gpt.db"), None, folder.name), {**fingerprint(inspection(facts=FACTS)), **begun}, {})
     autotune.search(folder / "model.py", device="cpu", storage=str(folder / "gpt.db"), **options)
 
 
 def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -> None:
     place = place_of(str(tmp_path / "old.db"), None, "old")
-    fingerprint = _fingerprint(inspection(facts=FACTS))
-    Store(place, {key: value for key, value in fingerprint.items() if key != "batch"}, {})
+    known = fingerprint(inspection(facts=FACTS))
+    Store(place, {key: value for key, value in known.items() if key != "batch"}, {})
     with pytest.raises(StudyError, match=r"batch was not recorded and is \['float32 .*--study NAME"):
-        Store(place, fingerprint, {})
+        Store(place, known, {})
 
 
 def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:

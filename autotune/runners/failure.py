@@ -1,0 +1,107 @@
+"""What becomes of a job that raised: the outcome that tells memory, the device, the user's code and autotune's own apart."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from autotune.records.outcome import Kind, Outcome
+from autotune.units import format_bytes
+
+if TYPE_CHECKING:
+    from autotune.devices import Device
+
+
+def failed_job(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
+    """The outcome of a job that raised.
+
+    Args:
+        device: None where the device could not be entered; if memory was short for that, others hold it.
+    """
+    from autotune.devices.oom import attempted_bytes, is_out_of_memory
+    from autotune.probe.measure import NonFiniteError
+
+    oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
+    kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
+    attempted = attempted_bytes(error) if oom else 0
+    held, crowded = 0, oom
+    if device is not None:
+        # read now: `failure` clears the error's frames, and with them what the training held
+        held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
+        crowded = oom and bool(_quietly(partial(device.is_crowded, attempted)))
+    outcome = failure(error, stage, train_s, kind=kind, peak_bytes=held)
+    if crowded:
+        said = f"other processes hold memory of the device that the limit allows: {outcome.cause}"
+        outcome = replace(outcome, crowded=True, cause=said)
+    return outcome
+
+
+def failure(
+    error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
+) -> Outcome:
+    """The outcome of an exception by itself, whose frames are cleared: what they held is free.
+
+    Args:
+        kind: where more is known than the exception tells.
+    """
+    from autotune.devices.no_kernel import missing_kernel
+    from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
+    from autotune.errors import AutotuneError, DeviceError, in_one_line
+    from autotune.task.usercode import arose_in_autotune, user_frames
+    from autotune.techniques.base import UnsupportedError
+
+    missing = ""
+    if kind is None and is_out_of_memory(error):
+        kind = Kind.OOM
+    elif kind is None and isinstance(error, SystemExit):
+        kind = Kind.CRASHED
+    elif kind is None:
+        missing = missing_kernel(error)
+        kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
+    attempted = attempted_bytes(error) if kind is Kind.OOM else 0
+    if isinstance(error, SystemExit):
+        cause = f"the training code called sys.exit({error.code!r})"
+    elif isinstance(error, AutotuneError | UnsupportedError):
+        cause = str(error)
+    elif missing:
+        cause = f"oneDNN, torch's CPU library, has no kernel for this on this processor: {missing}"
+    else:
+        cause = in_one_line(error)
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
+    if own_fault:
+        cause = f"a fault of autotune itself: {cause}"
+    if attempted:
+        cause = f"an allocation of {format_bytes(attempted)} failed"  # the library's own words are in the detail
+    if isinstance(error, AutotuneError | UnsupportedError):
+        detail = getattr(error, "frames", "")
+    elif own_fault:
+        detail = "".join(traceback.format_tb(error.__traceback__)) + cause
+    else:
+        detail = user_frames(error)
+        if "\n  File " not in detail:  # none of it is the user's own
+            detail = "".join(traceback.format_exception(error))
+    for link in chain(error):
+        traceback.clear_frames(link.__traceback__)
+    gc.collect()
+    return Outcome(
+        kind=kind,
+        cause=cause[:500],
+        detail=detail[-8000:],
+        stage=stage,
+        train_s=train_s,
+        peak_bytes=peak_bytes,
+        attempted_bytes=attempted,
+        own_fault=own_fault,
+        device_fault=isinstance(error, DeviceError),
+    )
+
+
+def _quietly(read: Callable[[], int]) -> int:
+    try:
+        return read()
+    except Exception:
+        return 0

@@ -1,0 +1,52 @@
+"""Inspects a task within a memory limit, and says what becomes of one that does not fit or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.errors import AutotuneError, DeviceError, TaskError
+from autotune.records.inspection import Inspection
+from autotune.records.outcome import Kind, Outcome
+from autotune.runners.runner import Runner
+from autotune.tuning import why
+from autotune.tuning.recommend import NothingFeasible
+from autotune.units import format_bytes, plural
+
+
+def inspected(runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int) -> Inspection | Outcome:
+    """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
+    to try a technique takes as much as plain training does.
+    """
+    found = inspect(limit_bytes)
+    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not found.crowded
+    shortage = found.shortage if isinstance(found, Inspection) else found.cause if short else ""
+    wider = runner.in_all_that_is_free(inspect, limit_bytes) if shortage else None
+    return replace(wider, shortage=shortage, step_s=None) if isinstance(wider, Inspection) else found
+
+
+def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
+    """That plain training does not fit, and what comes of it."""
+    return (
+        f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
+        f"({inspection.shortage}); what needs least memory by prediction is tried first"
+    )
+
+
+def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
+    """The error for a task that could not be inspected."""
+    if outcome.crowded:
+        return DeviceError(f"{outcome.cause}; end them, or leave them their memory with --memory-limit, and run again")
+    if outcome.kind is Kind.OOM:
+        return NothingFeasible(
+            f"the model and a few samples do not fit within {format_bytes(limit_bytes)}, before any training: "
+            f"{outcome.cause}; raise --memory-limit, or make the model or the sample smaller"
+        )
+    if outcome.kind is Kind.ERROR:
+        return why.as_error(outcome)
+    return TaskError(
+        f"one training step of a few samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
+        "holds its output",
+        frames=outcome.detail,
+    )
