@@ -225,6 +225,12 @@ def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check
     return ()
 
 
+def _asked_and_never_run(search: Search, answer: Config) -> list[str]:
+    """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
+    asked = techniques.REGISTRY.keys() if search.runner.command(answer) else search.options.include
+    return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
+
+
 def _warn(
     search: Search,
     exactness: Exactness,
@@ -284,6 +290,8 @@ def _warn(
         *_, last = failed
         log = f"; {last.log} holds what it printed" if last.log else ""
         search.warn(f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}")
+    if answer != history.space.baseline and (never := _asked_and_never_run(search, answer)):  # else the verdict says it
+        search.warn(f"never run, though you asked for it: {', '.join(never)}; a larger --budget leaves time for it")
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")

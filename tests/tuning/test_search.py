@@ -351,6 +351,20 @@ def test_a_technique_that_could_not_be_compared_is_named_and_compared_when_the_s
     assert second.store.attributes()["exactness"]["optimizer_impl=fused"] == ""
 
 
+@pytest.mark.parametrize("of_command", [True, False])
+def test_what_a_command_was_to_try_and_never_did_is_named_beside_the_gain(tmp_path, of_command):
+    class OfCommand(Staged):
+        def command(self, config):
+            return "python train.py" if of_command else ""
+
+    made = recommender(tmp_path, OfCommand())
+    explore(made, Listed([techniques.complete({"batch_size": 48, "amp": "bf16"}, global_batch=96)]))
+    result = answer(made)
+    said = [text for text in result.warnings if "never run" in text]
+    assert result.verdict == "faster" and len(said) == of_command
+    assert all("amp=fp16" in text and "amp=bf16" not in text for text in said)
+
+
 def test_a_comparison_that_runs_out_of_memory_asks_for_memory(tmp_path):
     class Large(Checked):
         outcome = OOM
