@@ -71,7 +71,8 @@ def search(
         named["device"] = device
     listeners = watching(listeners)
     result = api.search(task, listeners=listeners, **{**named, **options})
-    gain = "" if result.speedup is None else f", {result.speedup:.2f}x"
+    sure = "" if result.speedup_ci is None else " ({:.2f}x to {:.2f}x)".format(*result.speedup_ci)
+    gain = "" if result.speedup is None else f", {result.speedup:.2f}x{sure}"
     told = ", ".join(f"{name}={choice}" for name, choice in changed(task, result).items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
     Listeners(listeners).on(Note(text=f"{result.verdict}{gain}: {told}; `autotune show {study}` tells why"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,15 @@ def test_the_function_receives_the_config_and_its_words(tmp_path: Path) -> None:
 
     size, precision, steps = train(1)
     assert size * steps == 96 and size != 4 and precision == "bf16"
+
+
+def test_the_answer_is_told_with_its_interval(tmp_path: Path) -> None:
+    notes = Notes()
+    find_executable_config(task, **{**known(tmp_path), "listeners": [notes]})(lambda config: None)()
+    told = notes.texts[-1]
+    assert re.match(r"faster, \d\.\d\dx \(\d\.\d\dx to \d\.\d\dx\): batch_size=\d+, .*amp=bf16; .* tells why$", told), (
+        told
+    )
 
 
 def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches(tmp_path: Path) -> None:
