@@ -1,4 +1,4 @@
-"""Training loops of the user's own: `tune(model, loader, loss, optimizer)` tunes what a loop is made of, and the loop stays as it is.
+"""Training loops of the user's own: `tune(model, loader, loss, optimizer)` tunes what a loop consists of; the loop stays.
 
 ```python
 train_loader = autotune.integrations.loops.tune(model, train_loader, loss, optimizer, budget="2m").loader
@@ -69,16 +69,17 @@ def tune(
 
     The search trains copies. Then the answer is switched on in `model` and `optimizer` themselves, which keep their
     parameters, state and schedulers. Precision and layout are those of `model(...)`, also in evaluation; it returns what is
-    floating in the model's own type. Searched is what needs no other loop: no micro batch, no accumulation, no scaled loss.
-    These are tried with `Task.from_loader`, for a loop of `session.step(batch)`.
+    floating in the model's own type. A Hugging Face model stops caching keys and values (`config.use_cache`), as in probes.
+    Searched is what needs no other loop: no micro batch, no accumulation, no scaled loss. These are tried with
+    `Task.from_loader`, for a loop of `session.step(batch)`.
 
     Args:
         model: on the device to train on. The loop has to call the model itself, and not a method of it.
         loader: of the training set.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
-        baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so. An
-            `Accelerator` that exists already is asked for its precision and compilation.
+        baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
+            An `Accelerator` that exists already is asked for its precision and compilation.
         listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 
@@ -140,7 +141,7 @@ def _switch_on(
 
 
 class _Forward:
-    """A model's forward as a session calls it. An object, so that a deep copy of the model computes with its own parameters."""
+    """A model's forward as a session calls it. An object, so that a deep copy of the model has its own."""
 
     def __init__(self, model: torch.nn.Module, ready: Ready) -> None:
         self.__wrapped__ = model.forward  # for whoever looks at its arguments
