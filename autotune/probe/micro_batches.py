@@ -18,6 +18,10 @@ NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dat
 PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
 
 
+class TooFewSamplesError(TaskError):
+    """A pass over the training set gives no batch as large as the config's."""
+
+
 def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
     """Full micro batches without end, and their size.
 
@@ -32,7 +36,7 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
             if num_samples >= session.config.batch_size:  # an epoch's last one may be smaller
                 found = True
                 yield micro, num_samples
-    raise TaskError(
+    raise TooFewSamplesError(
         f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
         "choose a smaller batch_size, or give more data"
     )

@@ -183,6 +183,7 @@ class Outcome(Record):
         log: path of the file that holds what the user's code printed.
         own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
         device_fault: whether torch cannot use the device at all, whatever the task.
+        too_few_samples: for `error`: a pass over the training set gives no batch as large.
         crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
@@ -204,6 +205,7 @@ class Outcome(Record):
     attempted_bytes: int = 0
     own_fault: bool = False
     device_fault: bool = False
+    too_few_samples: bool = False
     crowded: bool = False
     bound: Bound | None = None
     overflow: Overflow | None = None

@@ -24,6 +24,7 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
     """
     from autotune.devices.oom import attempted_bytes, is_out_of_memory
     from autotune.probe.measure import NonFiniteError
+    from autotune.probe.micro_batches import TooFewSamplesError
 
     oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
     kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
@@ -34,6 +35,7 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
         held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
         crowded = oom and bool(_quietly(partial(device.is_crowded, attempted)))
     outcome = failure(error, stage, train_s, kind=kind, peak_bytes=held)
+    outcome = replace(outcome, too_few_samples=isinstance(error, TooFewSamplesError))
     if crowded:
         said = f"other processes hold memory of the device that the limit allows: {outcome.cause}"
         outcome = replace(outcome, crowded=True, cause=said)

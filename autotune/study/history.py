@@ -14,7 +14,7 @@ from autotune.space import Space
 from autotune.study.excused import excused
 from autotune.study.known_hangs import KnownHangs
 from autotune.study.retry import retryable, what_stands
-from autotune.techniques import REGISTRY
+from autotune.techniques import REGISTRY, Phase
 
 
 class History:
@@ -181,11 +181,13 @@ class History:
         return smallest
 
     def admissible(self) -> Callable[[Config], bool]:
-        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large, to hang or to
-        be unsupported.
+        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large, to hang, to be
+        unsupported, or to want more samples than there are.
         """
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
         unsupported = [_switched_on(c) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
+        # workers may share out what there is, so with more of such options there is no more
+        too_few = [(c.batch_size, _loader_options(c)) for c, outcome in known.items() if outcome.too_few_samples]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
 
         def may_be_probed(config: Config) -> bool:
@@ -196,6 +198,7 @@ class History:
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
                 and not any(together <= _switched_on(config) for together in unsupported if together)
+                and not any(size <= config.batch_size and how <= _switched_on(config) for size, how in too_few)
                 and self.setup_s(config) <= max(0.0, setup_left_s)
                 and self.space.contains(config)
             )
@@ -206,6 +209,11 @@ class History:
 def _switched_on(config: Config) -> set[tuple[str, Choice]]:
     """The choices that are not off, whatever the batch: where these cannot be applied together, no more of them can."""
     return {(t.name, config[t.name]) for t in REGISTRY.values() if config[t.name] != t.off}
+
+
+def _loader_options(config: Config) -> set[tuple[str, Choice]]:
+    """Of `_switched_on`, what the data loader does."""
+    return {(name, choice) for name, choice in _switched_on(config) if REGISTRY[name].phase is Phase.LOADER}
 
 
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:

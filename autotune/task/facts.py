@@ -32,7 +32,7 @@ class TaskFacts:
         num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
         parameter_bytes: memory of the parameters and buffers as built.
         optimizer: class of the optimizer: `AdamW` for torch's own, `package.module.Own` for others; empty where there are several.
-        dataset_size: samples in the training set; None without one, or for a stream of unknown length.
+        dataset_size: samples in the training set; None without one, or for a stream that does not end within the first 512.
         has_batchnorm: batch normalisation makes the micro batch part of what is learned.
         baseline: what the user runs today, as a partial config dict; None if not given.
         batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
@@ -114,7 +114,7 @@ def gather_facts(task: Task) -> TaskFacts:
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(num_bytes, (*parameters, *model.buffers()))),
         optimizer=_class_of(optimizer),
-        dataset_size=None if dataset is None else samples.dataset_size(dataset),
+        dataset_size=task.dataset_size(),
         has_batchnorm=uses_batch_statistics(model),
         global_batch=task.global_batch,
         baseline=None if task.baseline is None else dict(task.baseline),

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
@@ -15,6 +15,18 @@ from autotune.units import plural
 
 NUM_SAMPLED = 512
 MAX_SAMPLING_S = 2.0
+
+
+class Sampled(NamedTuple):
+    """What was looked at of a dataset.
+
+    Attributes:
+        positions: of the samples, the widest first.
+        whole: whether these are all that it has.
+    """
+
+    positions: tuple[int, ...]
+    whole: bool
 
 
 def check_dataset(dataset: Any, name: str = "train_dataset") -> Any:
@@ -46,15 +58,16 @@ def dataset_size(dataset: Any) -> int | None:
         return None
 
 
-def widest_first(dataset: Any, *, seed: int = 0) -> tuple[int, ...]:
+def widest_first(dataset: Any, *, seed: int = 0) -> Sampled:
     """Positions of up to 512 samples, the widest first. They are drawn at random within 2 s; a stream gives its first ones.
 
     The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
     """
-    size = None if _is_stream(dataset) else len(dataset)
+    size = None if is_stream(dataset) else len(dataset)
     deadline = time.monotonic() + MAX_SAMPLING_S
     widths: list[tuple[int, int]] = []
     samples: Iterable[tuple[int, Any]]
+    in_time = True
     if size is None:
         samples = enumerate(itertools.islice(dataset, NUM_SAMPLED))
     else:
@@ -63,8 +76,10 @@ def widest_first(dataset: Any, *, seed: int = 0) -> tuple[int, ...]:
     for position, sample in samples:
         widths.append((width(sample), position))
         if time.monotonic() > deadline:
+            in_time = False
             break
-    return tuple(position for _, position in sorted(widths, key=lambda pair: (-pair[0], pair[1])))
+    positions = tuple(position for _, position in sorted(widths, key=lambda pair: (-pair[0], pair[1])))
+    return Sampled(positions, whole=in_time and len(positions) < NUM_SAMPLED)
 
 
 def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]:
@@ -73,7 +88,7 @@ def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]
     Raises:
         TaskError: the dataset has fewer samples than that.
     """
-    stream = _is_stream(dataset)
+    stream = is_stream(dataset)
     size = (count if widest else 0) if stream else len(dataset)
     if count > size:
         raise TaskError(
@@ -104,5 +119,6 @@ def width(sample: Any) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
+    """Whether the dataset gives its samples one after the other, in an order of its own."""
     return isinstance(dataset, torch.utils.data.IterableDataset)

@@ -396,8 +396,17 @@ class Task:
             return ()
         known = _KNOWN.setdefault(self, _Known())
         if not known.widest:
-            known.widest = samples.widest_first(dataset)
+            known.widest, known.sampled_whole = samples.widest_first(dataset)
         return known.widest
+
+    def dataset_size(self) -> int | None:
+        """Samples in the training set; None without one, or for a stream that had more than were looked at."""
+        dataset = self.dataset()
+        size = None if dataset is None else samples.dataset_size(dataset)
+        if dataset is None or size is not None:
+            return size
+        widest = self.widest()
+        return (len(widest) or None) if _KNOWN[self].sampled_whole else None
 
     def use_widest(self, positions: Sequence[int]) -> None:
         """Use `positions` as the result of `widest`."""
@@ -438,6 +447,7 @@ class _Known:
     shifts_labels: bool = False
     dataset: Any = None
     widest: tuple[int, ...] = ()
+    sampled_whole: bool = False
     cuts: tuple[Cuts | CannotCutError, ...] = ()
 
 

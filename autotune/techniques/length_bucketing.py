@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.task.samples import NUM_SAMPLED, width
+from autotune.task.samples import NUM_SAMPLED, is_stream, width
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
@@ -74,7 +74,7 @@ def _why_not(setting: Setting) -> str:
     task = setting.task
     if task.dataset() is None:
         return "the task has no train_dataset, so the order of samples is not the loader's"
-    if setting.dataset_size is None:
+    if setting.dataset_size is None or is_stream(task.dataset()):
         return "the dataset is a stream, whose order is its own"
     if len(task.widest()) < min(setting.dataset_size, NUM_SAMPLED):
         return "samples take long to read, and each would be read once more for its length"

@@ -148,9 +148,14 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
 
 
 def never_ran(probed: Sequence[Trial], baseline: Config) -> dict[str, tuple[Outcome, ...]]:
-    """The choices, `name=choice`, whose every probe ended in an error or a crash, while probes without them ran: what came of each."""
+    """The choices, `name=choice`, whose every probe ended in an error or a crash, while probes without them ran: what came of each.
+
+    A batch larger than the training set says nothing of the choices beside it.
+    """
     ended: dict[str, list[Outcome]] = {}
     for probe in probed:
+        if probe.outcome.too_few_samples:
+            continue
         for name, choice in probe.config.differences(baseline).items():
             if name not in BATCH_KEYS:
                 ended.setdefault(f"{name}={choice}", []).append(probe.outcome)

@@ -16,7 +16,9 @@ from autotune.probe import compilation, measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
 from autotune.probe.timing import MIN_BLOCKS, Blocks
+from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.failure import failed_job
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import compile as techniques_compile
@@ -131,6 +133,17 @@ def test_micro_batches_without_a_label_do_not_make_an_accumulating_config_nonfin
     measured = run.measure(0.0)
     assert measured.samples_per_s > 0
     assert 0 < measured.final_loss < 100
+
+
+def test_a_stream_that_gives_no_batch_as_large_is_an_error_of_its_own():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(6), 1)] * 5)
+
+    with pytest.raises(batches.TooFewSamplesError, match="gives no batch of 8 samples") as raised:
+        run_of(task_of(make_batch=None, train_dataset=Stream), {"batch_size": 8}).measure(0.0)
+    outcome = failed_job(raised.value, None, "warmup")
+    assert outcome.kind is Kind.ERROR and outcome.too_few_samples
 
 
 def test_a_whole_step_without_a_label_is_not_finite():

@@ -104,6 +104,19 @@ def test_what_is_known_running_too_large_or_outside_the_space_may_not_be_probed(
     assert not may_be_probed(outside)
 
 
+def test_a_batch_that_the_training_set_cannot_make_is_not_tried_again_nor_a_larger_one():
+    too_few = Outcome(kind=Kind.ERROR, cause="a pass gives no batch", too_few_samples=True)
+    may_be_probed = history(trial(config(12, amp="bf16"), too_few)).admissible()
+    assert not any(map(may_be_probed, (config(12), config(16), config(48, optimizer_impl="fused"))))
+    assert may_be_probed(config(8, amp="bf16"))
+
+
+def test_a_batch_that_data_workers_cannot_make_may_be_made_without_them():
+    too_few = Outcome(kind=Kind.ERROR, cause="a pass gives no batch", too_few_samples=True)
+    may_be_probed = history(trial(config(12, num_workers=2), too_few)).admissible()
+    assert may_be_probed(config(12)) and may_be_probed(config(16))
+
+
 def test_what_cannot_be_applied_together_is_left_alone_with_any_batch_and_whatever_else():
     refused = trial(config(8, amp="bf16"), Outcome(kind=Kind.UNSUPPORTED, cause="not here"))
     may_be_probed = history(refused).admissible()

@@ -83,6 +83,13 @@ def test_the_small_batch_of_a_dataset_is_of_its_first_samples(kind):
     assert gather_facts(task).batch == ("float32 (2, 9)", "int64 (2,)")
 
 
+@pytest.mark.parametrize(("num_samples", "known"), [(5, 5), (511, 511), (512, None), (600, None)])
+def test_a_stream_that_ends_while_it_is_sampled_has_a_size(num_samples, known):
+    found = [(torch.zeros(4), torch.tensor(0))] * num_samples
+    task = Task(build_model=lambda: nn.Linear(4, 3), train_dataset=lambda: stream_of(found))
+    assert gather_facts(task).dataset_size == known
+
+
 def test_a_batch_that_is_another_each_time_is_no_mark_of_the_task():
     class Cropped(torch.utils.data.Dataset):
         lengths = itertools.count(5)

@@ -171,3 +171,9 @@ def test_a_choice_whose_every_probe_failed_is_named_and_one_that_ran_once_is_not
     ]
     assert {named: len(each) for named, each in why.never_ran(tried, baseline).items()} == {"amp=bf16": 2}
     assert not why.never_ran(tried[1:3], baseline), "nothing ran, so it may be anything"
+
+
+def test_a_choice_is_not_blamed_for_a_batch_larger_than_the_training_set():
+    too_few = failed(config(48, amp="bf16"), Kind.ERROR)
+    too_few = replace(too_few, outcome=replace(too_few.outcome, too_few_samples=True))
+    assert not why.never_ran([probed(config(8)), too_few], config(8))
