@@ -14,7 +14,7 @@ import torch
 from autotune import techniques
 from autotune.devices import Device
 from autotune.probe.differences import Run
-from autotune.probe.dropout_off import dropout_off
+from autotune.probe.dropout_off import RandomDraws, dropout_off
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
 from autotune.records.config import Config
@@ -57,25 +57,36 @@ class Runs:
         return dataclasses.replace(self, task=task, batch=map_tensors(double, self.batch))
 
     def run(
-        self, config: Config, *, seed: int = SEED, prepare_model: Callable[[torch.nn.Module], None] | None = None
+        self,
+        config: Config,
+        *,
+        seed: int = SEED,
+        prepare_model: Callable[[torch.nn.Module], None] | None = None,
+        draws: RandomDraws | None = None,
     ) -> Run:
-        """Take `num_steps` optimizer steps and return the results on the host. Nothing stays on the device."""
+        """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
         try:
             with techniques.restored_settings(), exact_convolutions():
-                return self._run(config, seed, prepare_model)
+                return self._run(config, seed, prepare_model, draws)
         finally:
             gc.collect()
             if self.device.kind == "cuda":
                 torch.cuda.empty_cache()
 
-    def _run(self, config: Config, seed: int, prepare_model: Callable[[torch.nn.Module], None] | None) -> Run:
+    def _run(
+        self,
+        config: Config,
+        seed: int,
+        prepare_model: Callable[[torch.nn.Module], None] | None,
+        draws: RandomDraws | None,
+    ) -> Run:
         seed_everything(SEED)
         session = prepare(self.task, config, device=self.device, on_oom=RAISE)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:
             self._initial = [_host(p) for p in model.parameters()], [_host(b) for b in model.buffers()]
-        with nullcontext() if self.same_masks else dropout_off(model):
+        with nullcontext() if self.same_masks else dropout_off(model), draws or nullcontext():
             for _ in range(_MOST_SCALE_REDUCTIONS):
                 self._reset(model)
                 if prepare_model is not None:

@@ -276,6 +276,58 @@ def test_stochastic_depth_is_compared_at_its_mean():
     assert check.noise <= EXACT_ERROR
 
 
+class Denoiser(nn.Module):
+    """Finds the noise that is added to its images, in the layout and the dtype that they have there."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second, self.draw = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), draw
+
+    def forward(self, x):
+        features = self.first(x)
+        noise = self.draw(features)
+        return (self.second(features + noise) - noise).pow(2).mean()
+
+
+def noisy_task(draw):
+    return Task(
+        build_model=lambda: Denoiser(draw),
+        make_batch=lambda n: torch.randn(n, 3, 8, 8),
+        training_step=lambda model, batch: model(batch),
+    )
+
+
+DRAWS = [torch.randn_like, torch.rand_like, lambda x: torch.empty_like(x).normal_(0.0, 2.0)]
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=["randn_like", "rand_like", "normal_"])
+def test_noise_is_the_same_in_another_layout(draw, monkeypatch):
+    check = run_checks(noisy_task(draw), {"channels_last": True}, "cpu", batch_size=4)
+    assert check.passed, check.reason
+    assert max(check.noise, check.gradient_error) < 10 * EXACT_ERROR
+
+    def wrong(technique, build, choice):
+        build.model.to(memory_format=torch.channels_last)
+        build.model.second.weight.register_hook(lambda gradient: gradient * 1.01)
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", wrong)
+    assert not run_checks(noisy_task(draw), {"channels_last": True}, "cpu", batch_size=4).passed
+
+
+def test_noise_that_is_drawn_in_other_ways_is_the_models_own():
+    check = run_checks(
+        noisy_task(lambda x: torch.empty_like(x).exponential_()), {"channels_last": True}, "cpu", batch_size=4
+    )
+    assert check.passed and check.noise > 0.01 and check.gradient_error > 0.01
+    assert "says little" in check.reason
+
+
+@pytest.mark.arithmetic
+def test_noise_is_the_same_in_a_short_type():
+    check = run_checks(noisy_task(torch.randn_like), {"amp": "bf16"}, "cpu", batch_size=4)
+    assert check.passed and check.noise <= EXACT_ERROR and check.gradient_cosine > 0.999
+
+
 def test_models_that_change_their_input_are_compared_on_the_same_input():
     class InPlace(Model):
         def forward(self, x):
