@@ -31,7 +31,9 @@ class RandomDraws(TorchDispatchMode):
         seen: whether that happened while this was entered.
     """
 
-    seen = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -78,8 +78,8 @@ def widest_first(dataset: Any, *, seed: int = 0) -> Sampled:
         if time.monotonic() > deadline:
             in_time = False
             break
-    positions = tuple(position for _, position in sorted(widths, key=lambda pair: (-pair[0], pair[1])))
-    return Sampled(positions, whole=in_time and len(positions) < NUM_SAMPLED)
+    ordered = tuple(position for _, position in sorted(widths, key=lambda pair: (-pair[0], pair[1])))
+    return Sampled(ordered, whole=in_time and len(ordered) < NUM_SAMPLED)
 
 
 def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]:
