@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autotune.records.result import Result
-from autotune.report.figures import interval, measured_rate, rate, times
+from autotune.report.figures import measured_rate, rate, spread, times
 from autotune.report.run_it import as_code
 from autotune.report.sections import Cell, Section, Span, Tone, table
 from autotune.report.study import machine_facts
@@ -39,7 +39,8 @@ def _name(place: int, studies: Sequence[Study]) -> str:
 
 
 def _figures(answer: Result) -> tuple[Cell, ...]:
-    gain = times(answer.speedup) + (f" ({interval(*answer.speedup_ci)})" if answer.speedup_ci else "")
+    sure = spread(answer.speedup, *answer.speedup_ci) if answer.speedup is not None and answer.speedup_ci else ""
+    gain = f"{times(answer.speedup)} {sure}".rstrip()
     base = answer.baseline
     verdict = Span(answer.verdict, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
     speed = next((measured_rate(m) for m in answer.finalists if m.config == answer.config), rate(answer.samples_per_s))

@@ -12,7 +12,7 @@ from autotune.units import format_bytes
 
 def in_short(result: Result) -> str:
     """`faster: 1.87x the baseline (95% interval 1.81x to 1.93x), with 0.81x its memory`, and the config."""
-    gain = ""
+    gain = ": the baseline did not run" if result.baseline is None else ""
     if result.baseline is not None and result.speedup is not None and result.config != result.baseline.config:
         sure = f" (95% interval {interval(*result.speedup_ci)})" if result.speedup_ci else ""
         memory = times(result.peak_bytes / result.baseline.peak_bytes)
