@@ -92,7 +92,7 @@ def test_what_needs_a_task_refuses_with_the_command(answered, arguments):
 @pytest.mark.slow
 def test_another_command_is_another_study_and_the_same_one_goes_on(answered):
     folder, _ = answered
-    other = search(f"{LINE} --x", cwd=folder)
+    other = search(LINE.replace("script.py", "-u script.py"), cwd=folder)
     assert other.returncode == 2 and "task" in other.stderr
     again = search(LINE, "--budget", "30s", cwd=folder)
     assert again.returncode == 0 and "--fast" in again.stdout, again.stderr
