@@ -238,7 +238,7 @@ def _validated_on(made: Any) -> dict[str, Any]:
 def _made_of(module: LightningModule, datamodule: LightningDataModule | None, hook: str) -> Any:
     """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it."""
     owner: Any = module if datamodule is None else datamodule
-    if not overrides(type(owner), hook):
+    if not (overrides(type(owner), hook) or hook in vars(owner)):  # `from_datasets` sets it on the object
         return None
     with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
         maker = copy.deepcopy(_alone(owner))
