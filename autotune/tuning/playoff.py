@@ -97,10 +97,10 @@ class PlayOff:
         while len(self._rounds) < MAX_ROUNDS:
             if self._rounds and (late := challenger()) is not None:
                 self.enter(late)
-            if not self.playing or (self._rounds and self._is_settled()):
+            if not self.playing:
                 break
             running = self._affordable(lambda round_s: has_time(round_s, len(self._rounds)))
-            if not running or not self._play_round(running, waiting):
+            if not running or (self._rounds and self._is_settled(running)) or not self._play_round(running, waiting):
                 break
             self._drop_losers()
         return self._standing() if self._rounds else None
@@ -192,9 +192,9 @@ class PlayOff:
 
     @property
     def _all_rounds(self) -> set[int]:
-        """The numbers of the rounds that count, those of earlier searches among them."""
+        """The numbers of the rounds that count, those of earlier searches among them; not where every process was excused."""
         played = {number for entrant in self._everyone() for number in entrant.outcomes}
-        return {number for number in played if number < self._first_round} | set(self._rounds)
+        return {number for number in played if number < self._first_round or number in self._rounds}
 
     def _affordable(self, has_time: Callable[[float], bool]) -> list[Entrant]:
         """Who plays the next round: all who are in, or as many as there is time for, the most promising beside the baseline."""
@@ -312,11 +312,17 @@ class PlayOff:
             if lost and len(entrant.outcomes) >= MIN_ROUNDS - 1:
                 entrant.lost_to = rival
 
-    def _is_settled(self) -> bool:
-        """Whether more rounds would tell nothing new of those who are still in."""
+    def _is_settled(self, running: Sequence[Entrant]) -> bool:
+        """Whether more rounds would tell nothing new of those who are still in.
+
+        Args:
+            running: who would play the next round. Nobody waits for an entrant without outcomes that there is no time for.
+        """
         sure = [entrant for entrant in self.compared if len(entrant.outcomes) >= MIN_ROUNDS]
+        awaited = [entrant for entrant in self.playing if entrant.outcomes or entrant in running]
         num_clean = len(self._all_rounds - self._disturbed)
-        if sure != self.playing or (num_clean < MIN_ROUNDS and len(self._all_rounds) < 2 * MIN_ROUNDS):
+        too_few = num_clean < MIN_ROUNDS and len(self._all_rounds) < 2 * MIN_ROUNDS
+        if not sure or sure != awaited or too_few:
             return False
         evidence = self.evidence()
         leader = self.leader(evidence, sure)

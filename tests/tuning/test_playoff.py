@@ -13,7 +13,7 @@ from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
-from autotune.tuning.playoff import MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
+from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
 
 MIB = 2**20
@@ -565,3 +565,38 @@ def test_one_time_out_of_a_config_that_has_run_through_is_excused_and_a_second_i
 def test_a_config_that_never_runs_through_in_the_play_off_fails_at_its_first_time_out():
     standing = standstill({(0, config(16)), (0, BASE)}, rounds=3)
     assert standing.answer.config == config(8) and standing.baseline is None
+
+
+def test_rounds_in_which_every_process_was_excused_are_not_counted():
+    empty = {(number, of) for number in range(1, 6) for of in (config(8), config(16), BASE)}
+    standing = standstill(empty, rounds=8)
+    assert standing.num_rounds == len(standing.entrants[1].outcomes) == 3
+    assert standstill(empty, rounds=6).num_rounds == 1  # as many were begun as there was time for
+
+
+def test_a_machine_that_stands_still_for_good_ends_the_play_off():
+    empty = {(number, of) for number in range(2, 2 * MAX_ROUNDS) for of in (config(8), config(16), BASE)}
+    assert standstill(empty, rounds=10 * MAX_ROUNDS).num_rounds == 2
+
+
+@pytest.mark.parametrize("comes_in", ["as a substitute", "as a challenger"])
+def test_nobody_waits_for_an_entrant_that_there_is_no_time_for(comes_in):
+    speeds, numbers = {config(24): 195.0, config(16): 200.0, config(8): 190.0, BASE: 100.0}, set()
+    generator = random.Random(0)
+
+    def run(candidate, number):
+        numbers.add(number)
+        if candidate == config(24) and number == 1:
+            return Outcome(kind=Kind.OOM, cause="no memory", wall_s=1.0)
+        return ok(candidate, speeds[candidate] * (1 + 0.003 * generator.gauss(0, 1)))
+
+    made = PlayOff(Entrant(BASE, wall_s=1.0), run, OBJECTIVE, seed=0)
+    for candidate in (config(24), config(16), config(8)):
+        made.enter(Entrant(candidate, wall_s=1.0))
+    slow = Entrant(config(1), wall_s=100.0)
+    late = iter([slow] if comes_in == "as a challenger" else [])
+    substitutes = [slow] if comes_in == "as a substitute" else []
+    standing = made.play(lambda seconds, _: seconds <= 5, substitutes=substitutes, challenger=lambda: next(late, None))
+    assert slow in made.entrants and not slow.outcomes
+    assert standing.answer.config == config(16)
+    assert len(numbers) < 2 * MIN_ROUNDS
