@@ -22,7 +22,15 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
 
 Z95 = 1.96
-_NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes")  # when a sweep goes on
+_NOT_COMPARED = (
+    "date",
+    "outside_bytes",
+    "baseline_given",
+    "facts",
+    "reasons",
+    "notes",
+    "always",
+)  # when a sweep goes on
 
 
 class TableError(AutotuneError):
@@ -36,6 +44,7 @@ class Header(Record):
     Attributes:
         choices: key of a config -> choices swept, every key present; one choice means that it was left at that.
         reasons, notes: key of a config -> `Support.reason` and `Support.note` of the inspection, where there is one.
+        always: technique -> `Support.always` of the inspection, where there is any; older tables do not hold it.
         facts: of the task, from the inspection, but for the dataset's positions.
         date: of the first probe, ISO 8601.
     """
@@ -64,6 +73,7 @@ class Header(Record):
     baseline_given: bool = True
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    always: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def differences(self, other: Header) -> list[str]:
@@ -124,7 +134,12 @@ class Header(Record):
     def _support(self, name: str) -> Support:
         """Of a technique that is younger than the table only `off` was swept."""
         choices = tuple(self.choices.get(name, ())) or (techniques.REGISTRY[name].off,)
-        return Support(choices=choices, reason=self.reasons.get(name, ""), note=self.notes.get(name, ""))
+        return Support(
+            choices=choices,
+            reason=self.reasons.get(name, ""),
+            note=self.notes.get(name, ""),
+            always=self.always.get(name, ()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         baseline_given=inspection.baseline_given,
         reasons={name: inspection.support_of(name).reason for name in keys if inspection.support_of(name).reason},
         notes={name: inspection.support_of(name).note for name in keys if inspection.support_of(name).note},
+        always={name: support.always for name, support in inspection.support.items() if support.always},
         facts={name: fact for name, fact in inspection.facts.items() if name != "widest"},
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,

@@ -14,10 +14,10 @@ from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.recorded import Row, Table, TableError
+from autotune.runners.recorded import Header, Row, Table, TableError
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import NotCompared
-from autotune.space import build_space
+from autotune.space import Space, build_space
 from tests.runners.test_table import HEADER, config, ok, written
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
@@ -108,6 +108,21 @@ def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> 
     assert isinstance(found, Inspection)
     assert (found.support["pin_memory"].reason, found.support["amp"].note) == ("no GPU", "mind the scale")
     assert found.facts["has_batchnorm"] and found.facts["num_parameters"] == HEADER.num_parameters
+
+
+def test_a_choice_that_acts_in_every_config_is_in_the_space_of_its_table_too(tmp_path: Path) -> None:
+    which = config(attention="cudnn")  # without amp: only a model that is in a short type itself gains by it
+    header = replace(HEADER, choices={**HEADER.choices, "attention": ("default", "cudnn")})
+
+    def swept(name: str, header: Header) -> Space:
+        table.start(tmp_path / name, header)
+        table.append(tmp_path / name, header, Row(config=which, repeat=0, outcome=ok(which, 90.0)))
+        found = ReplayRunner(tmp_path / name).inspect(memory_limit_bytes=None, timeout_s=1.0)
+        assert isinstance(found, Inspection)
+        return build_space(found, fix={}, include=(), exclude=())[0]
+
+    assert which in set(swept("short.csv", replace(header, always={"attention": ("cudnn",)})))
+    assert which not in set(swept("fp32.csv", header))
 
 
 def test_traces_come_from_the_file_beside_the_table(tmp_path: Path) -> None:

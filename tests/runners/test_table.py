@@ -203,6 +203,14 @@ def test_differences_name_what_changed_and_forgive_the_date() -> None:
     assert HEADER.differences(other) == ["torch was '2.13.0' and is '2.14.0'"]
 
 
+def test_a_table_that_does_not_say_what_always_acts_is_gone_on_with(tmp_path: Path) -> None:
+    now = replace(HEADER, always={"attention": ("cudnn",)})
+    older = {key: value for key, value in now.to_dict().items() if key != "always"}
+    assert Header.from_dict(older).always == {}
+    assert Header.from_dict(older).differences(now) == []
+    assert Header.from_dict(json.loads(json.dumps(now.to_dict()))) == now
+
+
 def test_a_machine_whose_kernel_keeps_a_page_more_is_the_same_and_one_of_half_the_memory_is_not() -> None:
     assert HEADER.differences(replace(HEADER, total_bytes=2**34 - 4096)) == []
     assert HEADER.differences(replace(HEADER, total_bytes=2**33)) == [f"total_bytes was {2**34} and is {2**33}"]

@@ -17,7 +17,7 @@ from autotune.runners.recorded import TableError
 from autotune.space import build_space
 from autotune.task.source import TaskSource
 from autotune.techniques import complete
-from autotune.tuning.sweep import Progress, _run, sweep
+from autotune.tuning.sweep import Progress, _header, _run, sweep
 from tests.arithmetic import has_arithmetic
 from tests.closed_form import ClosedFormRunner
 
@@ -81,6 +81,14 @@ def test_the_tables_inspection_is_the_tasks(folder: Path, swept: list[Progress])
     found = table.read(folder / "tiny.csv").header.inspection()
     assert found.facts["num_trainable"] == found.facts["num_parameters"] and not found.facts["has_batchnorm"]
     assert found.baseline_given and found.support["pin_memory"].reason
+
+
+def test_the_table_holds_what_acts_in_every_config(folder: Path, swept: list[Progress]) -> None:
+    found = table.read(folder / "tiny.csv").header.inspection()
+    support = {**found.support, "attention": replace(found.support["attention"], always=("cudnn",))}
+    space, _ = build_space(found, fix={}, include=(), exclude=())
+    settings = ProbeSettings(memory_limit_bytes=2**33)
+    assert _header(replace(found, support=support), space, settings).inspection().support == support
 
 
 def test_traces_of_the_space_are_written_beside_the_table(folder: Path, swept: list[Progress]) -> None:
