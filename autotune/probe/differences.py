@@ -29,17 +29,19 @@ class Difference:
     loss: float
     gradient: float
     cosine: float
+    size: float  # of the gradient
     buffers: float
     movement: float
 
 
 def difference(plain: Run, other: Run) -> Difference:
     """`other` relative to `plain`. Values that are not finite give NaN or infinity."""
-    gradient, cosine = _relative(plain.gradients, other.gradients)
+    gradient, cosine, size = _relative(plain.gradients, other.gradients)
     return Difference(
         loss=abs(other.loss - plain.loss) / max(abs(plain.loss), sys.float_info.min),
         gradient=gradient,
         cosine=cosine,
+        size=size,
         buffers=_buffer_error(plain.buffers, other.buffers),
         movement=_relative(plain.movement, other.movement)[0],
     )
@@ -57,17 +59,21 @@ def _buffer_error(plain: list[list[torch.Tensor]], other: list[list[torch.Tensor
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
-def _relative(plain: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float]:
-    """|other - plain| / |plain| over all tensors, and the cosine between them; summed in double precision."""
+def _relative(plain: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float, float]:
+    """|other - plain| / |plain| over all tensors, the cosine between them, and ||other| - |plain|| / |plain|.
+
+    Summed in double precision.
+    """
     if [p.shape for p in plain] != [o.shape for o in other]:
-        return math.inf, 0.0
+        return math.inf, 0.0, math.inf
     pairs = list(zip(plain, other, strict=True))
     distance = math.sqrt(sum(_dot(o - p, o - p) for p, o in pairs))
     norm = math.sqrt(sum(_dot(p, p) for p in plain))
     other_norm = math.sqrt(sum(_dot(o, o) for o in other))
     if norm == 0 or other_norm == 0:
-        return (0.0, 1.0) if distance == 0 else (math.inf, 0.0)
-    return distance / norm, sum(_dot(p, o) for p, o in pairs) / (norm * other_norm)
+        return (0.0, 1.0, 0.0) if distance == 0 else (math.inf, 0.0, math.inf)
+    cosine = sum(_dot(p, o) for p, o in pairs) / (norm * other_norm)
+    return distance / norm, cosine, abs(other_norm - norm) / norm
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -84,6 +90,7 @@ def worst(*differences: Difference) -> Difference:
         loss=largest(d.loss for d in differences),
         gradient=largest(d.gradient for d in differences),
         cosine=min(d.cosine for d in differences),
+        size=largest(d.size for d in differences),
         buffers=largest(d.buffers for d in differences),
         movement=largest(d.movement for d in differences),
     )

@@ -342,7 +342,8 @@ def _checked(check: Check) -> str:
 def _check(check: Check) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
     names = "" if check.names_equal else ", parameter names changed"
-    passed = Span("passed", Tone.GOOD) if check.passed else Span("FAILED", Tone.FAILED)
+    failed = Span("FAILED", Tone.FAILED) if check.passed is False else Span("undecided", Tone.WARNING)
+    passed = Span("passed", Tone.GOOD) if check.passed else failed
     noise = Span(f"; noise {check.noise:.0e}" if check.noise else "", Tone.NOTE)
     return (
         f"{check.gradient_error:.1e}",

@@ -215,8 +215,10 @@ def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check
         return ()  # what the user runs is the measure, and not held against anything
     check = exactness.check(answer, search.budget.paced(search.settings, search.history).timeout_s)
     if isinstance(check, Check):
-        if not check.passed:
+        if check.passed is False:
             search.warn(f"the answer's gradients differ from plain fp32: {check.reason}")
+        elif check.passed is None:
+            search.warn(f"whether the answer's gradients are right is undecided: {check.reason}")
         return (check,)
     if isinstance(check, NotCompared):
         search.warn(f"the answer's gradients were not compared with plain fp32: {check.reason}")

@@ -75,9 +75,9 @@ def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp
     assert (check.technique, check.choice) == ("config", f"amp={amp}")
 
 
-def deep_with_batch_norm():
+def deep_with_batch_norm(num_layers=10):
     layers = []
-    for channels in [3, *[32] * 9]:
+    for channels in [3, *[32] * (num_layers - 1)]:
         layers += [nn.Conv2d(channels, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
@@ -106,6 +106,46 @@ def test_a_gradient_of_another_size_is_caught_where_the_model_magnifies_rounding
     check = run_checks(task, {"amp": "bf16", "channels_last": True}, "cpu", batch_size=4)
     assert not check.passed
     assert "the gradient differs" in check.reason
+
+
+def very_deep_with_batch_norm():
+    return deep_with_batch_norm(24)
+
+
+def changed_by(monkeypatch, hook):
+    """The check of bf16 in a model that magnifies rounding as far as it can be, with its gradients changed by `hook`."""
+
+    def apply(technique, build, choice):
+        for parameter in build.model.parameters():
+            parameter.register_hook(hook)
+
+    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", apply)
+    task = task_of(very_deep_with_batch_norm, make_batch=images)
+    return run_checks(task, {"amp": "bf16", "channels_last": True}, "cpu", batch_size=4)
+
+
+def of_the_same_size(gradient):
+    drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1)).to(gradient)
+    return drawn * gradient.norm() / drawn.norm()
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("hook", [lambda gradient: gradient, of_the_same_size], ids=["right", "of no direction"])
+def test_where_the_model_magnifies_rounding_too_far_to_tell_the_check_is_undecided(monkeypatch, hook):
+    check = changed_by(monkeypatch, hook)
+    assert check.passed is None and "tells little in this model" in check.reason
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.5])
+def test_the_gradients_size_is_checked_however_far_the_model_magnifies_rounding(monkeypatch, factor):
+    check = changed_by(monkeypatch, lambda gradient: gradient * factor)
+    assert check.passed is False and "the gradient's size differs" in check.reason
+
+
+@pytest.mark.arithmetic
+def test_a_gradient_that_points_the_other_way_never_passes(monkeypatch):
+    assert changed_by(monkeypatch, torch.neg).passed is False
 
 
 def test_accumulation_is_compared_with_the_whole_batch():

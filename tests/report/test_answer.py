@@ -232,6 +232,13 @@ def test_a_check_that_passed_in_a_model_that_magnifies_rounding_says_so(result: 
     )
 
 
+def test_a_check_that_tells_little_is_marked_neither_as_passed_nor_as_failed(result: Result) -> None:
+    undecided = replace(result.checks[0], passed=None, reason="tells little")
+    assert "undecided as reduced precision, whole config; noise 2e-07 whole config: tells little" in _flat(
+        text_of(replace(result, checks=(undecided,)))
+    )
+
+
 def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
     assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
 

@@ -750,6 +750,14 @@ def test_a_baseline_far_ahead_of_the_others_is_confirmed_against_the_best_of_the
     assert result.rival.speedup == pytest.approx(0.5, rel=0.1)
 
 
+def test_an_undecided_check_is_told_as_that_and_kept(tmp_path):
+    runner = Staged()
+    runner.check_of = lambda *_: replace(passed_check(), exact=False, passed=None, reason="it tells little")
+    result = answer(recommender(tmp_path, runner, fix={"amp": "bf16", "optimizer_impl": "default"}))
+    assert "whether the answer's gradients are right is undecided: it tells little" in result.warnings
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).checks[0].passed is None
+
+
 def test_an_answer_of_one_exact_technique_is_not_compared_twice(tmp_path):
     runner = Staged()
     result = answer(recommender(tmp_path, runner, fix={"optimizer_impl": "fused", "amp": "off"}))
