@@ -196,17 +196,17 @@ class Ready:
 
     def __init__(self, build: Build) -> None:
         self._device = build.device.torch_device
-        self._transforms = tuple(build.batch_transforms)
-        self._contexts = tuple(build.forward_contexts)
+        self.transforms = tuple(build.batch_transforms)
+        self.contexts = tuple(build.forward_contexts)
 
     @contextmanager
     def __call__(self, micro_batch: Any) -> Iterator[Any]:
         """The micro batch for a forward pass, which is to run until the context ends."""
         micro_batch = to_device(micro_batch, self._device)
-        for transform in self._transforms:
+        for transform in self.transforms:
             micro_batch = transform(micro_batch)
         with ExitStack() as stack:
-            for context in self._contexts:
+            for context in self.contexts:
                 stack.enter_context(context())
             yield micro_batch
 

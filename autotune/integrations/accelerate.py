@@ -123,6 +123,21 @@ def of_this_process() -> dict[str, Choice]:
     return _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
 
 
+def device_of_this_process() -> str | None:
+    """Where the `Accelerator` that exists already puts models; None where there is none."""
+    if "accelerate" not in sys.modules:
+        return None
+    from accelerate.state import AcceleratorState, is_initialized
+
+    return str(AcceleratorState().device) if is_initialized() else None
+
+
+def launched() -> dict[str, Choice]:
+    """What `accelerate launch` hands over to the `Accelerator` of this process."""
+    said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
+    return _read(said)
+
+
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
     """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
     if found := of_this_process():
@@ -135,8 +150,7 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
         Listeners(listeners).on(Note(text=text, warning=True))
         task = replace(task, baseline={**(task.baseline or {}), **found} or None)
         return task, {**options, "fix": {**options.get("fix", {}), **words}}
-    launched = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
-    return replace(task, baseline={**_read(launched), **(task.baseline or {})} or None), dict(options)
+    return replace(task, baseline={**launched(), **(task.baseline or {})} or None), dict(options)
 
 
 def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:

@@ -12,19 +12,20 @@ for x, y in train_loader:
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune import techniques
 from autotune.errors import TaskError
-from autotune.integrations.accelerate import of_this_process
+from autotune.integrations.accelerate import device_of_this_process, launched, of_this_process
 from autotune.integrations.live import LiveModel
 from autotune.integrations.words import changed, changes, read, search
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
@@ -39,6 +40,8 @@ from autotune.techniques.frameworks import DATALOADER, LOOP
 from autotune.tuning.events import Listener
 
 _OPTIONS = tuple(inspect.signature(DataLoader).parameters)
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+_TUNED = "tuned_by_autotune"
 _STAYS = "the loop stays as it is, and with it the samples and the micro batches of an optimizer step"
 
 
@@ -74,12 +77,14 @@ def tune(
     `Task.from_loader`, for a loop of `session.step(batch)`.
 
     Args:
-        model: on the device to train on. The loop has to call the model itself, and not a method of it.
+        model: on the device to train on, if no `Accelerator` will put it there. The loop has to call the model itself, and
+            not a method of it.
         loader: of the training set.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
         baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
-            An `Accelerator` that exists already is asked for its precision and compilation.
+            An `Accelerator` that exists already is asked for its device, precision and compilation, and so is
+            `accelerate launch` where there is none yet.
         listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 
@@ -92,70 +97,125 @@ def tune(
             f"{type(model).__name__} is a LightningModule, which a Trainer trains; use "
             "autotune.integrations.lightning.tune(module, datamodule, trainer)"
         )
-    if isinstance(vars(model).get("forward"), _Forward):
+    today = {**launched(), **of_this_process(), **(baseline or {})}
+    task = replace(task_of(model, loader, loss, optimizer, baseline=today), fixed_accumulation=_STAYS)
+    if optimizer is None:
+        raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
+    if hasattr(vars(model).get("forward"), _TUNED):
         raise TaskError(
             "this model was tuned before, and would be compared with itself; make it and its optimizer anew"
         )
-    today = {**of_this_process(), **(baseline or {})}
-    task = replace(task_of(model, loader, loss, optimizer, baseline=today), fixed_accumulation=_STAYS)
     own = {
         name: today[name]
         for name, technique in techniques.REGISTRY.items()
         if today.get(name, technique.off) != technique.off
     }
-    options["fix"] = {**own, **options.get("fix", {})}
+    options["fix"] = _fixed(own, options.get("fix", {}), options.get("exclude", ()))
     # a loader of another class may be made by other arguments
     frameworks = (LOOP, DATALOADER) if type(loader) is DataLoader else (LOOP,)
-    result = search(task, frameworks, options, listeners, device=str(next(model.parameters()).device))
-    said = changes(task, result, frameworks)
+    device = device_of_this_process() or str(next(model.parameters()).device)
+    result = search(task, frameworks, options, listeners, device=device)
+    if said := changes(task, result, frameworks).get(DATALOADER):
+        loader = _changed_loader(loader, said)
     found = {
         name: choice
         for name, choice in changed(task, result).items()
         if name not in own and LOOP in techniques.REGISTRY[name].frameworks
     }
     if found:
-        _switch_on(found, task, model, optimizer)
-    if said.get(DATALOADER):
-        options_now = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
-        del options_now["batch_sampler"]
-        loader = DataLoader(**{**options_now, **said[DATALOADER]})
+        _switch_on(found, task, model, optimizer, device)
     return Tuned(loader=loader, result=result)
 
 
+def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequence[str]) -> dict[str, Choice]:
+    """What the search may not change: what the loop itself does, and what the user fixed beside it."""
+    for name in own.keys() & fix.keys():
+        if techniques.validate(name, fix[name]) != own[name]:
+            raise TaskError(
+                f"fix={{{name!r}: {fix[name]!r}}}, but the loop itself has {own[name]!r}; change the loop, or leave it out"
+            )
+    return {**{name: choice for name, choice in own.items() if name not in exclude}, **fix}
+
+
+def _changed_loader(loader: DataLoader[Any], said: Mapping[str, Any]) -> DataLoader[Any]:
+    """A loader with other options, and without those of the old one that the new ones exclude."""
+    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)} | dict(said)
+    del options["batch_sampler"]
+    if isinstance(loader.dataset, IterableDataset):
+        del options["sampler"]
+    if not options["num_workers"]:
+        options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
+    return DataLoader(**options)
+
+
 def _switch_on(
-    found: Mapping[str, Choice], task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    found: Mapping[str, Choice], task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: str
 ) -> None:
     """Let the session's own way of preparing change a model and its optimizer in place."""
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     live = replace(task, build_model=lambda: model, configure_optimizers=lambda model: optimizer)
     plan = {name: choice for name, choice in (task.baseline or {}).items() if name in BATCH_KEYS}
-    state = optimizer.state_dict()["state"]
+    state, packed = dict(optimizer.state), optimizer.state_dict()["state"]
     optimizer.state.clear()  # as each technique expects it
     try:
-        session = prepare(live, {**plan, **found}, device=str(next(model.parameters()).device), on_oom="raise")
+        ready = prepare(live, {**plan, **found}, device=device, on_oom="raise").ready
     finally:
-        model.train(was_training)
-        if state:  # which each implementation keeps in its own place
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    model.forward = _Forward(model, session.ready)
+        for module, was_training in modes:
+            module.training = was_training
+        if any(techniques.REGISTRY[name].phase is techniques.Phase.OPTIMIZER for name in found) and state:
+            # each implementation keeps it in its own place
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": packed})
+        else:
+            optimizer.state.update(state)
+        _lay_out(optimizer)
+    if ready.contexts or ready.transforms:
+        model.forward = types.MethodType(_forward(model, ready), model)
 
 
-class _Forward:
-    """A model's forward as a session calls it. An object, so that a deep copy of the model has its own."""
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the layout of its parameters: fused kernels walk both in the order of memory."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or name == "step":
+                continue
+            if (value.stride(), value.device) != (parameter.stride(), parameter.device):
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
-    def __init__(self, model: torch.nn.Module, ready: Ready) -> None:
-        self.__wrapped__ = model.forward  # for whoever looks at its arguments
-        self._ready = ready
-        self._dtype = next(model.parameters()).dtype
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._ready((args, kwargs)) as (args, kwargs):
-            output = self.__wrapped__(*args, **kwargs)
-        return map_tensors(self._widened, output)
+def _forward(model: torch.nn.Module, ready: Ready) -> Callable[..., Any]:
+    """A model's forward as a session calls it: a function, which a copy of the model binds to itself.
 
-    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        shorter = tensor.is_floating_point() and tensor.element_size() < self._dtype.itemsize
-        return tensor.to(self._dtype) if shorter else tensor
+    It has no generators, at which Dynamo would break the graph, and leaves tensors on the devices where the loop has them.
+    """
+    before = model.forward  # of its class, or of a wrapper on the model
+    plain: Callable[..., Any] | None = getattr(before, "__func__", None)
+    own = next(model.parameters()).dtype
+    device_type = next(model.parameters()).device.type
+    is_short = _within(ready.contexts, lambda: torch.is_autocast_enabled(device_type))
+    is_short = is_short and not torch.is_autocast_enabled(device_type)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        shorter = tensor.is_floating_point() and tensor.element_size() < own.itemsize
+        return tensor.to(own) if shorter else tensor
+
+    @functools.wraps(before if plain is None else plain)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for transform in ready.transforms:
+            args, kwargs = transform((args, kwargs))
+        inputs = args if plain is None else (self, *args)
+        output = _within(ready.contexts, lambda: (plain or before)(*inputs, **kwargs))
+        return map_tensors(widened, output) if is_short else output
+
+    setattr(forward, _TUNED, True)
+    return forward
+
+
+def _within(contexts: Sequence[Callable[[], Any]], call: Callable[[], Any]) -> Any:
+    """What a function returns within contexts, the first one outermost."""
+    if not contexts:
+        return call()
+    with contexts[0]():
+        return _within(contexts[1:], call)
 
 
 def task_of(
@@ -210,7 +270,7 @@ def data_of(loader: Any) -> dict[str, Any]:
             f"the DataLoader's {type(loader.sampler).__name__} was not used: probes draw samples in random order",
         )
     return {
-        "train_dataset": partial(_same, loader.dataset),
+        "train_dataset": functools.partial(_same, loader.dataset),
         "collate_fn": loader.collate_fn,
         "warnings": warnings,
     }

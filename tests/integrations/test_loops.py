@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autotune.errors import TaskError
-from autotune.integrations.loops import Tuned, tune
+from autotune.integrations.loops import Tuned, _changed_loader, _fixed, _switch_on, task_of, tune
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import REGISTRY
@@ -161,3 +161,119 @@ def test_what_would_need_another_loop_is_not_for_it() -> None:
     assert REGISTRY["amp"].write(LOOP, "fp16") is None and REGISTRY["amp"].write(LOOP, "bf16") == {}
     assert REGISTRY["optimizer_in_backward"].write(LOOP, True) is None
     assert REGISTRY["optimizer_impl"].write(LOOP, "fused", optimizer="SGD") == {}
+
+
+def switched_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **found: Any) -> None:
+    _switch_on(found, task_of(model, loader(), torch.nn.CrossEntropyLoss(), optimizer), model, optimizer, "cpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    ],
+)
+def test_another_layout_in_the_middle_of_training_is_that_of_the_optimizers_state(make: Any) -> None:
+    models = [net(), net()]
+    optimizers = [make(model.parameters()) for model in models]
+    batches = list(loader())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        trained(model, optimizer, batches[0])
+    fused = {} if optimizers[0].param_groups[0]["fused"] else {"optimizer_impl": "fused"}
+    switched_on(models[0], optimizers[0], channels_last=True, **fused)
+    for batch in batches[1:]:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            trained(model, optimizer, batch)
+    for ours, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_nothing_changes_keeps_its_own_state() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trained(model, optimizer, next(iter(loader())))
+    state = {parameter: kept["momentum_buffer"].double() for parameter, kept in optimizer.state.items()}
+    for parameter, kept in optimizer.state.items():
+        kept["momentum_buffer"] = state[parameter]
+    groups = optimizer.param_groups
+    switched_on(model, optimizer, amp="bf16")
+    assert optimizer.param_groups is groups
+    assert all(kept["momentum_buffer"] is state[parameter] for parameter, kept in optimizer.state.items())
+
+
+def test_each_module_keeps_its_mode() -> None:
+    model = torch.nn.Sequential(*net().children(), torch.nn.BatchNorm1d(CLASSES))
+    model.train()
+    model[4].eval()
+    switched_on(model, torch.optim.SGD(model.parameters(), lr=0.1), amp="bf16")
+    assert model.training and model[3].training and not model[4].training
+
+
+def test_tensors_stay_on_the_loops_devices() -> None:
+    model = net()
+    switched_on(model, torch.optim.SGD(model.parameters(), lr=0.1), channels_last=True)
+    assert model.to("meta")(torch.empty(2, 3, 8, 8, device="meta")).device.type == "meta"
+
+
+def test_a_forward_without_anything_around_it_stays_and_one_with_it_compiles_whole() -> None:
+    model = net()
+    switched_on(model, torch.optim.SGD(model.parameters(), lr=0.1), optimizer_impl="fused")
+    assert "forward" not in vars(model)
+    switched_on(model, torch.optim.SGD(model.parameters(), lr=0.1), amp="bf16", channels_last=True)
+    found = torch._dynamo.explain(model)(torch.randn(2, 3, 8, 8))
+    assert found.graph_count == 1 and found.op_count > 3, found.break_reasons
+    torch._dynamo.reset()
+
+
+def test_a_model_can_be_wrapped_and_unwrapped_by_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switched_on(model, optimizer, channels_last=True)
+    prepared = accelerator.prepare(model)
+    batch = torch.randn(2, 3, 8, 8)
+    assert prepared(batch).shape == (2, CLASSES)
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(batch).shape == (2, CLASSES)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loader_drops_the_options_that_the_answers_exclude() -> None:
+    alone = _changed_loader(
+        loader(num_workers=2, prefetch_factor=2, persistent_workers=True, timeout=9, multiprocessing_context="fork"),
+        {"num_workers": 0},
+    )
+    assert len(list(alone)) == 4
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(dataset())
+
+    streamed = _changed_loader(DataLoader(Stream(), batch_size=16), {"num_workers": 1})
+    assert streamed.num_workers == 1 and len(list(streamed)) == 4
+
+
+def test_what_accelerate_launch_says_is_what_the_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = net()
+    found = tuned(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), trials=1)
+    assert found.result.baseline.config["amp"] == "bf16" and "forward" not in vars(model)
+
+
+def test_a_loop_that_does_what_the_user_excludes_or_fixes_otherwise() -> None:
+    assert _fixed({"amp": "bf16"}, {}, ["amp"]) == {}
+    assert _fixed({"amp": "bf16"}, {"channels_last": True}, []) == {"amp": "bf16", "channels_last": True}
+    with pytest.raises(TaskError, match=r"'amp': 'off'.*the loop itself has 'bf16'"):
+        _fixed({"amp": "bf16"}, {"amp": "off"}, [])
+
+
+def test_what_is_no_model_or_optimizer_is_said_before_the_search() -> None:
+    model: Any = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TaskError, match=r"expected a torch\.nn\.Module"):
+        tune("model", loader(), None, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="the optimizer is None"):
+        tune(model, loader(), None, None)  # type: ignore[arg-type]
