@@ -140,6 +140,12 @@ def test_a_loop_of_ones_own_runs(place: dict[str, Any]) -> None:
     given = place["loader"]
     exec(python("# a loop of your own"), place)
     assert place["loader"].batch_size == given.batch_size and place["loader"].dataset is given.dataset
+    before = [parameter.clone() for parameter in place["model"].parameters()]
+    inputs, targets = next(iter(place["loader"]))
+    place["loss"](place["model"](inputs), targets).backward()
+    place["optimizer"].step()
+    after = place["model"].parameters()
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.slow
