@@ -11,6 +11,7 @@ for x, y in train_loader:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune import techniques
@@ -40,7 +41,6 @@ from autotune.techniques.frameworks import DATALOADER, LOOP
 from autotune.tuning.events import Listener
 
 _OPTIONS = tuple(inspect.signature(DataLoader).parameters)
-_OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _TUNED = "tuned_by_autotune"
 _STAYS = "the loop stays as it is, and with it the samples and the micro batches of an optimizer step"
 
@@ -138,14 +138,17 @@ def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequen
 
 
 def _changed_loader(loader: DataLoader[Any], said: Mapping[str, Any]) -> DataLoader[Any]:
-    """A loader with other options, and without those of the old one that the new ones exclude."""
-    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)} | dict(said)
-    del options["batch_sampler"]
-    if isinstance(loader.dataset, IterableDataset):
-        del options["sampler"]
-    if not options["num_workers"]:
-        options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
-    return DataLoader(**options)
+    """A loader with other options. Torch says which of the old ones they exclude: those of workers where there are none, say."""
+    options = {"dataset": loader.dataset, **said}
+    for name in _OPTIONS:
+        if name not in options and hasattr(loader, name):
+            with contextlib.suppress(ValueError):
+                DataLoader(**options, **{name: getattr(loader, name)})
+                options[name] = getattr(loader, name)
+    made = DataLoader(**options)
+    if not made.num_workers:
+        made.timeout = 0  # which torch refuses later, when batches are asked for
+    return made
 
 
 def _switch_on(
