@@ -12,13 +12,17 @@ from wsgiref import simple_server
 from autotune.errors import ConfigError
 
 
-class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
-    daemon_threads = True  # a browser's idle connection must not keep the server alive
-
-
 class _Handler(simple_server.WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not the user's concern."""
+
+
+class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
+    daemon_threads = True  # a browser's idle connection must not keep the server alive
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
 
 
 def serve(storage: str, host: str, port: int) -> None:
@@ -39,7 +43,7 @@ def serve(storage: str, host: str, port: int) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         application = wsgi(storage)
         try:
-            with _server_class(host)((host, port), _Handler) as server:
+            with _Server(host, port) as server:
                 server.set_app(application)
                 threading.Thread(target=server.serve_forever, daemon=True).start()
                 address = f"[{host}]" if ":" in host else host
@@ -50,10 +54,3 @@ def serve(storage: str, host: str, port: int) -> None:
             raise ConfigError(
                 f"cannot listen on port {port} of {host}: {error.strerror}; choose another --port or --host"
             ) from None
-
-
-def _server_class(host: str) -> type[_Server]:
-    class Server(_Server):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-    return Server

@@ -112,24 +112,25 @@ def find_executable_config(
 
 def of_this_process() -> dict[str, Choice]:
     """What the `Accelerator` that exists already does to every loop of this process; nothing where there is none."""
-    if "accelerate" not in sys.modules:
+    if (state := _state()) is None:
         return {}
-    from accelerate.state import AcceleratorState, is_initialized
-
-    if not is_initialized():
-        return {}
-    state = AcceleratorState()
     backend = getattr(state.dynamo_plugin, "backend", None)
     return _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
 
 
 def device_of_this_process() -> str | None:
     """Where the `Accelerator` that exists already puts models; None where there is none."""
+    state = _state()
+    return None if state is None else str(state.device)
+
+
+def _state() -> Any:
+    """What every `Accelerator` of this process shares, once there is one; else None."""
     if "accelerate" not in sys.modules:
         return None
     from accelerate.state import AcceleratorState, is_initialized
 
-    return str(AcceleratorState().device) if is_initialized() else None
+    return AcceleratorState() if is_initialized() else None
 
 
 def launched() -> dict[str, Choice]:

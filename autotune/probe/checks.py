@@ -48,8 +48,8 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
     of the state dict. Where the config's techniques are exact, they may have a relative error of 1e-5 or ten times the
     model's own noise, and `Technique.check_steps` asks for more steps. Otherwise the gradient's cosine must be 0.999, or
-    the error at most twice that of plain fp32 with parameters rounded as far, and its size must be right within 20 %. A
-    config whose gradient is neither that near nor farther off than a model that magnifies rounding explains is undecided.
+    the error at most twice that of plain fp32 with parameters rounded as far, and its size must be right within 20 %. The
+    check is undecided where the model magnifies rounding so much that a wrong gradient differs hardly more than a right one.
     Checkpointing, optimizer and loader are compared with dropout on, since they must keep its random state. If a config
     also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
 
@@ -193,9 +193,8 @@ class _Comparison:
             least_loss = max(least_loss, ROUNDING_FACTOR * rounded.loss)
             least_gradient = max(least_gradient, ROUNDING_FACTOR * rounded.gradient)
             least_buffers = max(least_buffers, ROUNDING_FACTOR * rounded.buffers)
-            lowest = min(
-                lowest, 1 - ROUNDING_FACTOR**2 * (1 - rounded.cosine)
-            )  # an angle's cosine falls with its square
+            # an angle's cosine falls with its square
+            lowest = min(lowest, 1 - ROUNDING_FACTOR**2 * (1 - rounded.cosine))
         bounds = (
             ("the loss differs", found.loss, least_loss, noise.loss),
             ("the gradient differs", found.gradient, least_gradient, noise.gradient),

@@ -22,15 +22,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
 
 Z95 = 1.96
-_NOT_COMPARED = (
-    "date",
-    "outside_bytes",
-    "baseline_given",
-    "facts",
-    "reasons",
-    "notes",
-    "always",
-)  # when a sweep goes on
+# when a sweep goes on
+_NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
 
 
 class TableError(AutotuneError):

@@ -92,7 +92,7 @@ class History:
         measurement of the search that was repeated: the last one stands in its place.
         """
         found: dict[Config | int, tuple[Config, Outcome]] = {}
-        left_out = self._retryable | excused(self._trials)
+        left_out = self._says_nothing
         for trial in self._trials:
             if trial.number not in left_out and not (trial.in_play_off and trial.feasible):
                 repeatable = trial.outcome.ok and not trial.in_play_off
@@ -102,12 +102,17 @@ class History:
     @property
     def failed_again(self) -> dict[Config, Outcome]:
         """The configs that ran in the search but failed in the play-off, with their outcomes there."""
-        passing = self._retryable | excused(self._trials)
+        left_out = self._says_nothing
         return {
             trial.config: trial.outcome
             for trial in self._trials
-            if trial.in_play_off and not trial.feasible and trial.number not in passing
+            if trial.in_play_off and not trial.feasible and trial.number not in left_out
         }
+
+    @property
+    def _says_nothing(self) -> frozenset[int]:
+        """The numbers of the failures that say nothing against their configs."""
+        return excused(self._trials) | self._retryable
 
     @property
     def baseline(self) -> Outcome | None:
@@ -185,10 +190,19 @@ class History:
         unsupported, or to want more samples than there are.
         """
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
-        unsupported = [_switched_on(c) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
+        together = [_switched_on(c) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
+        unsupported = [choices for choices in together if choices]
         # workers may share out what there is, so with more of such options there is no more
         too_few = [(c.batch_size, _loader_options(c)) for c, outcome in known.items() if outcome.too_few_samples]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
+
+        def cannot_be(config: Config) -> bool:
+            if not unsupported and not too_few:
+                return False
+            on = _switched_on(config)
+            return any(choices <= on for choices in unsupported) or any(
+                size <= config.batch_size and how <= on for size, how in too_few
+            )
 
         def may_be_probed(config: Config) -> bool:
             return (
@@ -197,8 +211,7 @@ class History:
                 and config.batch_size <= largest
                 and config.batch_size < too_large.get(_without_batch(config), math.inf)
                 and not hangs.rules_out(config)
-                and not any(together <= _switched_on(config) for together in unsupported if together)
-                and not any(size <= config.batch_size and how <= _switched_on(config) for size, how in too_few)
+                and not cannot_be(config)
                 and self.setup_s(config) <= max(0.0, setup_left_s)
                 and self.space.contains(config)
             )

@@ -40,6 +40,7 @@ def effects(answer: Config, baseline: Config, probed: Sequence[Trial]) -> tuple[
         undisturbed = [(config, other) for config, other in pairs if config in calm and other in calm]
         used = undisturbed or pairs
         ratio, interval = _speed(evidence, used)
+        peaks = [_log_peak(known[config]) - _log_peak(known[other]) for config, other in used]
         found.append(
             Effect(
                 technique=name,
@@ -47,9 +48,7 @@ def effects(answer: Config, baseline: Config, probed: Sequence[Trial]) -> tuple[
                 baseline_choice=baseline[name],
                 speed_ratio=ratio,
                 speed_ratio_ci=interval,
-                memory_ratio=math.exp(fmean(_log_peak(known[a]) - _log_peak(known[b]) for a, b in used))
-                if used
-                else None,
+                memory_ratio=math.exp(fmean(peaks)) if peaks else None,
                 num_pairs=len(used),
                 disturbed=bool(pairs) and not undisturbed,
             )
