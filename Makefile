@@ -17,8 +17,8 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '%-15s %s\n' "$$name" "$$text"; done
 
-demo: $(VENV)/.installed  ## search on a shipped case study
-	$(RUN)/autotune search studies/gpt/model.py --budget 2m
+demo: $(VENV)/.installed  ## search on a shipped case study; DEMO_ARGS passes options on, e.g. DEMO_ARGS="--budget 20s"
+	$(RUN)/autotune search studies/gpt/model.py --budget 2m $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests; PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -35,7 +35,7 @@ from autotune.records.options import (
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.report.live import live_listener
+from autotune.report.live import watching
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
@@ -51,7 +51,7 @@ from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrated
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspection_failed
+from autotune.tuning.inspecting import inspection_failed, prediction_failed
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
@@ -73,8 +73,8 @@ def search(
     Args:
         task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
         runner: runs the probes; by default processes on this machine.
-        listeners: watch the search; `autotune.trackers` has some. By default its progress is shown on stderr, if that is a
-            terminal.
+        listeners: watch the search; `autotune.trackers` has some. By default its progress is shown on stderr: a live table on a
+            terminal, a line for each probe elsewhere. An empty list shows nothing.
         began_s: what `time.monotonic()` read when the user began to wait, from when the budget counts; by default now.
         **options
 
@@ -84,7 +84,9 @@ def search(
     """
     total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
-    return run_search(TaskSource.of(task), asked, runner=runner, listener=_watching(listeners), began_s=began_s)
+    return run_search(
+        TaskSource.of(task), asked, runner=runner, listener=Listeners(watching(listeners)), began_s=began_s
+    )
 
 
 @takes(CommandOptions)
@@ -119,13 +121,7 @@ def search_command(
     )
     with techniques.REGISTRY.only(runner.switches):
         plain = replace(asked, device="auto", global_batch=None)
-        return run_search(None, plain, runner=runner, listener=_watching(listeners), began_s=began_s)
-
-
-def _watching(listeners: Sequence[Listener] | None) -> Listener:
-    if listeners is None:
-        listeners = [live_listener(sys.stderr, quiet=False)] if sys.stderr is not None and sys.stderr.isatty() else []
-    return Listeners(listeners)
+        return run_search(None, plain, runner=runner, listener=Listeners(watching(listeners)), began_s=began_s)
 
 
 @takes(ProbeOptions)
@@ -240,20 +236,28 @@ def sweep(
 
 @takes(PredictOptions)
 def predict(
-    task: Task | str | Path, config: Mapping[str, Choice] | None = None, *, logs: Path = LOGS, **options: Any
+    task: Task | str | Path,
+    config: Mapping[str, Choice] | None = None,
+    *,
+    logs: Path = LOGS,
+    on_first: Callable[[MemoryPrediction], None] = lambda prediction: None,
+    **options: Any,
 ) -> MemoryPrediction:
     """Predict what fits into a memory without training: the largest batch of each combination of techniques, or one config.
 
-    Training steps are traced without computing anything, in a process that sees no GPU.
+    The model is built and training steps are traced without values, in a process that sees no GPU. Only a model whose constructor
+    reads values of large tensors, or loads them in its own way, is built for real.
 
     Args:
         task: as in `search`.
         config: predict this config alone; what it does not name is off.
         logs: folder for what the user's code prints, and for traces, which are kept for the next time.
+        on_first: is told once, where all combinations are asked for, what is known when plain training was traced.
         **options
 
     Raises:
-        AutotuneError: as `search` does; a `TaskError` where the model cannot be traced, with the reason.
+        AutotuneError: as `search` does; a `TaskError` where the model cannot be traced, with the reason, where the time was up
+            before, or where the host's memory ran out.
     """
     started = time.monotonic()
     device, gpu = str(options.get("device", "auto")), options.get("gpu")
@@ -262,37 +266,54 @@ def predict(
     limit = asked.memory_limit_bytes or info.free_bytes
     techniques.complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
-    with _tracing(source, device if gpu is None else "cpu", logs) as runner:
+
+    def left_s() -> float:
+        return max(0.0, asked.timeout_s - (time.monotonic() - started))
+
+    with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner.stated)
         calibration, _ = calibrated(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
         inspection = runner.inspect(
             memory_limit_bytes=None,
-            timeout_s=sweeping.INSPECT_TIMEOUT_S,
+            timeout_s=left_s(),
             calibration=calibration,
             absent=None if gpu is None else info,
             trained=None if only is None else techniques.trained(only),
+            trains=False,
         )
         if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit)
+            raise prediction_failed(inspection, asked.timeout_s)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target = target_of(info)
         sizes = [config.batch_size for config in configs]
         cache = TraceCache(logs, inspection.facts, target, sizes, techniques.trained(space.baseline))
-        tracing = Tracing(runner, lambda: configs, target, cache, asked.timeout_s)
-        tracing.advance(asked.timeout_s)
+        tracing = Tracing(runner, lambda: configs, target, cache, left_s())
+
+        def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
+            return answer(
+                inspection,
+                space,
+                traces,
+                only,
+                memory_limit_bytes=limit,
+                headroom=asked.headroom,
+                ended_after_s=asked.timeout_s if late else None,
+                trace_s=tracing.wall_s,
+                wall_s=time.monotonic() - started,
+            )
+
+        waits_for_first = only is None
+
+        def watch(traces: Traces) -> None:
+            nonlocal waits_for_first
+            if waits_for_first and traces.knows_plain:
+                waits_for_first = False
+                on_first(predicted(traces))
+
+        tracing.advance(tracing.max_s, watch)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")
-    return answer(
-        inspection,
-        space,
-        tracing.traces.merged(Traces(target=target, failures=late)),
-        only,
-        memory_limit_bytes=limit,
-        headroom=asked.headroom,
-        timeout_s=asked.timeout_s,
-        trace_s=tracing.wall_s,
-        wall_s=time.monotonic() - started,
-    )
+    return predicted(tracing.traces.merged(Traces(target=target, failures=late)), late=bool(late))
 
 
 @takes(ExplainOptions)
@@ -322,7 +343,7 @@ def explain(
     if gpu is None:
         trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
     else:
-        trainer = _tracing(source, "cpu", logs)
+        trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
         complete = None if config is None else _complete(config, runner.stated)
         inspection = runner.inspect(
@@ -330,9 +351,11 @@ def explain(
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if gpu is None else info,
             trained=None if complete is None else techniques.trained(complete),
+            comparing_s=sweeping.COMPARING_S,
+            trains=gpu is None,
         )
         if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit)
+            raise inspection_failed(inspection, limit) if gpu is None else prediction_failed(inspection)
         complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
         _require_support(complete, inspection)
         return explaining.explain(
@@ -363,10 +386,12 @@ def _target(gpu: str | None, device: str) -> DeviceInfo:
     )
 
 
-def _tracing(source: TaskSource, device: str, logs: Path) -> Runner:
-    """A runner that inspects and traces, on any system."""
-    kind = LocalRunner if sys.platform == "linux" else PortableRunner
-    return kind(source, device=device, logs=logs / f"{source.name}.logs")
+def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> Runner:
+    """A runner that inspects and traces, on any system, once the task is imported within `timeout_s`."""
+    place = logs / f"{source.name}.logs"
+    if sys.platform != "linux":
+        return PortableRunner(source, device=device, logs=place)
+    return LocalRunner(source, device=device, logs=place, import_timeout_s=timeout_s)
 
 
 def _total_bytes(device: str) -> int:

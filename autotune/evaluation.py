@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from autotune.devices.oom import give_back
 from autotune.errors import TaskError
 from autotune.randomness import restored_randomness
-from autotune.recovery import Halving, give_back
+from autotune.recovery import Halving
 from autotune.task.batches import CannotCutError, StepBatch, split
 from autotune.techniques.build import Build
 
@@ -123,9 +124,10 @@ class Evaluator:
             except Exception as error:
                 if self._halving is None or not self._device.is_out_of_memory(error):
                     raise
-                if reason := self._halving.learn(part, size, error):
+                if reason := self._halving.why_not(part, size):
                     error.add_note(f"autotune cannot evaluate it in smaller batches: {reason}")
                     raise
+                self._halving.learn(part, size, error)
                 waiting.append((part, size))
             else:
                 yield values, weight

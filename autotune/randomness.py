@@ -27,6 +27,23 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    def has_moved(self) -> bool:
+        """Whether any of the generators has drawn since."""
+        import torch
+
+        if not torch.equal(self._cpu, torch.get_rng_state()) or self.has_moved_beside_torch():
+            return True
+        return self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device))
+
+    def has_moved_beside_torch(self) -> bool:
+        """Whether Python's or numpy's generator has drawn since."""
+        if self._python != random.getstate():
+            return True
+        if self._numpy is None:
+            return False
+        now = sys.modules["numpy"].random.get_state()
+        return bool(now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any())
+
     def restore(self) -> None:
         """Let the generators draw again what they have drawn since."""
         import torch

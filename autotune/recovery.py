@@ -1,23 +1,29 @@
 """A step that runs out of memory is taken again in smaller micro batches, as if the first attempt had not been.
 
+That is the same step only where the loss does not couple the samples of a batch. The first step that runs out of memory finds
+out: it compares the gradient of a few of its samples with that of their halves.
+
 A probe sees seconds, a run hours: an input longer than any before, or a neighbour on the device, may need memory that was
 there when the config was measured.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol
 
 import torch
 
-from autotune.devices import Device
-from autotune.devices.oom import attempted_bytes
+from autotune.coupling.buffers import Buffers, version_of
+from autotune.coupling.compare import SamplesOf, TypicalSamples, find_coupling
+from autotune.devices.oom import attempted_bytes, give_back
+from autotune.errors import in_one_line
 from autotune.randomness import RandomState
+from autotune.records.coupling import Coupling, Verdict
 from autotune.task import Task
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
 from autotune.task.facts import uses_batch_statistics
@@ -26,6 +32,7 @@ from autotune.units import format_bytes, plural
 
 HALVE: Literal["halve"] = "halve"  # what `prepare` takes as `on_oom`
 RAISE: Literal["raise"] = "raise"
+COMPARING_S = 5.0  # for finding out whether a batch may be cut, once
 _LOG = logging.getLogger("autotune")
 
 
@@ -50,12 +57,12 @@ class Halving:
 
     Args:
         what: the batches in words, `micro batch`.
-        again: what is done again with a batch that was cut; `note`: what else is to be said then.
+        again: what is done again with a batch that was cut.
     """
 
-    def __init__(self, task: Task, what: str, again: str, note: str = "") -> None:
+    def __init__(self, task: Task, what: str, again: str) -> None:
         self._task = task
-        self._what, self._again, self._note = what, again, note
+        self._what, self._again = what, again
         self._too_large: tuple[float, int] = (math.inf, 0)  # bytes, samples
 
     def cut(self, batches: StepBatch) -> StepBatch:
@@ -79,37 +86,30 @@ class Halving:
     def _halves(self, batch: Any, num_samples: int) -> StepBatch:
         return split(batch, self._task.cuts(), -(-num_samples // 2))
 
-    def learn(self, batch: Any, num_samples: int, error: Exception) -> str:
-        """Cut batches as large as this one, which ran out of memory, from now on, and say so. Returns why it cannot be cut."""
+    def why_not(self, batch: Any, num_samples: int) -> str:
+        """Why a batch that ran out of memory cannot be cut; empty where it can."""
         try:
             halves = self._halves(batch, num_samples)
         except CannotCutError as cannot:
             return f"only the task itself can make smaller batches, since one holds {cannot}"
-        if len(halves) == 1:
-            return "one sample alone does not fit"
+        return "one sample alone does not fit" if len(halves) == 1 else ""
+
+    def learn(self, batch: Any, num_samples: int, error: Exception) -> None:
+        """Cut batches as large as this one, which ran out of memory and can be cut, from now on, and say so."""
         held_bytes, attempted = _bytes_of(batch), attempted_bytes(error)
         self._too_large = held_bytes, num_samples
         _LOG.warning(
             "out of memory in a %s of %s%s: %s in %ses of %d, and from now on every %s of as much data%s or more is cut so; "
-            "smaller ones stay whole%s",
+            "smaller ones stay whole",
             self._what,
             plural(num_samples, "sample"),
             f" (an allocation of {format_bytes(attempted)} failed)" if attempted else "",
             self._again,
             self._what,
-            halves.sizes[0],
+            -(-num_samples // 2),
             self._what,
             f" ({format_bytes(held_bytes)})" if held_bytes else "",
-            self._note,
         )
-        return ""
-
-
-def give_back(device: Device) -> None:
-    """Give the memory that a failed attempt took back to the device. Called when its error is gone, and so its frames."""
-    gc.collect()
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
 
 
 class Recovery:
@@ -122,10 +122,12 @@ class Recovery:
 
     def __init__(self, build: Build) -> None:
         self._device = build.device
-        self._halving = Halving(build.task, "micro batch", "the same optimizer step is taken again", _NOTE)
+        self._task = build.task
+        self._halving = Halving(build.task, "micro batch", "the same optimizer step is taken again")
+        self._may_cut = False  # known from the first step on that ran out of memory
         self._model = build.model
         self._parameters = tuple(build.model.parameters())
-        self._buffers = _Buffers(build.model)
+        self._buffers = Buffers(build.model)
         self._has_warned = False  # of a gradient that is not cleared
         self._never = build.unrepeatable or build.one_micro_batch
         if build.task.takes_whole_steps:
@@ -149,13 +151,20 @@ class Recovery:
                 if not self._device.is_out_of_memory(error):
                     raise
                 reason = self._never
+                micro, size = cut[session._position], cut.sizes[session._position]
                 if start is not None:
-                    micro, size = cut[session._position], cut.sizes[session._position]
-                    reason = self._why_not(start) or self._halving.learn(micro, size, error)
+                    reason = self._why_not(start) or self._halving.why_not(micro, size)
                 if start is None or reason:
-                    error.add_note(f"autotune cannot take the step again in smaller micro batches: {reason}")
+                    error.add_note(f"{_CANNOT}: {reason}")
                     raise
-            self._undo(start)  # the error is gone by now, and with it the frames that held what the attempt took
+                failed = error
+                traceback.clear_frames(error.__traceback__)  # which hold what the attempt took
+            self._undo(start)
+            if reason := self._coupled(micro, size, start):
+                failed.add_note(f"{_CANNOT}: {reason}")
+                raise failed
+            self._halving.learn(micro, size, failed)
+            del failed
         if start is not None:
             with self._never_failing():
                 self._buffers.learn()
@@ -169,6 +178,25 @@ class Recovery:
                 )
             raise
         return loss
+
+    def _coupled(self, micro_batch: Any, num_samples: int, start: _Start) -> str:
+        """Why smaller micro batches would learn something else, or may; empty where they would not. Looked into once."""
+        if self._may_cut:
+            return ""
+        found = Coupling(verdict=Verdict.UNKNOWN)
+        try:
+            for samples in (SamplesOf(self._task, micro_batch), TypicalSamples(self._task)):
+                if found.verdict is Verdict.UNKNOWN:  # two samples as long as these may not fit
+                    most = max(2, num_samples // 4)  # the step itself needs room for twice as many
+                    found = find_coupling(
+                        self._task, self._model, self._device, samples, most=most, seconds=COMPARING_S
+                    )
+        except Exception as error:
+            found = Coupling.unknown(f"comparing micro batches raised {in_one_line(error)}")
+        finally:
+            self._undo(start)
+        self._may_cut = found.may_be_cut
+        return "" if self._may_cut else f"{found.reason}; choose a config that needs less memory"
 
     def _note(self, batch: StepBatch) -> _Start | None:
         """What the step can be undone by; None where it cannot be."""
@@ -205,7 +233,7 @@ class Recovery:
             return _BATCH_STATISTICS
         if any(parameter._post_accumulate_grad_hooks for parameter in self._model.parameters()):
             return "a hook of a parameter may have used its gradient during the backward pass"
-        if any(_version_of(tensor) != version for tensor, version in start.inputs):
+        if any(version_of(tensor) != version for tensor, version in start.inputs):
             return "the training code changed its batch in place"
         if lost := self._buffers.lost():
             return f"the buffer {lost} changed, and its value from before was not kept"
@@ -220,10 +248,7 @@ class Recovery:
         give_back(self._device)
 
 
-_NOTE = (
-    ". A loss that compares the samples of a batch with each other sees fewer of them and learns something else: use "
-    "on_oom='raise' for it"
-)
+_CANNOT = "autotune cannot take the step again in smaller micro batches"
 _BATCH_STATISTICS = (
     "batch normalisation would see smaller micro batches, and the step would learn something else; choose a smaller "
     "batch_size"
@@ -241,99 +266,9 @@ class _Start:
 
     def __init__(self, recovery: Recovery, batch: StepBatch) -> None:
         self.with_gradient = next((p for p in recovery._parameters if p.grad is not None), None)
-        self.inputs = [(tensor, _version_of(tensor)) for tensor in tensors(batch)]
+        self.inputs = [(tensor, version_of(tensor)) for tensor in tensors(batch)]
         self.random = RandomState(recovery._device.torch_device)
         recovery._buffers.note()
-
-
-class _Buffers:
-    """The buffers of a model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._all = [
-            _Buffer(f"{path}.{name}".lstrip("."), module, name)
-            for path, module in model.named_modules()
-            for name in module._buffers
-        ]
-        self._has_learned = False
-
-    def note(self) -> None:
-        """Remember the buffers as they are now."""
-        for buffer in self._all:
-            buffer.note()
-
-    def learn(self) -> None:
-        """After the first step: find out which buffers it changed."""
-        if not self._has_learned:
-            self._has_learned = True
-            for buffer in self._all:
-                buffer.learn()
-
-    def lost(self) -> str:
-        """A buffer that cannot be restored; empty where all can."""
-        return next((buffer.path for buffer in self._all if buffer.is_lost()), "")
-
-    def restore(self) -> None:
-        """Give every buffer the value that it had."""
-        with torch.no_grad():
-            for buffer in self._all:
-                buffer.restore()
-
-
-class _Buffer:
-    """A buffer, and the value that it had before a step, where forward passes change it.
-
-    Whether they do, the first step tells by comparing values: some code changes them behind torch's back (`buffer.data`).
-    Later, a buffer that was constant until then is known to have changed by its version. Of a sparse or nested one, nothing
-    but its version is looked at.
-    """
-
-    def __init__(self, path: str, module: torch.nn.Module, name: str) -> None:
-        self.path = path
-        self._module = module
-        self._name = name
-        self._changes: bool | None = None  # None before the first step
-        self._before: torch.Tensor | None = None
-        self._version: int | None = None
-        self._copy: torch.Tensor | None = None
-
-    def note(self) -> None:
-        if self._changes is not None and self._has_changed():
-            self._changes = True
-        if self._changes is False:
-            return
-        self._before = before = self._module._buffers.get(self._name)
-        self._version = _version_of(before)
-        self._copy = None
-        if before is not None and before.layout is torch.strided and not before.is_nested and not before.is_inference():
-            self._copy = before.detach().clone() if self._changes else before.detach().to("cpu", copy=True)
-
-    def learn(self) -> None:
-        self._changes = self._has_changed() or self._differs()
-        if not self._changes:
-            self._copy = None
-
-    def is_lost(self) -> bool:
-        return self._copy is None and _version_of(self._before) != self._version
-
-    def restore(self) -> None:
-        if self._before is not None and self._copy is not None and self._differs():
-            self._before.copy_(self._copy)
-        self._module._buffers[self._name] = self._before
-
-    def _has_changed(self) -> bool:
-        return self._module._buffers.get(self._name) is not self._before or _version_of(self._before) != self._version
-
-    def _differs(self) -> bool:
-        """Whether the noted tensor has another value by now."""
-        if self._before is None or self._copy is None:
-            return False
-        return not torch.equal(self._copy.to("cpu"), self._before.to("cpu"))
-
-
-def _version_of(tensor: torch.Tensor | None) -> int | None:
-    """Grows with each change in place. Tensors made in inference mode have none."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _bytes_of(micro_batch: Any) -> int:

@@ -20,6 +20,7 @@ from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
+from autotune.task.losses import shares_of
 from autotune.techniques.build import Build
 
 
@@ -97,7 +98,7 @@ class Session:
             )
         self._position, shares = 0, [1.0]
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
-            shares = _shares(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
+            shares = shares_of(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
         total = torch.zeros((), device=self.device)
         for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
             if share == 0:  # the mean over nothing is NaN, and zero times that as well
@@ -211,12 +212,6 @@ class Ready:
             yield micro_batch
 
 
-def _shares(weights: list[float]) -> list[float]:
-    """Each micro batch's weight in the mean over all; equal weights if none has a term."""
-    total = sum(weights)
-    return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
-
-
 class StepLoader:
     """Groups micro batches into optimizer steps. The last group, and the last micro batch in it, may be smaller."""
 
@@ -286,9 +281,10 @@ def prepare(
         device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the current one of the process, as in a probe.
         global_batch: samples per optimizer step, in place of the task's own.
         on_oom: what `step` does when memory runs out. `halve` takes the same step again in smaller micro batches, where what
-            the first attempt changed can be restored (`autotune.recovery`); `raise` does not, as in a probe. A loss that
-            compares the samples of a batch with each other (contrastive, with negatives from the batch) sees fewer of them
-            in smaller micro batches and so learns something else: it needs `raise`. To be able to restore, `halve` takes
+            the first attempt changed can be restored (`autotune.recovery`); `raise` does not, as in a probe. Where the loss
+            couples the samples of a batch (contrastive, with negatives from the batch), smaller micro batches learn something
+            else, and `halve` raises, too: the first time it compares the gradient of a few samples with that of their
+            halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
             and 0.1 ms with 800 parameters and 100 buffers.
 

@@ -18,6 +18,11 @@ from autotune.records.inspection import Inspection
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
+Changes = frozenset[
+    tuple[str, Choice]
+]  # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
+CUT = (ACCUMULATION, 2)  # among changes: more micro steps than the baseline takes, however many
+
 
 class SpaceExhausted(Exception):
     """No config of the space is left to probe: all were measured or ruled out."""
@@ -37,8 +42,11 @@ class Space:
         fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
         untraceable: technique and choice -> why its memory is learned from probes alone.
         always: technique and choice that act in every config, also where the technique knows them as redundant.
+        stays_whole: the baseline's micro batch is not cut to make it fit.
         expected_setup_s: technique and choice -> seconds before the first step that it is expected to take here, where
             that is better known than the technique knows by itself.
+        barred: sets of changes from the baseline, as `changes` has them. A config with all changes of one of them is not probed
+            and is no answer.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -49,7 +57,9 @@ class Space:
     fixed: Mapping[str, Choice]
     untraceable: Mapping[tuple[str, Choice], str]
     always: frozenset[tuple[str, Choice]] = frozenset()
+    stays_whole: bool = False
     expected_setup_s: Mapping[tuple[str, Choice], float] = field(default_factory=dict)
+    barred: frozenset[Changes] = frozenset()
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -82,7 +92,25 @@ class Space:
             and config[ACCUMULATION] in self.accumulations
             and config.plan.keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
+            and not self._is_barred(config)
         )
+
+    def changes(self, config: Config) -> Changes:
+        """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""
+        changed = {
+            (name, choice) for name, choice in config.differences(self.baseline).items() if name not in BATCH_KEYS
+        }
+        return frozenset(changed | ({CUT} if config.accumulation_steps > self.baseline.accumulation_steps else set()))
+
+    def barring(self, changes: Changes) -> Space:
+        """The space without the configs that have all of these changes."""
+        return replace(self, barred=self.barred | {changes})
+
+    def _is_barred(self, config: Config) -> bool:
+        if not self.barred:
+            return False
+        changes = self.changes(config)
+        return any(barred <= changes for barred in self.barred)
 
     def _is_redundant(self, technique: techniques.Technique, config: Config) -> bool:
         choice = config[technique.name]
@@ -180,9 +208,9 @@ class Space:
     def with_smaller_baseline(self) -> Space | None:
         """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
 
-        The smaller size is searched with every technique. None if the batch is one sample already.
+        The smaller size is searched with every technique. None if the batch is one sample already, or must not be cut.
         """
-        if self.baseline.batch_size == 1:
+        if self.baseline.batch_size == 1 or self.stays_whole:
             return None
         half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch)
         plan = BatchPlan(half, self.baseline.accumulation_steps)
@@ -191,6 +219,9 @@ class Space:
 
         def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
             sizes = choices.get(BATCH_SIZE, ())
+            stays = sizes == (self.baseline.batch_size,) and BATCH_SIZE not in self.fixed
+            if stays:  # with the baseline
+                return {**choices, BATCH_SIZE: (half,)}
             return {**choices, BATCH_SIZE: tuple(sorted({half, *sizes}))} if len(sizes) > 1 else dict(choices)
 
         return replace(
@@ -316,6 +347,7 @@ def build_space(
             for name, support in inspection.support.items()
             for choice, reason in support.untraceable
         },
+        stays_whole=inspection.batch.stays_whole and ACCUMULATION not in include,
         always=frozenset((name, choice) for name, support in inspection.support.items() for choice in support.always),
         expected_setup_s={
             (name, choice): seconds

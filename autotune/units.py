@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -23,17 +24,20 @@ def _split(text: str) -> tuple[float, str] | None:
 
 
 def parse_bytes(text: str, *, total_bytes: int | None = None) -> int:
-    """Read a memory size: `12GiB`, `1500MiB`, `2e9`-style plain bytes, or `80%` of `total_bytes`.
+    """Read a memory size: `12GiB`, `1500MiB`, a plain number of bytes, or `80%` of `total_bytes`.
 
     Raises:
-        ValueError: `text` is not a positive size, or is a percentage where there is no total.
+        ValueError: `text` is not a size of at least one byte, or is a percentage where there is no total.
     """
     parts = _split(text)
-    if parts and parts[1] == "%" and total_bytes is not None and 0 < parts[0] <= 100:
-        return int(total_bytes * parts[0] / 100)
-    if parts and parts[1] in _BYTES and parts[0] > 0:
-        return int(parts[0] * _BYTES[parts[1]])
-    expected = "a size such as 12GiB, 1500MiB" + ("" if total_bytes is None else " or 80%")
+    found = 0.0
+    if parts and parts[1] == "%" and total_bytes is not None and parts[0] <= 100:
+        found = total_bytes * parts[0] / 100
+    elif parts and parts[1] in _BYTES:
+        found = parts[0] * _BYTES[parts[1]]
+    if 1 <= found < math.inf:
+        return int(found)
+    expected = "more than 0 bytes, such as 12GiB, 1500MiB" + ("" if total_bytes is None else " or 80%")
     raise ValueError(f"{text!r} is not a memory size; expected {expected}")
 
 
@@ -46,7 +50,7 @@ def parse_seconds(text: str) -> float:
     parts = _split(text)
     if parts and parts[1] in _SECONDS and parts[0] > 0:
         return parts[0] * _SECONDS[parts[1]]
-    raise ValueError(f"{text!r} is not a duration; expected seconds or a value such as 90s, 5m or 1.5h")
+    raise ValueError(f"{text!r} is not a duration; expected more than 0 seconds, such as 90s, 5m or 1.5h")
 
 
 def parse_fraction(text: str) -> float:

@@ -1,12 +1,17 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time.
+"""What all tests share.
 
-`avx2` takes a processor's arithmetic away. Studies of the tests' own processes are not synced to the disk: a search commits some ten
-times a probe, at up to 20 ms each.
+No test sees anything of the user's: each runs in an empty folder, below a project that asks for nothing, and without the variables
+and settings that change what the package or the libraries under it do.
+
+Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time. `avx2` takes a processor's
+arithmetic away. Studies of the tests' own processes are not synced to the disk: a search commits some ten times a probe, at up to
+20 ms each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sqlite3
 from collections.abc import Iterator
@@ -16,6 +21,12 @@ from filelock import FileLock
 from sqlalchemy import Engine, event
 
 GPU_TIMEOUT_S = 600  # compiling takes minutes
+USERS = (
+    "ACCELERATE_", "AUTOTUNE_", "FSDP_", "MLFLOW_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "WANDB_",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE",  # a launcher's
+    "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TTY_",  # how wide and how colourful output is
+)  # fmt: skip
+SETTINGS = {"HF_HOME": "hugging_face", "IPYTHONDIR": "ipython", "JUPYTER_CONFIG_DIR": "jupyter"}  # folders of settings
 
 
 @event.listens_for(Engine, "connect")
@@ -34,6 +45,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S, func_only=True))  # not while it waits for its turn
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Takes away the user's variables, settings and project for every process of the tests.
+
+    The home folder stays: pip and git, which build and list the package, are set up there.
+    """
+    base = tmp_path_factory.getbasetemp()
+    (base / "pyproject.toml").touch()  # nobody looks for one above it
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(USERS)]:
+            patch.delenv(name)
+        for name, folder in SETTINGS.items():
+            patch.setenv(name, str(base / folder))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def an_empty_folder_of_its_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a module's own fixtures leave in the working folder is that module's."""
+    with contextlib.chdir(tmp_path_factory.mktemp("module")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Studies, traces and calibrations are kept below the working folder: each test begins without any."""
+    with contextlib.chdir(tmp_path_factory.mktemp("here")):
+        yield
 
 
 @pytest.fixture(autouse=True)

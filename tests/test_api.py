@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from autotune.tuning.events import Note
 from tests.runners.test_calibrate import CONVOLUTIONS
 
 TINY = Path(__file__).parent / "models" / "tiny.py"
+GPT = Path(__file__).parents[1] / "studies" / "gpt"
 
 
 def test_a_config_of_another_global_batch_is_refused_with_how_to_run_it(tmp_path: Path) -> None:
@@ -37,7 +41,7 @@ def test_an_unknown_framework_is_refused_with_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_search_from_python_shows_its_progress_on_a_terminal(
+def test_a_search_from_python_shows_its_progress_as_the_command_line_does_and_none_without_listeners(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
@@ -46,10 +50,35 @@ def test_a_search_from_python_shows_its_progress_on_a_terminal(
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(api, "run_search", lambda *_, listener, **__: listener.on(Note(text="probing")))
     api.search(TINY)
-    assert stream.getvalue() == ("note: probing\n" if is_terminal else "")
+    assert stream.getvalue() == "note: probing\n"
     stream.truncate(0)
-    api.search(TINY, listeners=())
+    stream.seek(0)
+    api.search(TINY, listeners=[])
     assert not stream.getvalue()
+
+
+def test_a_script_sees_a_line_for_each_probe_on_stderr(tmp_path: Path) -> None:
+    script = (
+        "import autotune\n"
+        "from autotune.runners.replay import ReplayRunner\n"
+        f"runner = ReplayRunner({str(GPT / 'cpu.csv')!r})\n"
+        f"result = autotune.search({str(GPT / 'model.py')!r}, runner=runner, trials=3{{}})\n"
+        "print(result.probes)\n"
+    )
+
+    def run(listeners: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script.format(listeners)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    shown = run("")
+    assert len(re.findall(r"^\[.*s\] #\d+ ", shown.stderr, re.MULTILINE)) == int(shown.stdout)
+    assert not run(", storage='other.db', listeners=[]").stderr
+
+
+def test_without_a_stderr_a_search_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr(api, "run_search", lambda *_, listener, **__: listener.on(Note(text="probing")))
+    api.search(TINY)
 
 
 def test_a_sweep_and_a_prediction_go_by_the_measured_rates_too(avx2: None, tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ def test_a_step_taken_again_is_bit_for_bit_the_step_of_the_smaller_micro_batches
     assert len(said) == 2, "16 to 8 and 8 to 4; the fourth step begins with 4"
     assert "out of memory in a micro batch of 16 samples (an allocation of 1024 TiB failed)" in said[0]
     assert "taken again in micro batches of 8" in said[0]
-    assert "compares the samples of a batch with each other sees fewer of them" in said[0]
     expected_losses, expected_state = trained(MOST)
     assert_equal(losses, expected_losses)
     assert_equal(state, expected_state)
@@ -180,7 +179,7 @@ def test_batches_without_tensors_are_halved_only_until_they_fit():
     session = session_of({"batch_size": 16}, make_batch=lambda n: [str(i) for i in range(n)], training_step=of_texts)
     for num_samples in (16, 16, 3):
         session.step(session.task.batch(num_samples))
-    assert sizes == [16, 8, *[4] * 8, 3]
+    assert sizes == [16, 4, 2, 2, 8, *[4] * 8, 3], "the second to the fourth are compared"
 
 
 def test_a_gradient_that_is_never_cleared_is_told_before_memory_runs_out(caplog):
@@ -213,7 +212,8 @@ def in_place(model, batch):
         ("one unit", {}, {"train_step": whole_step}),
         ("changed its batch in place", {}, {"training_step": in_place}),
         ("2.weight had a gradient before", {}, {"configure_optimizers": lambda model: adam(model[0])}),
-        ("one sample alone does not fit", {}, {"build_model": lambda: model_of(most=0)}),
+        ("one sample alone does not fit", {"batch_size": 1}, {"build_model": lambda: model_of(most=0)}),
+        ("2 samples of plain training do not fit", {}, {"build_model": lambda: model_of(most=0)}),
         ("only the task itself", {}, {"make_batch": lambda n: pairs(3 * n)}),
         (
             "optimizer may have updated some parameters",
@@ -241,6 +241,38 @@ def test_it_can_be_switched_off():
     assert not hasattr(caught.value, "__notes__")
     with pytest.raises(ConfigError, match=r"on_oom='ignore' is not known; expected 'halve' or 'raise'"):
         session_of({}, on_oom="ignore")
+
+
+def contrastive(model, batch):
+    z = nn.functional.normalize(model(batch[0]), dim=-1)
+    return nn.functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def test_a_step_whose_loss_couples_samples_is_not_taken_in_smaller_micro_batches():
+    session = session_of({"batch_size": 16}, training_step=contrastive)
+    session.step(pairs(MOST))
+    before = state_of(session)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        session.step(pairs(16))
+    (note,) = caught.value.__notes__
+    assert (
+        CANNOT in note and "couples the samples of a batch" in note and "choose a config that needs less memory" in note
+    )
+    assert_equal(state_of(session), before)
+    session.step(pairs(MOST))
+
+
+def test_whether_a_loss_couples_samples_is_found_out_once():
+    sizes = []
+
+    def seen(model, batch):
+        sizes.append(len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    session = session_of({"batch_size": 16}, training_step=seen)
+    for size in (16, 32):
+        session.step(pairs(size))
+    assert sizes[:4] == [16, 4, 2, 2] and sizes[4:] == [8, *[4] * 12], "16 are cut from the start"
 
 
 LONG_RUN = """
@@ -294,3 +326,44 @@ def test_a_run_survives_a_longer_input_under_a_real_memory_limit(tmp_path):
     (expected_losses, expected), (losses, parameters) = results
     assert_equal(losses, expected_losses)
     assert_equal(parameters, expected)
+
+
+CONTRASTIVE_RUN = """
+import torch
+from torch import nn
+
+from autotune import prepare
+from autotune.devices.cpu import CpuDevice
+from autotune.task import Task
+
+torch.set_num_threads(1)
+
+
+def build_model():
+    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+def make_batch(batch_size, length=64):
+    return torch.randn(batch_size, length, 64)
+
+
+def training_step(model, batch):
+    z = nn.functional.normalize(model(batch).mean(1), dim=-1)
+    return nn.functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+device = CpuDevice()
+task = Task(build_model=build_model, make_batch=make_batch, training_step=training_step)
+session = prepare(task, {"batch_size": 16}, device=device)
+device.limit_memory(device.current_bytes() + 80 * 2**20)
+session.step(make_batch(16))
+session.step(make_batch(16, 1024))
+"""
+
+
+def test_under_a_real_memory_limit_a_contrastive_loss_is_never_cut():
+    """Two halves of the long batch would fit, as in the test above, and would be another loss."""
+    command = [sys.executable, "-c", CONTRASTIVE_RUN]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    assert ended.returncode == 1 and "can't allocate memory" in ended.stderr, ended.stderr
+    assert "couples the samples of a batch" in ended.stderr and "is taken again" not in ended.stderr

@@ -56,6 +56,39 @@ def test_what_a_framework_has_no_words_for_is_left_as_in_the_baseline():
     assert space.said_in(("lightning", "dataloader"), "AdamW").choices["checkpoint_segments"] == (0,)
 
 
+WHOLE = BatchSupport(
+    sizes=SIZES, accumulation_steps=(1,), optional_accumulation_steps=SIZES[1:], reason="coupled", stays_whole=True
+)
+
+
+def test_a_batch_that_must_stay_whole_is_neither_cut_nor_halved_to_fit():
+    whole = {"baseline": techniques.complete({"batch_size": 96}).as_dict(), "batch": WHOLE}
+    assert {config.batch_size for config in space_of(**whole)} == {96}
+    assert space_of(**whole).with_smaller_baseline() is None
+    included = space_of(include=("accumulation_steps",), **whole)
+    assert {config.batch_size for config in included} == {*SIZES}
+    assert included.with_smaller_baseline() is not None
+
+
+def test_a_batch_that_must_stay_whole_is_cut_by_whoever_includes_that_and_not_by_fixing_a_size():
+    whole = {"baseline": techniques.complete({"batch_size": 96}).as_dict(), "batch": WHOLE, "fix": {"batch_size": 24}}
+    with pytest.raises(ConfigError, match=r"coupled.*--include accumulation_steps"):
+        space_of(**whole)
+    included = space_of(include=("accumulation_steps",), **whole)
+    assert {config.batch_size for config in included if included.answers(config)} == {24}
+
+
+def test_a_batch_that_nobody_stated_and_that_stays_moves_with_the_baseline():
+    plain = techniques.complete({"batch_size": 32}).as_dict()
+    batch = BatchSupport(sizes=(32,), optional_sizes=SIZES)
+    space = space_of(baseline=plain, global_batch=None, batch=batch)
+    assert {config.batch_size for config in space} == {32}
+    smaller = space.with_smaller_baseline()
+    assert smaller is not None and {config.batch_size for config in smaller} == {16}
+    included = space_of(baseline=plain, global_batch=None, batch=batch, include=("batch_size",))
+    assert {config.batch_size for config in included} == {32, *SIZES}
+
+
 def test_the_baseline_belongs_to_the_space_whatever_is_fixed():
     space = space_of(fix={"amp": "bf16"})
     assert space.contains(space.baseline)

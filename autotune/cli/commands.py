@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_REGRESSION = 0.05
 MODEL_FILE = "the model file"
+PAGE = "html"  # the form of a study that is a page
 
 
 def search(options: argparse.Namespace) -> int:
@@ -159,6 +160,8 @@ def show(options: argparse.Namespace) -> int:
     study = load_study(options.study_file, study=options.study)
     if options.form is not None:
         sys.stdout.write(formats.render(study, options.form))
+        if options.form == PAGE:
+            _warn_of_no_pictures()
     else:
         _print(study_sections(study, model=study.attributes.get("model", "model.py")))
     return ANSWERED
@@ -173,9 +176,17 @@ def report(options: argparse.Namespace) -> int:
     page = Path(options.html or f"{study.name}.html")
     require_writable(page, "--html")
     _require_not_of(study, page, "--html")
-    write(page, "--html", formats.render(study, "html"))
+    write(page, "--html", formats.render(study, PAGE))
     print(page)
+    _warn_of_no_pictures()
     return ANSWERED
+
+
+def _warn_of_no_pictures() -> None:
+    from autotune.report.interactive import why_no_pictures
+
+    if reason := why_no_pictures():
+        _warn(f"the page has no pictures: {reason}")
 
 
 def _require_not_of(study: Study, out: Path, flag: str) -> None:
@@ -227,7 +238,7 @@ def export(options: argparse.Namespace) -> int:
     study = load_study(options.study_file, study=options.study)
     if options.out:
         _require_not_of(study, Path(options.out), "--out")
-    exported = export(study.answer(), options.to, space=study.attributes.get("space"))
+    exported = export(study.answer(), options.to, space=study.attributes.get("space"), force=options.force)
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:
@@ -268,12 +279,13 @@ def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
     from autotune.report.document import document
-    from autotune.report.prediction import prediction_sections
+    from autotune.report.prediction import first_words, prediction_sections
     from autotune.units import format_seconds, plural
 
     prediction = api.predict(
         options.model,
         None if options.config is None else read_config(options.config),
+        on_first=lambda first: print(first_words(first), file=sys.stderr, flush=True),
         **asked_of(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)

@@ -35,6 +35,9 @@ CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
 PORT = whole(0, "a port from 0 to 65535", 65535)
+_NEGATIVE = re.compile(
+    r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE
+)  # a value, which its option refuses, and no flag: -5s, -5%, -1GiB
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
@@ -50,6 +53,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self._negative_number_matcher = _NEGATIVE
 
     def group(self, title: str) -> argparse._ArgumentGroup:
         """The group of options under this title in `--help`; it is made when it is first asked for."""
@@ -189,6 +193,9 @@ def build_parser() -> Parser:
     )
     _complete(to, _names_of_exporters)
     export.group(OUTPUT).add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
+    export.group(OUTPUT).add_argument(
+        "--force", action="store_true", help="also an answer that was not shown to train as plain fp32 does"
+    )
     predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
     predict.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
     _add_json(predict)

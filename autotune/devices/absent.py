@@ -1,4 +1,4 @@
-"""Stands for a GPU that is not in this machine, to find out what would apply to it. The work runs on the CPU."""
+"""Stands for a GPU, to find out what would apply to it without it. The work runs on the CPU."""
 
 from __future__ import annotations
 

@@ -8,12 +8,17 @@ limit.
 from __future__ import annotations
 
 import errno
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.devices import cgroup
+
+if TYPE_CHECKING:
+    from autotune.devices.base import Device
 
 _ALLOCATION_FAILED = re.compile(
     r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: "
@@ -45,6 +50,7 @@ _HANDED_LINE = re.compile(
 _PRINTED = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA out of memory\. Tried to allocate"
 )
+_OF_HOST = re.compile(r"DefaultCPUAllocator: |std::bad_alloc\Z")
 _ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
@@ -61,6 +67,16 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
     return any(_is_failed_allocation(link) for link in links) or (any(map(_is_suspect, links)) and scarce())
 
 
+def is_hosts(error: BaseException) -> bool:
+    """Whether a failed allocation was one of the host's memory, whatever the device that was trained on."""
+    return any(
+        isinstance(link, MemoryError)
+        or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
+        or (is_librarys(link) and _OF_HOST.search(str(link)) is not None)
+        for link in chain(error)
+    )
+
+
 def failed_allocation(printed: str) -> str:
     """The first line of what a program printed in which torch tells of a failed allocation; empty where there is none."""
     return next((line.strip() for line in printed.splitlines() if _PRINTED.search(line)), "")
@@ -72,6 +88,13 @@ def attempted_bytes(error: BaseException) -> int:
         if found := _ATTEMPTED.search(str(link)):
             return int(float(found[1]) * _UNITS[found[2].lower()])
     return 0
+
+
+def give_back(device: Device) -> None:
+    """Give the memory that a failed attempt took back to the device. Called when its error is gone, and so its frames."""
+    gc.collect()
+    if device.kind == "cuda":
+        sys.modules["torch"].cuda.empty_cache()
 
 
 def kernel_oom_kills() -> int:

@@ -27,7 +27,7 @@ def exporters() -> dict[str, Exporter]:
     return plugins.found(package, Exporter, GROUP, ("name", "summary"))  # type: ignore[type-abstract]
 
 
-def of_result(result: Result, to: str) -> Export:
+def of_result(result: Result, to: str, *, force: bool = False) -> Export:
     """What `Result.export` returns: `export`, with the space of the answer's study where that can be read.
 
     Raises:
@@ -36,19 +36,27 @@ def of_result(result: Result, to: str) -> Export:
     space = {}
     with contextlib.suppress(StudyError):  # moved away, or made on another machine
         space = load_study(result.storage, study=result.study).attributes.get("space", {})
-    return export(result, to, space=space)
+    return export(result, to, space=space, force=force)
 
 
-def export(result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | None = None) -> Export:
+def export(
+    result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | None = None, force: bool = False
+) -> Export:
     """An answer in the words of `to`.
 
     Args:
         space: technique -> choices that were searched, as a study's attribute `space` has them: some frameworks know
             only on and off, so that it matters whether the answer is the furthest that there was.
+        force: also an answer that did not pass its comparison with plain fp32.
 
     Raises:
-        ConfigError: there is no exporter of that name, or the answer is a command line.
+        ConfigError: there is no exporter of that name, the answer is a command line, or did not pass its comparison.
     """
+    if result.doubt and not force:
+        raise ConfigError(
+            f"the answer of {result.study} was not shown to train as plain fp32 does: {result.doubt}; search again, or "
+            "export it all the same with --force (in Python: force=True)"
+        )
     if result.command:
         raise ConfigError(
             f"the answer of {result.study} is a command line, whose script has words of its own, so it cannot be exported; "

@@ -264,7 +264,7 @@ class _Script:
             taken = ["if share == 0:  # no label of it counts", "    continue", *micro, "loss = loss * share"]
             taken += [scaled.format("loss"), "mean_loss = mean_loss + loss.detach()"]
             body = [
-                f"shares = _shares([{self._weight()} for batch, num_samples in micro_batches])",
+                f"shares = shares_of([{self._weight()} for batch, num_samples in micro_batches])",
                 "mean_loss = torch.zeros((), device=DEVICE)",
                 "for (batch, _), share in zip(micro_batches, shares, strict=True):",
                 *(f"    {line}" for line in taken),

@@ -24,9 +24,11 @@ import torch
 from autotune import techniques
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
-from autotune.integrations.words import read, search, watching
+from autotune.integrations.words import read, search
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice
+from autotune.records.coupling import Coupling
+from autotune.report.live import watching
 from autotune.task import Task, load_task
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
@@ -69,7 +71,8 @@ def find_executable_config(
 
     The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. The answer
     may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
-    memory all the same, it is called again with micro batches half as large, and more of them a step.
+    memory all the same, it is called again with micro batches half as large, and more of them a step; not so where the search
+    has found that they learn something else.
 
     The baseline's precision and compilation are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
@@ -82,6 +85,7 @@ def find_executable_config(
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         found: list[Executable] = []
+        couplings: list[Coupling | None] = []
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> T:
@@ -89,12 +93,17 @@ def find_executable_config(
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
                 watched_by = watching(listeners)
                 given, asked = _as_today(given, options, watched_by)
-                found.append(Executable(search(given, (ACCELERATE, DATALOADER), asked, watched_by).config))
+                result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
+                found.append(Executable(result.config))
+                couplings.append(result.coupling)
             while True:
                 try:
                     return function(found[0], *args, **kwargs)
                 except Exception as error:
                     if not is_out_of_memory(error) or found[0][BATCH_SIZE] == 1:
+                        raise
+                    if couplings[0] is not None and not couplings[0].may_be_cut:
+                        error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")
                         raise
                 found[0] = _halved(found[0])
                 gc.collect()

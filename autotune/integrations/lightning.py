@@ -1,5 +1,8 @@
 """Lightning: `tune(module, datamodule, trainer)` says what to give to `Trainer` and to the loader, `AutotuneCallback` sets it.
 
+Lightning is one library under two names, `lightning` and `pytorch_lightning`, whose classes are not each other's. What is given is
+tuned with the classes of the name that it was imported by.
+
 ```python
 found = autotune.integrations.lightning.tune(module, datamodule, trainer, budget="2m")
 datamodule.batch_size = found.dataloader["batch_size"]
@@ -10,17 +13,17 @@ Trainer(max_epochs=3, **found.trainer).fit(module, datamodule)
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 
 from autotune import techniques
 from autotune.errors import TaskError
@@ -32,11 +35,27 @@ from autotune.randomness import restored_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
-from autotune.task.adapters import attach, overrides, sole_loader
+from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
+from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import Precision
+
+# What Lightning's parts are called, by the name that it is imported by: (what trains, what that is built on).
+_NAMES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+if not any(find_spec(name) for name in _NAMES):
+    raise ModuleNotFoundError(
+        "autotune.integrations.lightning tunes Lightning, which is not installed in this environment; "
+        "`pip install lightning` or `pip install pytorch-lightning` adds it",
+        name="lightning",
+    )
 _FRAMEWORKS = (LIGHTNING, DATALOADER)
 _READ = ("accumulate_grad_batches", "precision")
 _SEEN = (
@@ -117,7 +136,7 @@ def task_of(
     Raises:
         TaskError: it cannot be tuned, with the reason and what to do.
     """
-    _refuse(module, trainer)
+    _refuse(module, datamodule, trainer)
     loader = train_dataloaders
     if loader is None:
         loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None))
@@ -156,7 +175,7 @@ class LiveModule(LiveModel):
         return f"{super().task_identity()} {dict(hparams)}"
 
 
-class AutotuneCallback(Callback):  # type: ignore[misc]
+class AutotuneCallback:
     """Tunes what `fit` is about to train, where `BatchSizeFinder` finds a batch size: `Trainer(callbacks=[AutotuneCallback()])`.
 
     It sets the trainer's accumulation and precision, and attributes of the module, its `hparams` or the datamodule: the batch
@@ -171,6 +190,15 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
         listeners: as in `tune`.
         **options: as in `tune`.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """A callback of Lightning's, by each name that it has been imported by."""
+        return object.__new__(_as_callback(cls))
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled as the class that the user named."""
+        named = next(cls for cls in type(self).__mro__ if cls.__dict__.get("_is_named", True))
+        return named.__new__, (named,), vars(self)
 
     def __init__(
         self, batch_arg_name: str = "batch_size", *, listeners: Sequence[Listener] | None = None, **options: Any
@@ -187,7 +215,8 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
                 "AutotuneCallback cannot change a loader that was given to fit(); give a datamodule, or give the loader "
                 "to autotune.integrations.lightning.tune(module, trainer=trainer, train_dataloaders=loader)"
             )
-        if not lightning_hasattr(pl_module, self._name):
+        parsing = _part(pl_module, "utilities.parsing")
+        if not parsing.lightning_hasattr(pl_module, self._name):
             raise TaskError(
                 f"neither the module, its hparams nor the datamodule has an attribute {self._name}; make the loader from "
                 "one, or name it with AutotuneCallback(batch_arg_name=...)"
@@ -201,8 +230,8 @@ class AutotuneCallback(Callback):  # type: ignore[misc]
         said = changes(task, self.result, _FRAMEWORKS)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
-            if lightning_hasattr(pl_module, attribute):
-                lightning_setattr(pl_module, attribute, value)
+            if parsing.lightning_hasattr(pl_module, attribute):
+                parsing.lightning_setattr(pl_module, attribute, value)
         for name, value in said[LIGHTNING].items():
             if name == "precision":
                 trainer.strategy.precision_plugin = _precision(value, trainer)
@@ -251,7 +280,8 @@ def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:
     """What the module is to find in place of `trainer` when it trains on the batches of `loader`."""
     if trainer is None:
         return TrainerStandIn()
-    length, limit = sized_len(loader), trainer.limit_train_batches
+    length = _part(trainer, "utilities.data", built_on=True).sized_len(loader)
+    limit = trainer.limit_train_batches
     if isinstance(limit, int):
         length = limit if length is None else min(length, limit)
     elif length is not None:
@@ -260,7 +290,8 @@ def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:
     if trainer.max_epochs is None:  # as `fit` takes it
         seen["max_epochs"] = -1 if trainer.max_steps != -1 else TrainerStandIn.max_epochs
     seen["num_training_batches"] = math.inf if length is None else length
-    steps = Trainer.estimated_stepping_batches.fget(SimpleNamespace(**seen, train_dataloader=loader))
+    its = _part(trainer).Trainer
+    steps = its.estimated_stepping_batches.fget(SimpleNamespace(**seen, train_dataloader=loader))
     return TrainerStandIn(**seen, estimated_stepping_batches=steps, loggers=[SilentLogger() for _ in trainer.loggers])
 
 
@@ -273,7 +304,15 @@ def _alone(owner: Any) -> Any:
     return alone
 
 
-def _refuse(module: LightningModule, trainer: Trainer | None) -> None:
+def _refuse(module: LightningModule, datamodule: LightningDataModule | None, trainer: Trainer | None) -> None:
+    if not is_lightning(module):
+        raise TaskError(f"tune() was given {describe(module)}; expected a LightningModule")
+    for what, other in (("datamodule", datamodule), ("Trainer", trainer)):
+        if _name_of(other) not in ("", _name_of(module)):
+            raise TaskError(
+                f"the module is of {_name_of(module)}, the {what} of {_name_of(other)}, which do not work together; "
+                "import both from one of them"
+            )
     if trainer is None:
         return
     sharded = type(trainer.strategy).__name__
@@ -308,6 +347,7 @@ def _device(trainer: Trainer) -> str:
 
 def _not_reached(module: LightningModule) -> Iterable[str]:
     """Techniques of the loader for which there is no attribute to set."""
+    lightning_hasattr = _part(module, "utilities.parsing").lightning_hasattr
     for name, technique in techniques.REGISTRY.items():
         words = technique.frameworks.get(DATALOADER)
         if words is not None and not any(
@@ -317,4 +357,30 @@ def _not_reached(module: LightningModule) -> Iterable[str]:
 
 
 def _precision(value: str, trainer: Trainer) -> Precision:
-    return Precision() if value == "32-true" else MixedPrecision(value, trainer.strategy.root_device.type)
+    plugins = _part(trainer, "plugins.precision")
+    device = trainer.strategy.root_device.type
+    return plugins.Precision() if value == "32-true" else plugins.MixedPrecision(value, device)
+
+
+def _name_of(owner: Any) -> str:
+    """The name by which the Lightning was imported of which a module, a datamodule or a trainer is; empty for another object."""
+    roots = (base.__module__.partition(".")[0] for base in type(owner).__mro__)
+    return next((root for root in roots if root in _NAMES), "")
+
+
+def _part(owner: Any, path: str = "", *, built_on: bool = False) -> Any:
+    """A module of the Lightning of which `owner` is: of what trains, or of what that is built on."""
+    return import_module(".".join(filter(None, (_NAMES[_name_of(owner)][built_on], path))))
+
+
+def _as_callback(cls: type) -> type:
+    """A subclass of `cls` that is a callback by every name that Lightning has been imported by, or else by one that is installed."""
+    imported = [trains for trains, _ in _NAMES.values() if trains in sys.modules]
+    return _callback_class(cls, tuple(imported or [_NAMES[name][0] for name in _NAMES if find_spec(name)][:1]))
+
+
+@functools.cache
+def _callback_class(cls: type, trains: tuple[str, ...]) -> type:
+    bases = tuple(import_module(name).Callback for name in trains)
+    said = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_is_named": False}
+    return type(cls.__name__, (cls, *bases), said)

@@ -67,7 +67,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     result = search(task, (TRANSFORMERS,), options, listeners, device=_device(trainer.args))
     said = changes(task, result, (TRANSFORMERS,))
-    return replace(trainer.args, **_arguments(trainer.args, said[TRANSFORMERS]))
+    return _with_answer(trainer.args, said[TRANSFORMERS])
 
 
 def task_of(trainer: Trainer) -> Task:
@@ -264,18 +264,21 @@ def _plan(args: Any) -> dict[str, int]:
     return {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
 
 
-def _arguments(args: Any, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes in `args`, under all the names that it has for it."""
+def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
+    """A copy of `args` with the answer under all the names that it has there, and no other change."""
     changed = dict(said)
-    if said and args.device.type == "cpu":
-        changed["use_cpu"] = True  # as it was found; without it the arguments take no short type where there is no GPU
     for name, value in said.items():
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
         if newer != name and hasattr(args, newer):
             changed[newer] = value
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
-    return changed
+    if args.device.type != "cpu":
+        return replace(args, **changed)
+    made = replace(args, **changed, use_cpu=True)  # without it they refuse a short type where there is no GPU,
+    made.use_cpu = args.use_cpu  # and with it they would not train on a GPU where they are taken to one
+    made.dataloader_pin_memory = changed.get("dataloader_pin_memory", args.dataloader_pin_memory)
+    return made
 
 
 def _left_out(trainer: Trainer) -> list[str]:

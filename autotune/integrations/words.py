@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from autotune.export.arguments import arguments
 from autotune.integrations.live import refuse_several_processes
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.report.live import live_listener
+from autotune.report.gain import said_of
+from autotune.report.live import watching
 from autotune.task import Task
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners, Note
@@ -71,17 +71,12 @@ def search(
         named["device"] = device
     listeners = watching(listeners)
     result = api.search(task, listeners=listeners, **{**named, **options})
-    sure = "" if result.speedup_ci is None else " ({:.2f}x to {:.2f}x)".format(*result.speedup_ci)
-    gain = "" if result.speedup is None else f", {result.speedup:.2f}x{sure}"
+    found = said_of(result)
+    gain = "".join((f", {found.gain}" if found.gain else "", f" ({found.sure})" if found.sure else ""))
     told = ", ".join(f"{name}={choice}" for name, choice in changed(task, result).items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
-    Listeners(listeners).on(Note(text=f"{result.verdict}{gain}: {told}; `autotune show {study}` tells why"))
+    Listeners(listeners).on(Note(text=f"{found.verdict}{gain}: {told}; `autotune show {study}` tells why"))
     return result
-
-
-def watching(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
-    """Those who watch a search: the listeners given, else one that shows its progress and answer on stderr."""
-    return [live_listener(sys.stderr, quiet=False)] if listeners is None else listeners
 
 
 def changed(task: Task, result: Result) -> dict[str, Choice]:

@@ -23,9 +23,13 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from autotune.predict.fit import are_aligned, events_at
+import numpy as np
+
+from autotune.predict import Array
+from autotune.predict.fit import are_aligned
 from autotune.predict.passes import Event, MicroSteps, Pass, Purpose, Updates
 from autotune.units import MIB
 
@@ -44,14 +48,7 @@ def reserved_bytes(events: Iterable[Event]) -> int:
     Args:
         events: allocations and freeings in program order. Storages without bytes take no memory.
     """
-    allocator = _CachingAllocator(settings_of(os.environ))
-    living: dict[int, _Block] = {}
-    for key, size_bytes, allocates in events:
-        if allocates and size_bytes > 0:
-            living[key] = allocator.allocate(size_bytes)
-        elif key in living and not allocates:
-            allocator.free(living.pop(key))
-    return allocator.reserved_bytes
+    return _Program.of(events).reserved_bytes(settings_of(os.environ))
 
 
 def reserved_factors(
@@ -64,17 +61,28 @@ def reserved_factors(
         updates: with the task's optimizer as it is.
         batch_sizes: wanted; where the passes are not aligned it is the two that were traced.
     """
-    both = (micro.alone[0], micro.alone[-1]), micro.beside
-    aligned = all(are_aligned(low, high) for low, high in both)
-    found = []
-    for size in batch_sizes if aligned else [traced.batch_size for traced in micro.beside]:
-        if aligned:
-            alone, beside = (events_at(size, low, high) for low, high in both)
-        else:
-            alone, beside = (next(p.events for p in passes if p.batch_size == size) for passes in both)
-        one, more = (_two_steps(micro.alone[0], passes, updates) for passes in ([alone], [alone, beside]))
-        found.append((size, _factor(one), _factor(more)))
-    return tuple(found)
+    settings = settings_of(os.environ)
+    small, large = (micro.alone[0], micro.beside[0]), (micro.alone[-1], micro.beside[-1])
+    of_small = _programs(micro.alone[0], [traced.events for traced in small], updates)
+    if not all(map(are_aligned, small, large)):
+        of_large = _programs(micro.alone[0], [traced.events for traced in large], updates)
+        found = {small[0].batch_size: of_small, large[0].batch_size: of_large}
+    else:  # the same storages in other sizes
+        of_large = _programs(micro.alone[0], list(map(_in_the_sizes_of, small, large)), updates)
+        step = large[0].batch_size - small[0].batch_size
+        shares = {size: (size - small[0].batch_size) / step for size in batch_sizes}
+        found = {size: list(map(partial(_Program.towards, share=shares[size]), of_small, of_large)) for size in shares}
+    return tuple((size, one.factor(settings), more.factor(settings)) for size, (one, more) in found.items())
+
+
+def _in_the_sizes_of(small: Pass, large: Pass) -> list[Event]:
+    """The events of one pass in the sizes of another that is aligned with it."""
+    return [Event(a.key, b.size_bytes, a.allocates) for a, b in zip(small.events, large.events, strict=True)]
+
+
+def _programs(start: Pass, alone_and_beside: Sequence[Sequence[Event]], updates: Updates) -> list[_Program]:
+    """With one micro batch a step, and with more."""
+    return [_Program.of(_two_steps(start, alone_and_beside[:number], updates)) for number in (1, 2)]
 
 
 def _two_steps(start: Pass, micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
@@ -103,8 +111,49 @@ def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[
     return list(living.values())
 
 
-def _factor(events: Sequence[Event]) -> float:
-    return reserved_bytes(events) / max(itertools.accumulate(event.change_bytes for event in events))
+@dataclass(frozen=True)
+class _Program:
+    """Allocations and freeings in program order, as columns.
+
+    Attributes:
+        places: numbers of the storages, from 0 on.
+        sizes: bytes of each, which are whole numbers.
+        allocates: or frees.
+    """
+
+    places: list[int]
+    sizes: Array
+    allocates: list[bool]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> _Program:
+        """The same as columns."""
+        numbers: dict[int, int] = {}
+        rows = [(numbers.setdefault(key, len(numbers)), size_bytes, allocates) for key, size_bytes, allocates in events]
+        return cls([row[0] for row in rows], np.array([row[1] for row in rows], dtype=float), [row[2] for row in rows])
+
+    def towards(self, other: _Program, share: float) -> _Program:
+        """The same storages with sizes between this program's, at 0, and another's, at 1, or beyond."""
+        return replace(self, sizes=np.rint(self.sizes + share * (other.sizes - self.sizes)))
+
+    def factor(self, settings: Settings) -> float:
+        """What the allocator takes over the most that lives at once."""
+        living = np.where(self.allocates, self.sizes, -self.sizes).cumsum()
+        return self.reserved_bytes(settings) / float(living.max())
+
+    def reserved_bytes(self, settings: Settings) -> int:
+        """What the allocator takes."""
+        allocator = _CachingAllocator(settings)
+        rounded = [_rounded(size, settings.divisions) if size > 0 else 0 for size in map(int, self.sizes.tolist())]
+        living: list[_Block | None] = [None] * len(self.places)
+        for place, size_bytes, allocates in zip(self.places, rounded, self.allocates, strict=True):
+            if allocates:
+                if size_bytes:
+                    living[place] = allocator.allocate_rounded(size_bytes)
+            elif (block := living[place]) is not None:
+                allocator.free(block)
+                living[place] = None
+        return allocator.reserved_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +242,9 @@ class _CachingAllocator:
         self._large = _Pool(rest_bytes, _LARGE_SEGMENT_BYTES, settings.max_split_bytes)
 
     def allocate(self, request_bytes: int) -> _Block:
-        size_bytes = _rounded(request_bytes, self._settings.divisions)
+        return self.allocate_rounded(_rounded(request_bytes, self._settings.divisions))
+
+    def allocate_rounded(self, size_bytes: int) -> _Block:
         pool = self._small if size_bytes <= _SMALL_BYTES else self._large
         block = pool.take_best_fit(size_bytes)
         if block is None:

@@ -33,12 +33,18 @@ class _Began(NamedTuple):
     work: Work
 
 
-def anatomies(task: Task, configs: Iterable[Config], target: Target) -> Iterable[Anatomy | str]:
-    """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone."""
+def anatomies(
+    task: Task, configs: Iterable[Config], target: Target, host_bytes: int | None = None
+) -> Iterable[Anatomy | str]:
+    """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone.
+
+    Args:
+        host_bytes: as of `Tracer`.
+    """
     tracer: Tracer | None = None
     for place, config in enumerate(configs):
         try:
-            tracer = tracer or Tracer(task, target)
+            tracer = tracer or Tracer(task, target, host_bytes)
             yield anatomy(tracer, config, on_cpu=target == CPU)
         except TraceError as error:
             yield str(error)

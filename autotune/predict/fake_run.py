@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from autotune import techniques
 from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.targets import CPU, CUDA, Target
+from autotune.predict.small_values import MOST_ELEMENTS
 
 
 class OneFakeMode(FakeTensorMode):
@@ -21,6 +22,35 @@ class OneFakeMode(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OneFakeMode:
         return self
+
+
+@contextmanager
+def fake_build(mode: FakeTensorMode) -> Iterator[None]:
+    """Build a model on fake tensors; what reads their values raises."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        without_filling(),
+        mock.patch.object(torch.utils, "swap_tensors", _take_data),
+        mode,
+    ):
+        yield
+
+
+@contextmanager
+def without_filling() -> Iterator[None]:
+    """Let torch's initialisers leave large fake tensors as they are. Some draw again until the values suit them."""
+
+    def unless_fake(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if isinstance(tensor, FakeTensor) and tensor.numel() > MOST_ELEMENTS:
+                return tensor
+            return fill(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return filled
+
+    fills = {name: fill for name, fill in vars(torch.nn.init).items() if name.startswith("_no_grad_")}
+    with mock.patch.dict(vars(torch.nn.init), {name: unless_fake(fill) for name, fill in fills.items()}):
+        yield
 
 
 @contextmanager

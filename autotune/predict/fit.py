@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from autotune.predict import Array
-from autotune.predict.passes import Event, Pass, Purpose
+from autotune.predict.passes import Pass, Purpose
 from autotune.predict.traces import PeakFit, Piece, WorkTrace
 
 F = TypeVar("F", float, Array)
@@ -91,15 +91,6 @@ def line(passes: Sequence[Pass], low: F, high: F) -> tuple[F, F]:
     low_size, high_size = passes[0].batch_size, passes[-1].batch_size
     slope = (high - low) / (high_size - low_size)
     return low - slope * low_size, slope
-
-
-def events_at(batch_size: int, low: Pass, high: Pass) -> Sequence[Event]:
-    """The events of a pass at any batch size, from two that are aligned."""
-    share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
-    return [
-        Event(a.key, round(a.size_bytes + share * (b.size_bytes - a.size_bytes)), a.allocates)
-        for a, b in zip(low.events, high.events, strict=True)
-    ]
 
 
 class _Series:

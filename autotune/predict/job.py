@@ -22,14 +22,17 @@ from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
 
 
-def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any]]:
+def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Trace group after group.
+
+    Args:
+        host_bytes: as of `Tracer`.
 
     Yields:
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
         the lengths of the samples, if the plan asks for them.
     """
-    job = _Job(techniques.narrowed(task, dict(plan.trained)), plan, target)
+    job = _Job(techniques.narrowed(task, dict(plan.trained)), plan, target, host_bytes)
     plain = [group for group in plan.models if not group]  # which all others need
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((model_label(group), partial(job.model, group)) for group in plain),
@@ -52,10 +55,11 @@ def trace_plan(task: Task, plan: Plan, target: Target) -> Iterator[dict[str, Any
 
 
 class _Job:
-    def __init__(self, task: Task, plan: Plan, target: Target) -> None:
+    def __init__(self, task: Task, plan: Plan, target: Target, host_bytes: int | None) -> None:
         self.task = task
         self.plan = plan
         self.target = target
+        self.host_bytes = host_bytes
         self.updates = cache(self._updates)  # groups need each other's
         self.micro_steps = cache(self._micro_steps)
         self.model_trace = cache(self._model_trace)
@@ -129,7 +133,7 @@ class _Job:
 
     @cached_property
     def tracer(self) -> Tracer:
-        return Tracer(self.task, self.target)
+        return Tracer(self.task, self.target, self.host_bytes)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:

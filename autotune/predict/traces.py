@@ -245,6 +245,11 @@ class Traces:
             volume_bytes=0 if model.reserved else model.volume_bytes(size),
         )
 
+    @property
+    def knows_plain(self) -> bool:
+        """Whether training with nothing switched on was traced."""
+        return () in self.models and () in self.updates
+
     def merged(self, other: Traces) -> Traces:
         """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
         models, updates = {**self.models, **other.models}, {**self.updates, **other.updates}

@@ -13,21 +13,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    unset_fake_temporarily,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
-from autotune.devices.kernels.workspaces import hidden_allocations
+from autotune.devices.oom import attempted_bytes
 from autotune.devices.targets import CPU, Target
-from autotune.errors import AutotuneError, first_line, in_one_line
-from autotune.predict.fake_run import OneFakeMode, fake_run, to_fake
+from autotune.errors import first_line
+from autotune.predict.fakes import Fakes, why_values_are_needed
 from autotune.predict.fit import are_aligned
 from autotune.predict.passes import MicroSteps, Pass, Purpose, Updates
 from autotune.predict.storages import StorageTracker
@@ -38,8 +31,8 @@ from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
-
-_NO_DATA = ("its data is not allocated yet", "doesn't have storage")  # what torch says of a fake tensor's values
+from autotune.task.usercode import is_allocation_failure
+from autotune.units import format_bytes
 
 
 class TraceError(Exception):
@@ -55,13 +48,17 @@ class Tracer:
     Args:
         task: the user's task; its dataset is made if it has one.
         target: the kind of device to predict.
+        host_bytes: what this process may take of the host's memory; None where nothing bounds it.
 
     Raises:
-        TraceError: the dataset cannot be made.
+        TraceError: the model cannot be built, or the dataset cannot be made.
     """
 
-    def __init__(self, task: Task, target: Target) -> None:
+    def __init__(self, task: Task, target: Target, host_bytes: int | None = None) -> None:
         with _explained():
+            self._fakes = Fakes(task, target, host_bytes)
+            task = self._fakes.task
+            task.model()  # which finds out whether it can be built without values
             dataset = task.dataset()
             widest = task.widest()
         self._task = task
@@ -70,7 +67,6 @@ class Tracer:
             self._session_task = replace(self._session_task, train_dataset=lambda: dataset)
             self._session_task.use_widest(widest)
         self._target = target
-        self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._batches: dict[int, Any] = {}
         self._model: torch.nn.Module | None = None
 
@@ -111,12 +107,11 @@ class Tracer:
     @contextmanager
     def run(self, config: Config) -> Iterator[Run]:
         """A session of `config` on fake tensors, to be run inside. Raises TraceError for whatever is raised inside."""
-        tracker = StorageTracker(hidden_allocations(self._target))
-        with _explained(), fake_run(self._mode, self._target), tracker:
+        with _explained(), self._fakes.run() as tracker:
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")
-            run = Run(session, tracker, self._mode, self._target)
+            run = Run(session, tracker, self._fakes, on_gpu=self._target != CPU)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -136,29 +131,20 @@ class Tracer:
     def _session(self, config: Config) -> Session:
         off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
-        try:
-            return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
-        except (AutotuneError, techniques.UnsupportedError):
-            raise
-        except Exception:  # building the model needs real values; its parameters' shapes do for the rest
-            task = replace(self._session_task, build_model=self._built_for_real)
-            return prepare(task, config, device=CpuDevice(), on_oom=RAISE)
-
-    def _built_for_real(self, *variant: str) -> torch.nn.Module:
-        with unset_fake_temporarily():
-            model = self._task.build_model(*variant)
-        return to_fake(model, self._mode)
+        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
 
 
 class Run:
     """A session on fake tensors, and what is seen of it."""
 
-    def __init__(self, session: Session, tracker: StorageTracker, mode: FakeTensorMode, target: Target) -> None:
+    def __init__(self, session: Session, tracker: StorageTracker, fakes: Fakes, *, on_gpu: bool) -> None:
         self.session = session
         self.tracker = tracker
-        self.mode = mode
-        self.on_gpu = target != CPU
+        self.fakes = fakes
+        self.on_gpu = on_gpu
         constants = (*session.model.parameters(), *session.model.buffers())
+        for tensor in constants:
+            tracker.see(tensor)
         self.known = dict.fromkeys(tracker.keys_of(constants), Purpose.PARAMETERS)
         self.kept: set[int] = set()  # storages that outlived the forward pass that allocated them
         self.forward_end = 0  # the last key of the latest forward pass
@@ -214,8 +200,7 @@ class Run:
 
     def inputs(self, batch: Any) -> Any:
         """Fake tensors of the batch's shapes. Those of a GPU's batch lie on the host and do not count."""
-        with _disable_current_modes():
-            fake = map_tensors(self.mode.from_tensor, batch)
+        fake = self.fakes.inputs(batch)
         for tensor in tensors(fake):
             (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
         return fake
@@ -319,11 +304,10 @@ def _explained() -> Iterator[None]:
     """Whatever happens is a `TraceError`, which says it in one line."""
     try:
         yield
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise TraceError(f"what {error.func} returns depends on the values of a tensor") from error
     except Exception as error:
-        if any(sign in first_line(error) for sign in _NO_DATA):
-            raise TraceError("an operator of it reads the values of a tensor") from error
-        is_ours = isinstance(error, AutotuneError | techniques.UnsupportedError | TraceError)
-        told = first_line(error) if is_ours else f"without the values of tensors it raises {in_one_line(error)}"[:300]
-        raise TraceError(told.removesuffix(".")) from error
+        if is_allocation_failure(error):
+            asked = attempted_bytes(error)
+            what = f": an allocation of {format_bytes(asked)} failed" if asked else ""
+            raise TraceError(f"the host's memory ran out{what}") from error
+        is_ours = isinstance(error, techniques.UnsupportedError | TraceError)
+        raise TraceError(first_line(error).removesuffix(".") if is_ours else why_values_are_needed(error)) from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.records.batch_plan import BatchPlan, divisors
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan, divisors
+from autotune.records.coupling import Coupling, Verdict
 from autotune.records.inspection import BatchSupport
 from autotune.units import plural
 
 # Each octave is cut at 1, 1.25 and 1.5: steps of 1.2x to 1.33x, multiples of 8 from 32 on (tensor cores want those).
 _OCTAVE_QUARTERS = (4, 5, 6)
+ONE_BATCH = "no global batch is given, so every step takes one batch"
 _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # searched: baseline / 16 to baseline x 64
 
 
@@ -21,6 +23,7 @@ def batch_support(
     normalises: bool = False,
     fixed_accumulation: str = "",
     whole_step: str = "",
+    coupling: Coupling | None = None,
 ) -> BatchSupport:
     """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
 
@@ -28,9 +31,11 @@ def batch_support(
         normalises: the model has batch normalisation.
         fixed_accumulation: of the task.
         whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
+        coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
-    micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice.
+    micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice. Where the loss couples the samples
+    of a batch, every other micro batch than the baseline's is one; where nobody knows whether it does, every smaller one.
     """
     if whole_step and global_batch is not None:
         return BatchSupport(sizes=(global_batch,), sizes_reason=whole_step, reason=whole_step)
@@ -45,8 +50,11 @@ def batch_support(
         sizes=tuple(sorted(allowed)),
         sizes_reason=f"the training set has {dataset_size} samples; larger batches are left out" if bounded else "",
     )
+    must_stay = coupling is not None and not coupling.may_be_cut
+    if coupling is not None and must_stay and (global_batch is None or not fixed_accumulation):
+        return _whole(found, baseline, global_batch, coupling)
     if global_batch is None:
-        return replace(found, reason="no global batch is given, so every step takes one batch")
+        return replace(found, reason=ONE_BATCH)
     steps = divisors(global_batch)
     most = baseline.accumulation_steps
     if fixed_accumulation:
@@ -55,6 +63,7 @@ def batch_support(
             accumulation_steps=(most,),
             optional_accumulation_steps=tuple(step for step in steps if step != most),
             reason=fixed_accumulation,
+            stays_whole=must_stay,
         )
     if not normalises or most >= steps[-1]:
         return replace(found, accumulation_steps=tuple(steps))
@@ -70,6 +79,39 @@ def batch_support(
             "batch normalisation sees one micro batch at a time: accumulation learns something else than the whole "
             "batch at once, so compare validation results before changing accumulation_steps"
         ),
+    )
+
+
+def _whole(found: BatchSupport, baseline: BatchPlan, global_batch: int | None, coupling: Coupling) -> BatchSupport:
+    """The choices where the batch of the baseline must not be cut, or nobody knows whether it may be."""
+    is_coupled = coupling.verdict is Verdict.COUPLED
+    if global_batch is None:
+        if not is_coupled:  # nothing is cut: the user left the batch open
+            return replace(found, reason=ONE_BATCH)
+        return replace(
+            found,
+            sizes=(baseline.batch_size,),
+            optional_sizes=found.sizes,
+            sizes_reason=f"{coupling.reason}; so the batch stays at {baseline.batch_size}: {coupling.allows(BATCH_SIZE)}",
+            reason=ONE_BATCH,
+        )
+    steps, most = divisors(global_batch), baseline.accumulation_steps
+    kept = tuple(step for step in steps if step == most or (step < most and not is_coupled))
+    stays = "so the batch is not cut into micro batches"
+    if most > 1 and not is_coupled:
+        stays = "so the batch is not cut further than you cut it today"
+    elif most > 1:
+        stays = (
+            f"what you run today cuts it into {most} micro batches of {baseline.batch_size}, which is not the loss over all "
+            f"{global_batch}, and a search leaves that as it is"
+        )
+    return replace(
+        found,
+        accumulation_steps=kept,
+        optional_accumulation_steps=tuple(step for step in steps if step not in kept),
+        reason=f"{coupling.reason}; {stays}: {coupling.allows(ACCUMULATION)}",
+        note=(f"{coupling.reason}; compare validation results before you use other micro batches than the baseline's"),
+        stays_whole=True,
     )
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from autotune import techniques
+from autotune.coupling.dropout_off import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
-from autotune.probe.differences import Difference, difference, worst
-from autotune.probe.dropout_off import RandomDraws
+from autotune.probe.differences import Difference, Run, difference, worst
 from autotune.probe.runs import SEED, Runs
 from autotune.probe.seed import seed_everything
 from autotune.randomness import restored_randomness
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check
 from autotune.task import Task
@@ -104,6 +104,7 @@ class _Comparison:
             candidate = runs.run(self.config)
             found = difference(plain, candidate)
             names_equal = plain.names == candidate.names
+            cause: tuple[str, ...] = ()
             complaints = self.complaints(found, noise)
             if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
                 draws = RandomDraws()
@@ -132,6 +133,8 @@ class _Comparison:
                 )
                 if undecided:
                     notes.append("so this comparison tells little in this model")
+            if complaints:
+                cause = tuple(self.causes(runs, plain, candidate, noise))
         if self.micro_steps < self.asked_steps:
             notes.append("accumulation is not compared: only the task itself can make smaller batches")
         if not names_equal:
@@ -142,6 +145,8 @@ class _Comparison:
             )
         if noise.gradient > REDUCED_GRADIENT_ERROR:
             notes.append("two plain runs differ as much, so this comparison says little about the technique")
+        if cause and len(self.switched) > 1:
+            complaints.insert(0, self.blamed(cause))
         return Check(
             technique="config",
             choice=", ".join(f"{name}={choice}" for name, choice in self.switched.items()) or "nothing switched on",
@@ -153,8 +158,39 @@ class _Comparison:
             names_equal=names_equal,
             noise=noise.gradient,
             passed=None if undecided and names_equal else not complaints,
+            cause=cause,
             reason="; ".join([*complaints, *notes]),
         )
+
+    def causes(self, runs: Runs, plain: Run, candidate: Run, noise: Difference) -> Iterator[str]:
+        """The keys of the config that make it differ: its micro batches, its exact techniques or its reduced precision."""
+        reference = plain
+        if self.micro_steps > 1:
+            reference = runs.run(self.plain.replace(**{name: self.config[name] for name in BATCH_KEYS}))
+            rest = self.complaints(difference(reference, candidate), noise)
+            if not rest or self.complaints(difference(plain, reference), noise):
+                yield ACCUMULATION
+            if not rest:
+                return
+        names = [name for name in self.switched if name in techniques.REGISTRY]
+        reduced = [name for name in names if not techniques.REGISTRY[name].exact]
+        exact = [name for name in names if techniques.REGISTRY[name].exact]
+        if reduced and exact:
+            off = {name: techniques.REGISTRY[name].off for name in exact}
+            alone = difference(reference, runs.run(self.config.replace(**off)))
+            names = reduced if self.complaints(alone, noise) else exact
+        yield from names
+
+    def blamed(self, cause: Sequence[str]) -> str:
+        """What makes the config differ, in words."""
+        said = []
+        for name in cause:
+            if name == ACCUMULATION:
+                said.append("cutting the batch into micro batches, which plain fp32 does not bear either")
+            else:
+                kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
+                said.append(f"{name}={self.switched[name]}{kind}")
+        return f"the cause is {' and '.join(said)}"
 
     def error_in_double(self, runs: Runs) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.

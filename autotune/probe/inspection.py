@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,9 @@ from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
+from autotune.records.coupling import Coupling
 from autotune.records.inspection import Support
+from autotune.records.progress import COMPARING, Progress
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
@@ -28,13 +32,20 @@ def inspect_task(
     memory_limit_bytes: int | None,
     calibration: dict[str, Any] | None = None,
     trained: dict[str, Choice] | None = None,
+    comparing_s: float = 0.0,
+    untrained: Untrained | None = None,
+    not_compared: str = "",
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
 
     Args:
-        device: for an `AbsentGpu`, which is not in this machine, no step is tried.
         calibration: of the device, as a dict.
         trained: what to train of the task, by techniques; where it says nothing, what the baseline trains.
+        comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
+        untrained: how techniques are tried on a task whose models have no values; no step is tried then.
+        not_compared: why that failed in another process.
+        report: is told when that begins and ends.
 
     Raises:
         TaskError: the task or its baseline is not valid.
@@ -43,8 +54,8 @@ def inspect_task(
     """
     from autotune import techniques
     from autotune.devices import open_device
-    from autotune.devices.absent import AbsentGpu
     from autotune.probe.batch_support import batch_support
+    from autotune.probe.whole_batch import coupling_of, told, uncut
     from autotune.task.batches import to_device
     from autotune.task.facts import gather_facts, uses_batch_statistics
 
@@ -56,18 +67,30 @@ def inspect_task(
     outside_bytes = opened.current_bytes()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrowed(task, chosen)
-    first = FirstStep() if isinstance(opened, AbsentGpu) else _first_step(task, opened)
+    first = _first_step(task, opened) if untrained is None else FirstStep(samples=_fewest(task))
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
     baseline = _baseline(task, facts.dataset_size).replace(**chosen)
-    model = task.model().to(opened.torch_device)
+    model, few = task.model(), task.batch(first.samples)
+    coupling = Coupling.unknown(not_compared) if not_compared else None
+    if untrained is not None:
+        few = untrained.inputs(few)
+    else:
+        model, few = model.to(opened.torch_device), to_device(few, opened.torch_device)
+    if untrained is None and comparing_s:
+        report(Progress(stage=COMPARING))
+        coupling = coupling_of(
+            task, model, opened, baseline.plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
+        )
+        report(Progress())
+    baseline = uncut(task, baseline, coupling, facts.dataset_size)
     setting = techniques.Setting(
         task=task,
         device=opened,
         model=model,
         optimizer=task.optimizer(model),
-        batch=to_device(task.batch(first.samples), opened.torch_device),
+        batch=few,
         baseline=baseline.as_dict(),
         global_batch=task.global_batch,
         dataset_size=facts.dataset_size,
@@ -80,21 +103,38 @@ def inspect_task(
         normalises=uses_batch_statistics(model),
         fixed_accumulation=task.fixed_accumulation,
         whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
+        coupling=coupling,
     )
     return {
-        "facts": asdict(facts),
+        "facts": asdict(replace(facts, warnings=(*facts.warnings, *told(batch)))),
         "device": asdict(info),
         "global_batch": task.global_batch,
         "baseline": baseline.as_dict(),
         "baseline_given": BATCH_SIZE in (task.baseline or {}),
         "batch": asdict(batch),
-        "support": {name: asdict(_supported(technique, setting)) for name, technique in techniques.REGISTRY.items()},
+        "support": {
+            name: asdict(_supported(technique, setting, untrained)) for name, technique in techniques.REGISTRY.items()
+        },
         "outside_bytes": outside_bytes,
         "step_s": first.seconds,
         "step_samples": first.samples,
         "shortage": first.shortage,
         "comparable": not task.takes_whole_steps,
+        "coupling": None if coupling is None else asdict(coupling),
     }
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """How to try techniques on models without values.
+
+    Attributes:
+        run: a context in which code runs on such models.
+        inputs: makes a batch that such a model takes.
+    """
+
+    run: Callable[[], AbstractContextManager[Any]]
+    inputs: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -134,6 +174,14 @@ def _first_step(task: Any, device: Device) -> FirstStep:
     raise mistake
 
 
+def _fewest(task: Any) -> int:
+    """Two samples; where no batch of them can be made, as many as the baseline's has."""
+    with suppress(Exception):
+        task.batch(2)
+        return 2
+    return _baseline(task, task.dataset_size()).batch_size
+
+
 def _baseline(task: Any, dataset_size: int | None) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
     from autotune import techniques
@@ -150,9 +198,11 @@ def _baseline(task: Any, dataset_size: int | None) -> Config:
         raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 
 
-def _supported(technique: Technique, setting: Setting) -> Support:
+def _supported(technique: Technique, setting: Setting, untrained: Untrained | None) -> Support:
     """The choices of a technique that apply, and which of them cannot be traced: the process that searches cannot ask."""
-    support = _support(technique, setting)
+    on_data = technique.phase is Phase.LOADER  # which is real in any case
+    with nullcontext() if untrained is None or on_data else untrained.run():
+        support = _support(technique, setting)
     reasons = {choice: technique.untraceable(choice, setting.device.kind) for choice in _on(technique, support)}
     return replace(support, untraceable=tuple((choice, reason) for choice, reason in reasons.items() if reason))
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from autotune import techniques
+from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.probe.differences import Run
-from autotune.probe.dropout_off import RandomDraws, dropout_off
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
 from autotune.records.config import Config

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
+from autotune.records.coupling import Coupling
 from autotune.records.device import DeviceInfo
 from autotune.records.formats import Record
 
@@ -42,17 +43,21 @@ class BatchSupport:
     Attributes:
         sizes: micro batch sizes, in increasing order.
         accumulation_steps: searched without being asked for.
+        optional_sizes: searched only when the user includes `batch_size`: they change what is learned.
         optional_accumulation_steps: searched only when the user includes `accumulation_steps`: they change what is learned.
+        stays_whole: the baseline's micro batch is not cut to make it fit, since smaller ones learn something else, or may.
         sizes_reason, reason: why some sizes, or some accumulation steps, are left out; empty when none is.
         note: goes to the result's warnings when accumulation differs from the baseline's.
     """
 
     sizes: tuple[int, ...]
+    optional_sizes: tuple[int, ...] = ()
     accumulation_steps: tuple[int, ...] = (1,)
     optional_accumulation_steps: tuple[int, ...] = ()
     sizes_reason: str = ""
     reason: str = ""
     note: str = ""
+    stays_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class Inspection(Record):
         step_samples: samples of that step: 2, or the baseline's batch where two are an error.
         shortage: how that step ran out of memory; empty where it did not.
         comparable: whether a config's gradients can be compared with plain fp32's.
+        coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
+        built_for_real: where nothing was to be trained: why the model was built with its values all the same; else empty.
     """
 
     facts: dict[str, Any]
@@ -84,6 +91,8 @@ class Inspection(Record):
     step_samples: int = 2
     shortage: str = ""
     comparable: bool = True
+    coupling: Coupling | None = None
+    built_for_real: str = ""
 
     @property
     def sample_s(self) -> float | None:
@@ -98,7 +107,7 @@ class Inspection(Record):
         """
         batch = self.batch
         if name == BATCH_SIZE:
-            return Support(choices=batch.sizes, reason=batch.sizes_reason)
+            return Support(choices=batch.sizes, optional=batch.optional_sizes, reason=batch.sizes_reason)
         if name == ACCUMULATION:
             return Support(
                 choices=batch.accumulation_steps,

@@ -11,6 +11,7 @@ OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is t
 FAULT_INFEASIBILITY = 1.0  # crashes, errors, time-outs, non-finite losses
 # What scores are, by objective, as Optuna's views name them.
 SCORES = {"throughput": "samples_per_s", "memory": "minus_peak_GiB", "balanced": "samples_per_s_per_root_GiB"}
+ROOMY = 0.5  # of the usable memory: with this much free, memory is not short
 MEMORY_SPEED_TOLERANCE = 0.97  # share of the baseline's throughput that the objective `memory` must keep
 
 
@@ -36,6 +37,10 @@ class Objective:
     def usable_bytes(self) -> float:
         """The memory limit less headroom."""
         return self.memory_limit_bytes * (1 - self.headroom)
+
+    def is_short_of_memory(self, peak_bytes: float) -> bool:
+        """Whether a peak leaves so little free that needing less is worth something."""
+        return self.name != "throughput" or peak_bytes > ROOMY * self.usable_bytes
 
     def score(self, outcome: Outcome) -> float:
         """The value of an `ok` outcome; larger is better."""

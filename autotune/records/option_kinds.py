@@ -103,7 +103,7 @@ def _number(parse: Callable[[str], float], low: float, high: float, expected: st
     else:
         raise ValueError(f"{value!r} is not possible; expected {expected}")
     if not low <= number < high:
-        raise ValueError(f"{value} is not possible; expected {expected}")
+        raise ValueError(f"{value!r} is not possible; expected {expected}")
     return number
 
 
@@ -111,7 +111,7 @@ def _memory(value: Any) -> Any:
     if isinstance(value, str):
         num_bytes = parse_bytes(value, total_bytes=ANY_BYTES)
         return value if "%" in value else num_bytes
-    return int(_number(parse_fraction, 1, math.inf, "more than 0 bytes, or a size such as 12GiB", value))
+    return int(_number(parse_fraction, 1, math.inf, "more than 0 bytes, such as 12GiB, 1500MiB or 80%", value))
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ SWITCH = Kind(read=_switch, python="bool", metavar="")  # on a command line a wo
 COUNT = whole(1, "at least 1")
 SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
 SECONDS = Kind(
-    read=partial(_number, parse_seconds, math.ulp(0.0), math.inf, "more than 0 seconds"),
+    read=partial(_number, parse_seconds, math.ulp(0.0), math.inf, "more than 0 seconds, such as 90s, 5m or 1.5h"),
     python="str | float",
     metavar="90s|5m",
     write=format_exact_seconds,

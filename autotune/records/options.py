@@ -112,6 +112,9 @@ PROBE_TIMEOUT = _option(
     "kill a probe after this time; a search's default is a multiple of the baseline's time",
 )
 TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "end the run after this time")
+PREDICT_TIMEOUT = _option(
+    "timeout", kinds.SECONDS, EFFORT, "end after this time, and leave out what is not traced by then"
+)
 TRACE_TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "stop tracing after this time, and leave out the rest")
 STEPS = _option("steps", kinds.COUNT, EFFORT, "exactly N timed optimizer steps")
 INTERVAL = _option(
@@ -231,7 +234,7 @@ class PredictOptions(RunOptions):
 
     gpu: str | None = GPU.default(None)
     headroom: float = HEADROOM.default(0.05)
-    timeout_s: float = TRACE_TIMEOUT.default(120.0)
+    timeout_s: float = PREDICT_TIMEOUT.default(120.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,7 @@ class Outcome(Record):
         device_fault: whether torch cannot use the device at all, whatever the task.
         too_few_samples: for `error`: a pass over the training set gives no batch as large.
         crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
+        on_host: for `oom` on a GPU: it was the host's memory that ran out.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
         compiling_s: of `wall_s`, what a process of its own took that compiled for this one.
@@ -207,6 +208,7 @@ class Outcome(Record):
     device_fault: bool = False
     too_few_samples: bool = False
     crowded: bool = False
+    on_host: bool = False
     bound: Bound | None = None
     overflow: Overflow | None = None
 

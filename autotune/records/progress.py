@@ -8,6 +8,7 @@ from autotune.records.formats import Record
 from autotune.records.outcome import Bound
 
 COMPILING = "compiling"  # a stage before all others, in a process of its own
+COMPARING = "comparing a batch with its micro batches"  # a stage of an inspection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class Progress(Record):
     """What a probe had done when it last reported.
 
     Attributes:
-        stage: `compiling`, `setup`, `warmup` or `timing`.
+        stage: `compiling`, `setup`, `warmup` or `timing`; of an inspection `setup` or `COMPARING`.
         train_s: seconds inside training steps.
         num_micro_steps: micro batches trained on.
         peak_bytes: the most memory held so far, comparable with the memory limit; 0 before the first micro step.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.coupling import Coupling
 from autotune.records.formats import Record, require_readable
 
 FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
@@ -97,6 +98,10 @@ class Check:
     noise: float  # relative gradient difference between two plain runs, or for one ulp
     passed: bool | None  # None: the model magnifies rounding so far that the comparison tells little
     reason: str = ""
+    cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", tuple(self.cause))  # a list where it comes from JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,16 +171,22 @@ class Result(Record):
     """The answer of a search.
 
     Attributes:
+        samples_per_s: within what processes of the config measured that no other work disturbed.
         verdict: `faster` or `slower` than the baseline where the whole of `speedup_ci` is, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
             and for every answer that changes something and is not confirmed.
-        speedup: throughput over the baseline's, from paired fresh processes; `speedup_ci` its 95 % interval. None when the
-            baseline itself does not run within the limit (`baseline` is None then, too). The answer may be the baseline
-            itself: the interval is None then, and `rival` tells what was seen of the others.
+        speedup: throughput over the baseline's, as both are told; `speedup_ci` its 95 % interval, from paired fresh processes.
+            None when the baseline itself does not run within the limit (`baseline` is None then, too). The answer may be the
+            baseline itself: the interval is None then, and `rival` tells what was seen of the others.
         rival: the best of the others where the baseline is the answer; None where none played.
+        num_rounds: of the play-off, in which the answer ran beside the baseline; where it is the baseline, the best of the others.
+            None where that is not known: in answers of earlier versions.
         undecided: what is open and what would decide it; empty for other verdicts.
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
+        checks: the comparison of the answer's changes with plain fp32, where there was one.
+        unchecked: why the answer was not compared with plain fp32 and is no recommendation: an interrupt ended the search
+            before. Empty otherwise.
         limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
         use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
         peak_by_kind: `answer` and `baseline` -> bytes of tensors at the traced peak by kind: parameters, gradients, optimizer,
@@ -188,6 +199,7 @@ class Result(Record):
         train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
             of them, compiling included. None where the speed of a step decided.
         evaluation: None where nobody asked for it.
+        coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
         probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
             and their seconds inside training steps.
         wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
@@ -220,11 +232,13 @@ class Result(Record):
     objective: str
     confirmed: bool = True
     rival: Rival | None = None
+    num_rounds: int | None = None
     undecided: str = ""
     finalists: tuple[Measured | Dropped, ...] = ()
     front: tuple[Measured, ...] = ()
     effects: tuple[Effect, ...] = ()
     checks: tuple[Check, ...] = ()
+    unchecked: str = ""
     limit: str = ""
     use: DeviceUse | None = None
     peak_by_kind: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -252,6 +266,7 @@ class Result(Record):
     trained: dict[str, Choice] = field(default_factory=dict)
     rankings: tuple[Ranking, ...] = ()
     evaluation: Evaluation | None = None
+    coupling: Coupling | None = None
     format: int = FORMAT
 
     def __repr__(self) -> str:
@@ -261,13 +276,24 @@ class Result(Record):
         """The answer with its reasons, as `autotune search` prints it, in lines of at most `width`."""
         return str(importlib.import_module("autotune.report.text").page(self, width))
 
-    def export(self, to: str) -> Any:
+    def export(self, to: str, *, force: bool = False) -> Any:
         """The answer in other words, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.
 
+        Args:
+            force: also where there is a `doubt`.
+
         Raises:
-            ConfigError: there is no exporter of that name, or the answer is a command line.
+            ConfigError: there is no exporter of that name, the answer is a command line, or there is a `doubt`.
         """
-        return importlib.import_module("autotune.export").of_result(self, to)  # a room above, asked when it is needed
+        return importlib.import_module("autotune.export").of_result(
+            self, to, force=force
+        )  # a room above, asked when it is needed
+
+    @property
+    def doubt(self) -> str:
+        """Why nobody should train with the answer yet: it was not compared with plain fp32, or did not pass. Empty where it did."""
+        failed = (check.reason or "its gradients differ" for check in self.checks if check.passed is not True)
+        return self.unchecked or next(failed, "")
 
     @property
     def model_file(self) -> tuple[str, str]:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from autotune.devices.contention import DISTURBED
 from autotune.records.result import Check, DeviceUse, Dropped, Effect, Evaluation, Measured, Result
 from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
+from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
-PROBABLY = 1.02  # a gain that is not sure is said to be likely from here
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
@@ -29,7 +29,8 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     limit = limit_words(result.objective, result.memory_limit_bytes, result.headroom)
     verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
     yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
-    yield Section("Recommended config", (as_code(result.config, "config = "),), "everything not named is off")
+    title = "Best so far, not recommended" if result.doubt else "Recommended config"
+    yield Section(title, (as_code(result.config, "config = "),), "everything not named is off")
     yield _play_off(result)
     yield from _compiling(result)
     if result.front and not in_study:
@@ -86,28 +87,20 @@ def warnings_section(warnings: Iterable[str]) -> Section:
 
 
 def _verdict(result: Result) -> Span:
+    """The verdict in a sentence; what is told of the gain is never decided here."""
+    open_question = f" Not sure: {result.undecided}." if result.undecided else ""
+    found = said_of(result)
+    verdict = found.verdict[0].upper() + found.verdict[1:]
     if result.baseline is None or result.speedup is None:
-        said = "This config runs; the baseline did not, so the speed-up is unknown. The warnings say why."
-        return Span(f"{said} Not sure: {result.undecided}." if result.undecided else said, Tone.BEST)
+        return Span(f"{verdict}, so the speed-up is unknown. The warnings say why.{open_question}", Tone.BEST)
     if result.config == result.baseline.config:
         return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
-    said = f"{times(result.speedup)} the baseline's throughput"
-    if result.speedup_ci:
-        said += f" ({_sure(*result.speedup_ci)})"
-    said += f", with {times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
-    return _in_words(result, said)
-
-
-def _in_words(result: Result, said: str) -> Span:
-    """The verdict on an answer that changes something; what `said` tells of it is never decided here."""
-    if result.verdict == "faster":
-        return Span(f"Faster: {said}.", Tone.BEST)
-    if result.verdict == "slower":
-        return Span(f"Slower: {said}.", Tone.WARNING)
-    if result.verdict == "undecided":
-        likely = "Probably faster" if (result.speedup or 0.0) > PROBABLY else "Undecided whether faster or slower"
-        return Span(f"{likely}: {said}. Not sure: {result.undecided}.", Tone.STRONG)
-    return Span(f"As fast as the baseline within the noise: {said}.", Tone.STRONG)
+    sure = f" ({found.sure})" if found.sure else ""
+    memory = times(result.peak_bytes / result.baseline.peak_bytes)
+    tone = {"faster": Tone.BEST, "slower": Tone.WARNING}.get(result.verdict, Tone.STRONG)
+    return Span(
+        f"{verdict}: {found.gain} the baseline's throughput{sure}, with {memory} its memory.{open_question}", tone
+    )
 
 
 def _kept(result: Result) -> str:
@@ -121,15 +114,16 @@ def _rival(result: Result) -> str:
     rival = result.rival
     if rival is None:
         return ""
-    found = f"{times(rival.speedup)} its throughput, {_sure(*rival.speedup_ci)}"
-    noisy = spread(rival.speedup, *rival.speedup_ci) == NOISY
-    return f" The best of the others, {describe(rival.config)}: {'too noisy to tell' if noisy else found}."
-
-
-def _sure(low: float, high: float) -> str:
-    if low <= 0 or high == float("inf"):  # as earlier versions told it
-        return "from one round, so its interval is unknown"
-    return f"95% interval {interval(low, high)}"
+    low, high = rival.speedup_ci
+    if not is_known(low, high):
+        found = f"{times(rival.speedup)} its throughput, from one round, so its interval is unknown"
+    elif spread(rival.speedup, low, high) == NOISY:
+        found = "too noisy to tell"
+    elif is_wide(low, high):
+        found = f"at most {times(high)} its throughput"
+    else:
+        found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
+    return f" The best of the others, {describe(rival.config)}: {found}."
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
@@ -202,7 +196,7 @@ def _rankings(result: Result) -> Section:
             figures = [
                 rate(ranking.samples_per_s or 0.0),
                 format_bytes(ranking.peak_bytes or 0),
-                times(ranking.speedup),
+                gain_in_table(ranking.speedup, ranking.speedup_ci),
             ]
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
         trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
@@ -341,6 +335,7 @@ def _checked(check: Check) -> str:
 
 def _check(check: Check) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
+    because = f"because of {', '.join(check.cause)}" if check.cause else f"as {bound}"
     names = "" if check.names_equal else ", parameter names changed"
     failed = Span("FAILED", Tone.FAILED) if check.passed is False else Span("undecided", Tone.WARNING)
     passed = Span("passed", Tone.GOOD) if check.passed else failed
@@ -350,7 +345,7 @@ def _check(check: Check) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" as {bound}, {_checked(check)}{names}", noise),
+        (passed, f" {because}, {_checked(check)}{names}", noise),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from autotune.records.result import Result
 from autotune.report.figures import measured_rate, rate, spread, times
+from autotune.report.gain import gain_in_table, said_of
 from autotune.report.run_it import as_code
 from autotune.report.sections import Cell, Section, Span, Tone, table
 from autotune.report.study import machine_facts
@@ -39,9 +40,10 @@ def _name(place: int, studies: Sequence[Study]) -> str:
 
 
 def _figures(answer: Result) -> tuple[Cell, ...]:
-    sure = spread(answer.speedup, *answer.speedup_ci) if answer.speedup is not None and answer.speedup_ci else ""
-    gain = f"{times(answer.speedup)} {sure}".rstrip()
+    found, gain = said_of(answer), gain_in_table(answer.speedup, answer.speedup_ci)
+    if answer.speedup is not None and answer.speedup_ci and gain == times(answer.speedup):
+        gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
     base = answer.baseline
-    verdict = Span(answer.verdict, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
+    verdict = Span(found.brief, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
     speed = next((measured_rate(m) for m in answer.finalists if m.config == answer.config), rate(answer.samples_per_s))
     return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)

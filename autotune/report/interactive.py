@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import AutotuneError
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.result import Measured
 from autotune.report.figures import measured_rate
@@ -21,18 +20,21 @@ if TYPE_CHECKING:
 GREY, INK = "#9aa4af", "#7b8794"  # seen on white and on black
 
 
-def pictures(study: Study) -> Iterator[tuple[str, Figure]]:
-    """Titles and pictures of whatever the study has figures for.
-
-    Raises:
-        AutotuneError: plotly is not installed.
-    """
+def why_no_pictures() -> str:
+    """Why none can be drawn, and what to do about it; empty where they can."""
     try:
-        import plotly.graph_objects as go
+        import plotly.graph_objects  # noqa: F401
     except ImportError:
-        raise AutotuneError(
-            "the report's pictures need plotly, which is not installed; `pip install 'autotune-torch[report]'` adds it"
-        ) from None
+        return "plotly, which draws the pictures, is not installed; `pip install 'autotune-torch[report]'` adds it"
+    return ""
+
+
+def pictures(study: Study) -> Iterator[tuple[str, Figure]]:
+    """Titles and pictures of whatever the study has figures for; none where `why_no_pictures` has a reason."""
+    if why_no_pictures():
+        return
+    import plotly.graph_objects as go
+
     if measured := study.measured_configs():
         yield "Throughput and memory", _front(go, study, measured)
         yield "Throughput and batch size", _throughput(go, measured)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from autotune.records.config import Config
@@ -28,6 +30,13 @@ def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
 
         return Dashboard(stream)
     return Lines(stream)
+
+
+def watching(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
+    """Who watches a search from Python: the listeners given, none of them where there are none, else the view that suits stderr."""
+    if listeners is not None:
+        return listeners
+    return [] if sys.stderr is None else [live_listener(sys.stderr, quiet=False)]  # pythonw has no stderr
 
 
 class WarningsOnly(Listener):
@@ -110,7 +119,9 @@ def is_best(event: ProbeEnded) -> bool:
 
 
 def best_speed(best: tuple[Config, Outcome] | None, baseline: Outcome | None) -> float | None:
-    """Throughput of the best so far over the baseline's, as single processes saw them."""
+    """Throughput of the best so far over the baseline's, as single processes saw them; None where something disturbed one."""
     if best is None or baseline is None or best[1].measurement is None or baseline.measurement is None:
+        return None
+    if best[1].disturbances or baseline.disturbances:
         return None
     return best[1].measurement.samples_per_s / baseline.measurement.samples_per_s

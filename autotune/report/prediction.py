@@ -10,7 +10,7 @@ from autotune.report.answer import limit_words, warnings_section
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.techniques import label_of
 from autotune.techniques.labels import describe, describe_batch
-from autotune.units import GIB, MIB, format_bytes, plural
+from autotune.units import GIB, MIB, format_bytes, format_seconds, plural
 
 _PARTS = (
     ("params", "parameters_bytes", "parameters and buffers"),
@@ -39,6 +39,20 @@ def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
         yield from _not_predicted(prediction)
     if prediction.warnings:
         yield warnings_section(prediction.warnings)
+
+
+def first_words(prediction: MemoryPrediction) -> str:
+    """What is known when plain training was traced, in one line."""
+    group = prediction.groups[0]
+    peak = group.peak
+    batch = describe_batch(peak.config)
+    parts = ", ".join(
+        f"{short} {format_bytes(getattr(peak, field))}" for short, field, _ in _PARTS if getattr(peak, field)
+    )
+    return (
+        f"after {format_seconds(prediction.wall_s)}: with nothing switched on, {batch if group.fits else f'not even {batch}'} fits: "
+        f"{format_bytes(peak.peak_bytes)} of {format_bytes(prediction.usable_bytes)} ({parts}); tracing what may be switched on"
+    )
 
 
 def _one(prediction: MemoryPrediction, peak: PredictedPeak, outside: str) -> Iterator[Section]:

@@ -91,7 +91,9 @@ def _headline(study: Study) -> Section:
     facts = [probed if study.probes else "no probes"]
     facts += [f"{study.num_running} running or left running"] if study.num_running else []
     facts += [f"{study.num_lost} cut short without an outcome"] if study.num_lost else []
-    return Section(study.name, (Paragraph(limit), Paragraph(Span("; ".join(facts), Tone.NOTE))), about)
+    beside = [f"with other memory limits, by --study NAME: {', '.join(study.others)}"] if study.others else []
+    told = ("; ".join(facts), *beside)
+    return Section(study.name, (Paragraph(limit), *(Paragraph(Span(text, Tone.NOTE)) for text in told)), about)
 
 
 def _probes(study: Study) -> Section:

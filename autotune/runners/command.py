@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ from autotune.task.loading import name_of
 from autotune.units import plural
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
+_LOSS_NOT_SEEN = (
+    "the loss is the script's own and is not seen: if it couples the samples of a batch (contrastive, with negatives from the "
+    "batch), other micro batches learn something else; then write the number in place of "
+    "{batch_size}, and give the samples of an optimizer step as --global-batch"
+)
 NO_STEP = (
     "no step of an optimizer of torch.optim was seen until then; a larger --probe-timeout waits longer for a slow start"
 )
@@ -215,12 +220,17 @@ class CommandRunner(LocalRunner):
         global_batch, baseline = self._shared(num_ranks)
         return replace(
             self._drafted(baseline, global_batch, has_batchnorm=bool(found.facts["has_batchnorm"])),
-            facts=found.facts | {"num_ranks": num_ranks},
+            facts=found.facts | {"num_ranks": num_ranks, "warnings": (*found.facts["warnings"], *self._unseen())},
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
             step_samples=found.step_samples,
             shortage=found.shortage,
         )
+
+    def _unseen(self) -> Iterator[str]:
+        """What the user must know of the loss, which is the script's."""
+        if self._command.has(BATCH_SIZE):
+            yield _LOSS_NOT_SEEN
 
     def beside(self) -> None:
         """Nothing: there is nothing to trace."""

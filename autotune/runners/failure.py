@@ -22,7 +22,7 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
     Args:
         device: None where the device could not be entered; if memory was short for that, others hold it.
     """
-    from autotune.devices.oom import attempted_bytes, is_out_of_memory
+    from autotune.devices.oom import attempted_bytes, is_hosts, is_out_of_memory
     from autotune.probe.measure import NonFiniteError
     from autotune.probe.micro_batches import TooFewSamplesError
 
@@ -30,12 +30,15 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
     kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
     attempted = attempted_bytes(error) if oom else 0
     held, crowded = 0, oom
+    on_host = oom and device is not None and device.kind == "cuda" and is_hosts(error)
     if device is not None:
         # read now: `failure` clears the error's frames, and with them what the training held
         held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)
         crowded = oom and bool(_quietly(partial(device.is_crowded, attempted)))
     outcome = failure(error, stage, train_s, kind=kind, peak_bytes=held)
-    outcome = replace(outcome, too_few_samples=isinstance(error, TooFewSamplesError))
+    outcome = replace(outcome, too_few_samples=isinstance(error, TooFewSamplesError), on_host=on_host)
+    if on_host:
+        return replace(outcome, cause=f"the host's memory ran out, not the GPU's: {outcome.cause}")
     if crowded:
         said = f"other processes hold memory of the device that the limit allows: {outcome.cause}"
         outcome = replace(outcome, crowded=True, cause=said)

@@ -18,6 +18,7 @@ from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
+from autotune.predict.traces import Traces
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
@@ -44,6 +45,7 @@ from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
 KEPT_LOGS, KEPT_LOG_BYTES = 500, 64 * 2**20  # of one study's jobs: the oldest go
+HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
 
 
@@ -112,8 +114,8 @@ class LocalRunner(Runner):
         if hello["no_fork"]:
             self.slow_start = f"every probe starts a new interpreter: {hello['no_fork']}"
             self.notes += (self.slow_start,)
-        if is_live:
-            self.notes += (f"this process holds {_held()} itself, which probes do without; free what is not needed",)
+        if is_live and (held := self._held()):
+            self.notes += (f"this process holds {held} itself, which probes do without; free what is not needed",)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -211,6 +213,14 @@ class LocalRunner(Runner):
         self._running.read()
         return self._running.progress
 
+    def found(self, ticket: int) -> Traces | None:
+        """As `Runner.found`."""
+        running = self._running
+        if running is None or running.ticket != ticket or not isinstance(running.job, TraceJob):
+            return None
+        running.read()
+        return running.traces(running.job, "")
+
     def cancel(self, ticket: int) -> None:
         if self._running is not None and self._running.ticket == ticket and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
@@ -261,6 +271,19 @@ class LocalRunner(Runner):
         """What the worker's function for this job takes."""
         return arguments_of(job, device=self._device.name, channel=self._channel)
 
+    def _held(self) -> str:
+        """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""
+        held = []
+        host_bytes = psutil.Process().memory_info().rss
+        if host_bytes >= HELD_SHARE * open_device("cpu").info().free_bytes:
+            held.append(f"{format_bytes(host_bytes)} of host memory")
+        torch = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            gpu_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
+            if self._device.kind == "cuda" and gpu_bytes >= HELD_SHARE * self._device.info().free_bytes:
+                held.append(f"{format_bytes(gpu_bytes)} of GPUs")
+        return " and ".join(held)
+
     def _wait(self, running: InFlight, connection: Connection, timeout_s: float | None) -> dict[str, Any] | None:
         """Read the worker's messages until the supervisor says how the worker ended; None when the time is up before."""
         must_end = running.started_s + running.job.timeout_s + PATIENCE_S
@@ -277,15 +300,6 @@ class LocalRunner(Runner):
         if deadline < must_end:
             return None
         raise ProbeFault(f"the process that starts probes gave no answer within {format_seconds(PATIENCE_S)}")
-
-
-def _held() -> str:
-    """Memory of the process that searches, which built the task and may hold a model and data."""
-    host = f"{format_bytes(psutil.Process().memory_info().rss)} of host memory"
-    torch = sys.modules["torch"]
-    if not torch.cuda.is_initialized():
-        return host
-    return f"{host} and {format_bytes(sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))))} of GPUs"
 
 
 def _number(log: Path) -> int:

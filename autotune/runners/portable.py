@@ -17,6 +17,7 @@ import psutil
 
 from autotune import techniques
 from autotune.devices import open_device
+from autotune.predict.traces import Traces
 from autotune.records.device import DeviceInfo
 from autotune.records.progress import Progress
 from autotune.runners.in_flight import InFlight
@@ -126,6 +127,14 @@ class PortableRunner(Runner):
     def progress(self, ticket: int) -> Progress | None:
         """As `Runner.progress`: of probes alone, which do not run here."""
         return None
+
+    def found(self, ticket: int) -> Traces | None:
+        """As `Runner.found`."""
+        running = self._running and self._running[0]
+        if running is None or running.ticket != ticket or not isinstance(running.job, TraceJob):
+            return None
+        running.read()
+        return running.traces(running.job, "")
 
     def cancel(self, ticket: int) -> None:
         """As `Runner.cancel`."""

@@ -35,6 +35,9 @@ def arguments_of(job: Job, *, device: str, channel: str) -> dict[str, Any]:
                 "calibration": job.calibration.to_dict(),
                 "absent": None if job.absent is None else asdict(job.absent),
                 "trained": dict(job.trained),
+                "comparing_s": job.comparing_s,
+                "trains": job.trains,
+                "not_compared": job.not_compared,
             }
         case ProbeJob() | ModulesJob() | EvaluateJob():
             more = {"num_samples": job.num_samples} if isinstance(job, EvaluateJob) else {}

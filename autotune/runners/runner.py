@@ -9,7 +9,8 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from autotune.errors import AutotuneError
@@ -21,12 +22,14 @@ from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
+from autotune.records.progress import COMPARING, Progress
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
+
+WATCH_S = 1.0  # between two looks at what a trace has found
 
 R = TypeVar("R")
 
@@ -70,8 +73,14 @@ class CalibrateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectJob:
-    """Validate the task and ask which techniques apply; `absent` describes a GPU to ask for that is not there, `trained`
-    what is to be trained of the task where it is not what the task's baseline trains.
+    """Validate the task and ask which techniques apply.
+
+    Attributes:
+        absent: a GPU to ask for that is not there.
+        trained: what is to be trained of the task, where it is not what the task's baseline trains.
+        comparing_s: for finding out whether a batch may be cut; 0 where that is not looked into.
+        not_compared: why finding that out failed before.
+        trains: whether a step is tried. Where not, no model is built for real either, unless its code needs values.
     """
 
     name: ClassVar[str] = "inspect"
@@ -80,6 +89,9 @@ class InspectJob:
     calibration: Calibration = NOT_MEASURED
     absent: DeviceInfo | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
+    comparing_s: float = 0.0
+    trains: bool = True
+    not_compared: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +258,10 @@ class Runner(ABC):
     def progress(self, ticket: int) -> Progress | None:
         """How far a probe in flight has come; None for a ticket that is not in flight."""
 
+    def found(self, ticket: int) -> Traces | None:
+        """What a trace in flight has found so far; None where that is not known."""
+        return None
+
     @abstractmethod
     def cancel(self, ticket: int) -> None:
         """End a job early. `collect` still returns it: a probe as a time-out, with the bound that it leaves."""
@@ -268,6 +284,8 @@ class Runner(ABC):
         calibration: Calibration = NOT_MEASURED,
         absent: DeviceInfo | None = None,
         trained: Mapping[str, Choice] | None = None,
+        comparing_s: float = 0.0,
+        trains: bool = True,
     ) -> Inspection | Outcome:
         """Validate the task and ask which techniques apply to it; an `Outcome` when that failed.
 
@@ -275,6 +293,8 @@ class Runner(ABC):
             calibration: of the runner's device, which decides what is worth trying.
             absent: a GPU that is not there, to ask for in place of the runner's device.
             trained: what is to be trained of the task, by techniques; where it says nothing, what the baseline trains.
+            comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
+            trains: whether to try a step on a model that is built for real.
         """
         job = InspectJob(
             memory_limit_bytes=memory_limit_bytes,
@@ -282,8 +302,13 @@ class Runner(ABC):
             calibration=calibration,
             absent=absent,
             trained=trained or {},
+            comparing_s=comparing_s,
+            trains=trains,
         )
         result = self._run_undisturbed(job)
+        # whatever the user's code does while batches are compared, the task may train
+        if isinstance(result, Outcome) and result.stage == COMPARING:
+            result = self._run_undisturbed(replace(job, comparing_s=0.0, not_compared=result.cause))
         assert isinstance(result, Inspection | Outcome), result
         return result
 
@@ -341,6 +366,7 @@ class Runner(ABC):
         *,
         known: Traces | None = None,
         slice_s: float = math.inf,
+        watch: Callable[[Traces], None] | None = None,
     ) -> Traces:
         """Find the memory that configs need without running them; each group of techniques is traced once. Never raises.
 
@@ -349,6 +375,7 @@ class Runner(ABC):
             timeout_s: tracing is killed then, and the group that it was at has failed.
             known: traces that are there already and are not traced again.
             slice_s: no group is begun after that, but for the first one.
+            watch: is told now and then what is known so far.
 
         Returns:
             `known` and what was found, in `failures` what cannot be traced. What is left when the time is up is in
@@ -364,7 +391,7 @@ class Runner(ABC):
                 return traces
             job = TraceJob(plan=left, target=target, slice_s=slice_s - spent_s, timeout_s=timeout_s - spent_s)
             try:
-                found = self._run(job)
+                found = self._run(job, None if watch is None else partial(_tell, watch, traces))
             except ProbeFault as fault:
                 why = str(fault)
                 continue
@@ -381,11 +408,12 @@ class Runner(ABC):
         result = self._run(job)
         return self._run(job) if isinstance(result, Outcome) and result.crowded else result
 
-    def _run(self, job: Job) -> JobResult:
-        """Run one job to its end, while nothing else is in flight."""
+    def _run(self, job: Job, watch: Callable[[Traces | None], None] | None = None) -> JobResult:
+        """Run one job to its end, while nothing else is in flight. `watch` is told what a trace has found so far."""
         ticket = self.submit(job)
         try:
-            finished = self.collect()
+            while (finished := self.collect(None if watch is None else WATCH_S)) is None and watch is not None:
+                watch(self.found(ticket))
         except KeyboardInterrupt:
             self.cancel(ticket)
             with contextlib.suppress(ProbeFault):
@@ -394,3 +422,8 @@ class Runner(ABC):
         if finished is None or finished.ticket != ticket:
             raise RuntimeError("another job was in flight; collect it before running one alone")
         return finished.result
+
+
+def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces | None) -> None:
+    if found is not None:
+        watch(known.merged(found))

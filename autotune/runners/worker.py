@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPILING, Progress
+from autotune.records.progress import COMPARING, COMPILING, Progress
 from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import failed_job, failure
 from autotune.task import Task
@@ -28,10 +28,13 @@ from autotune.task import Task
 if TYPE_CHECKING:
     from autotune.devices import Device
     from autotune.probe.measure import Run
+    from autotune.session import Session
 
 Report = Callable[[Progress], None]
+MAX_CAUSE = 900  # characters of a cause and what is told of a sample
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
 _PR_SET_PDEATHSIG = 1
 
@@ -126,7 +129,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     from autotune.probe.measure import LATE, Run
     from autotune.probe.overflow import first_overflow
     from autotune.recovery import RAISE
-    from autotune.session import Session, prepare
+    from autotune.session import prepare
 
     settings = ProbeSettings(**arguments["settings"])
     started = time.perf_counter()
@@ -141,6 +144,8 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     except BaseException as error:
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
         outcome = failed_job(error, device, stage, train_s)
+        if time.perf_counter() - started < settings.timeout_s / 2:
+            outcome = _with_odd_sample(outcome, task, _raises_alone(session, type(error)))
     in_time_s = LATE * settings.timeout_s
     # A time-out of the second run, which takes as long again, would hide what is known by now.
     again = 2 * (time.perf_counter() - started) < in_time_s
@@ -154,6 +159,41 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
                 outcome, overflow=overflow, cause=f"{outcome.cause}; {overflow}"[:500] if overflow else outcome.cause
             )
     return {"outcome": outcome.to_dict()}
+
+
+def _raises_alone(session: Session | None, kind: type[BaseException]) -> Callable[[Any], bool] | None:
+    """Whether the loss of one sample raises such an error; None where that cannot be asked."""
+    if session is None or session.task.takes_whole_steps:
+        return None
+    import torch
+    from torch.utils.data import default_collate
+
+    from autotune.task.batches import to_device
+
+    def raises(sample: Any) -> bool:
+        with torch.no_grad():
+            batch = (session.task.collate_fn or default_collate)([sample])
+            try:
+                session.task.loss(session.model.eval(), to_device(batch, session.device))
+            except kind:
+                return True
+        return False
+
+    return raises
+
+
+def _with_odd_sample(outcome: Outcome, task: Task, raises: Callable[[Any], bool] | None = None) -> Outcome:
+    """A failure by what training was given, with the sample that is unlike the others, if there is one."""
+    from autotune.task.odd_samples import odd_sample
+
+    if outcome.kind not in (Kind.ERROR, Kind.NONFINITE) or outcome.own_fault or outcome.device_fault:
+        return outcome
+    told = ""
+    with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
+        told = odd_sample(task, raises, nonfinite=outcome.kind is Kind.NONFINITE)
+    if not told or told in outcome.cause:
+        return outcome
+    return replace(outcome, cause=f"{outcome.cause}; {told}"[:MAX_CAUSE])
 
 
 def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -177,21 +217,40 @@ def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> 
 
 
 def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Validate the task and say what applies to it: arguments `device`, or `absent` (a `DeviceInfo`), and those of `inspect_task`."""
+    """Validate the task and say what applies to it: arguments `device`, or `absent` (a `DeviceInfo`), `trains`, and those of
+    `inspect_task`.
+    """
     from autotune.devices import open_device
     from autotune.devices.absent import AbsentGpu
     from autotune.probe.inspection import inspect_task
     from autotune.records.device import DeviceInfo
 
-    name, absent = arguments.pop("device"), arguments.pop("absent")
+    name, absent, trains = arguments.pop("device"), arguments.pop("absent"), arguments.pop("trains")
+    longest_s = HANGING_TIMES * arguments.get("comparing_s", 0.0)
+
+    def watched(progress: Progress) -> None:
+        report(progress)
+        if hasattr(signal, "setitimer"):  # a comparison that hangs is ended; another inspection goes on without it
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, longest_s if progress.stage == COMPARING else 0.0)
+
     device: Device = open_device(name) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
     if absent is not None or device.kind != "cuda":
         hide_gpus()
     seed_everything(0)
     try:
-        return {"inspection": inspect_task(task, device=device, **arguments)}
+        if trains:
+            return {"inspection": inspect_task(task, device=device, report=watched, **arguments)}
+        device.enter()
+        outside_bytes = device.current_bytes()  # what is imported now, no probe holds
+        from autotune.devices.host import bound_host_memory
+        from autotune.predict.inspection import inspect_untrained
+
+        device = AbsentGpu(device.info()) if device.kind == "cuda" else device
+        found = inspect_untrained(task, device=device, host_bytes=bound_host_memory(), **arguments)
+        return {"inspection": found | {"outside_bytes": outside_bytes}}
     except BaseException as error:
-        return {"outcome": failed_job(error, device, "setup").to_dict()}
+        return {"outcome": _with_odd_sample(failed_job(error, device, "setup"), task).to_dict()}
 
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -217,13 +276,15 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     is told, and `slice_s`, after which none is begun.
     """
     hide_gpus()  # tracing for a GPU must not touch one
+    from autotune.devices.host import bound_host_memory
     from autotune.predict.job import trace_plan
     from autotune.predict.plan import Plan
 
     seed_everything(0)
+    host_bytes = bound_host_memory()
     channel = Channel(arguments["channel"])
     started, num_begun = time.monotonic(), 0
-    for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"]):
+    for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"], host_bytes):
         if "begun" in message:
             if num_begun and time.monotonic() >= started + arguments["slice_s"]:
                 break
@@ -236,12 +297,14 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
     from autotune import techniques
+    from autotune.devices.host import bound_host_memory
     from autotune.predict.anatomy import anatomies
 
     seed_everything(0)
+    host_bytes = bound_host_memory()
     started, found = time.monotonic(), []
     configs = (techniques.complete(config) for config in arguments["configs"])
-    for anatomy in anatomies(task, configs, arguments["target"]):
+    for anatomy in anatomies(task, configs, arguments["target"], host_bytes):
         found.append(anatomy if isinstance(anatomy, str) else anatomy.to_dict())
         if time.monotonic() >= started + arguments["slice_s"]:
             break

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, stdev
 
+from autotune.devices.contention import DISTURBED
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.result import Measured
 
 SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
+DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than threads lack in the mean
+MOST_HELD = 0.95  # share of its time that others can have held of a process that took steps
+NORMAL_95 = 1.96
 
 
 def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -25,14 +29,37 @@ def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[flo
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def at_one_time(searched: Mapping[Config, Measured], played: Mapping[Config, Measured]) -> dict[Config, Measured]:
+def unrest(outcome: Outcome) -> float:
+    """How far a disturbance may have moved the logarithm of a process's speed: its standard deviation, 0 where none was seen.
+
+    Others held the processor for a share of its time. A clock that was throttled has no such share: it counts as the least
+    that is called a disturbance.
+    """
+    if outcome.measurement is None or not outcome.disturbances:
+        return 0.0
+    held = min(max(outcome.measurement.contention, DISTURBED), MOST_HELD)
+    return -DELAYED * math.log1p(-held)
+
+
+def undisturbed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The processes that were measured and that nothing was seen to disturb."""
+    return [outcome for outcome in outcomes if outcome.measurement and not outcome.disturbances]
+
+
+def at_one_time(
+    searched: Mapping[Config, Measured], played: Mapping[Config, Measured], disturbed: Collection[Config] = ()
+) -> dict[Config, Measured]:
     """The figures of the search and of the play-off side by side, although the machine may have become slower in between.
 
     A config that played has its figures there. The speed of another one is multiplied by what those that ran in both have
-    changed by, in the median.
+    changed by, in the median; but nothing is told to be faster than it was measured.
+
+    Args:
+        disturbed: the configs whose figure of the search other work disturbed: these tell nothing of a change.
     """
-    both = [math.log(played[c].samples_per_s / searched[c].samples_per_s) for c in played.keys() & searched.keys()]
-    change = math.exp(median(both)) if both else 1.0
+    both = (played.keys() & searched.keys()) - {*disturbed}
+    changes = [math.log(played[config].samples_per_s / searched[config].samples_per_s) for config in both]
+    change = min(1.0, math.exp(median(changes))) if changes else 1.0
     return {config: times_as_fast(found, change) for config, found in searched.items()} | {**played}
 
 
@@ -48,17 +75,24 @@ def times_as_fast(found: Measured, factor: float) -> Measured:
 
 
 def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
-    """The throughput over fresh processes of a config, with the interval between them. At least one must have run."""
-    found = [outcome.measurement for outcome in outcomes if outcome.measurement]
+    """The throughput over fresh processes of a config, with the interval between them. At least one must have run.
+
+    Processes that other work disturbed count for the peak alone, unless all of them were.
+    """
+    ran = [outcome for outcome in outcomes if outcome.measurement]
+    counted = undisturbed(ran) or ran
+    found = [outcome.measurement for outcome in counted if outcome.measurement]
     if len(found) == 1:
         speed, low, high = found[0].samples_per_s, found[0].samples_per_s_low, found[0].samples_per_s_high
     else:
         speed, low, high = ratio_interval([math.log(measurement.samples_per_s) for measurement in found])
+    more = NORMAL_95 * min(map(unrest, counted))
+    below, above = (math.hypot(math.log(edge / speed), more) for edge in (low, high))
     return Measured(
         config=config.as_dict(),
         samples_per_s=speed,
-        samples_per_s_ci=(low, high),
-        peak_bytes=max(measurement.peak_bytes for measurement in found),
+        samples_per_s_ci=(speed * math.exp(-below), speed * math.exp(above)) if more else (low, high),
+        peak_bytes=max(outcome.measurement.peak_bytes for outcome in ran if outcome.measurement),
         step_s=median(one.step_s * one.samples_per_s for one in found) / speed,  # the samples of a step, at that speed
-        num_processes=len(found),
+        num_processes=len(ran),
     )

@@ -16,9 +16,13 @@ import filelock
 from autotune import techniques
 from autotune.errors import StudyError
 from autotune.records.config import Choice
+from autotune.units import format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
+LIMITED_BESIDE = (
+    "limited_beside"  # attribute of a study with another memory limit: the name of the one that was there before
+)
 RANKED_BESIDE = "ranked_beside"  # attribute of a study in which something else is trained: the name of the user's own
 
 
@@ -31,12 +35,14 @@ class Place:
         name: of the study in which the task's own baseline is trained.
         file: of an SQLite database.
         trained: what is trained, as far as the task's own baseline does not train it.
+        beside: name of the study that was there before, with another memory limit; empty where this is the first.
     """
 
     storage: str
     name: str
     file: Path | None
     trained: Mapping[str, Choice] = field(default_factory=dict)
+    beside: str = ""
 
     @property
     def study(self) -> str:
@@ -52,6 +58,11 @@ class Place:
     def training(self, choices: Mapping[str, Choice]) -> Place:
         """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's."""
         return replace(self, trained={**self.trained, **choices})
+
+    def within(self, memory_limit_bytes: int) -> Place:
+        """The place, in the same storage, of the study with that memory limit, where this place's has another."""
+        name = f"{self.name} memory_limit={format_exact_bytes(memory_limit_bytes)}"
+        return replace(self, name=name, beside=self.name)
 
     @property
     def logs(self) -> Path:

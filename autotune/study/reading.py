@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,10 @@ from autotune.records.formats import require_readable
 from autotune.records.front import front_of
 from autotune.records.result import Measured, Result
 from autotune.records.trial import Trial
-from autotune.study.figures import at_one_time, measured
+from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
-from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, RANKED_BESIDE
-from autotune.study.store import FORMAT, trials_of
+from autotune.study.place import DEFAULT_FOLDER, LIMITED_BESIDE, PLAY_OFF_OF, RANKED_BESIDE
+from autotune.study.store import FORMAT, SEARCHED_AT, trials_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +44,7 @@ class Study:
         attributes: facts that the search recorded about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
             `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`, `no_answer` (why a search found none).
         probes: every finished probe, in order.
+        others: names of the task's studies with other memory limits, in the same storage.
         num_running: probes in progress, or left in that state by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
         result: the last answer; None if no search of the study has found one.
@@ -56,6 +57,7 @@ class Study:
     num_running: int
     num_lost: int
     result: Result | None = field(repr=False)
+    others: tuple[str, ...] = ()
 
     @property
     def file(self) -> Path | None:
@@ -109,11 +111,13 @@ class Study:
         """
         searched: dict[Config, Measured] = {}
         played: dict[Config, Measured] = {}
+        disturbed: list[Config] = []
         for config, trials in feasible_each_time(self.probes).items():
             for found, in_play_off in ((searched, False), (played, True)):
                 if outcomes := [trial.outcome for trial in trials if trial.in_play_off is in_play_off]:
                     found[config] = measured(config, outcomes)
-        return tuple(at_one_time(searched, played).values())
+                    disturbed += [config] if not in_play_off and not undisturbed(outcomes) else []
+        return tuple(at_one_time(searched, played, disturbed).values())
 
     def front_configs(self) -> tuple[Measured, ...]:
         """The memory/throughput front: the feasible configs that no other beats in both, by increasing memory."""
@@ -125,7 +129,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
     Args:
         path_or_url: a database file such as `studies/gpt.db`, `gpt` for short, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
-        study: the study's name; optional if the storage holds one study, those of rankings beside it not counted.
+        study: the study's name; optional if the storage holds one study, those of rankings beside it not counted. Of studies
+            that differ by their memory limit, the last that was searched is read where none is named.
 
     Raises:
         StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
@@ -146,8 +151,9 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             )
         try:
             kept = storage.get_all_studies()
-            searches = {s.study_name: s.user_attrs.get(RANKED_BESIDE) for s in kept if PLAY_OFF_OF not in s.user_attrs}
-            name = _choose([s for s, beside in searches.items() if study or beside not in searches], study, given)
+            searches = {one.study_name: one.user_attrs for one in kept if PLAY_OFF_OF not in one.user_attrs}
+            own = {name: about for name, about in searches.items() if about.get(RANKED_BESIDE) not in searches}
+            name = _choose(searches if study else own, study, given)
             parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
             studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
             attributes = next(one for one in studies if one.study_name == name).user_attrs
@@ -166,6 +172,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         name=name,
         storage=given if "://" in given else str(file),
         attributes={key: value for key, value in attributes.items() if key != "result"},
+        others=_of_one_task(own, name),
         probes=tuple(trials_of(trials)),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
         num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
@@ -233,17 +240,29 @@ def _databases_near(file: Path) -> str:
     return f"; there is {', '.join(map(str, found[:5]))}"
 
 
-def _choose(names: list[str], wanted: str | None, given: str) -> str:
-    listed = ", ".join(sorted(names))
-    if wanted is None and len(names) == 1:
-        return names[0]
-    if not names:
+def _choose(searches: Mapping[str, Mapping[str, Any]], wanted: str | None, given: str) -> str:
+    """The study wanted; without a name the only one, and of those that differ by their memory limit the last that was searched.
+
+    Args:
+        searches: name -> attributes.
+    """
+    listed = ", ".join(sorted(searches))
+    if not searches:
         raise StudyError(f"{given} holds no study yet; `autotune search` makes one")
     if wanted is None:
-        raise StudyError(f"{given} holds {len(names)} studies; choose one with --study: {listed}")
-    if wanted not in names:
+        last = max(searches, key=lambda name: searches[name].get(SEARCHED_AT, ""))
+        if len(_of_one_task(searches, last)) + 1 < len(searches):
+            raise StudyError(f"{given} holds {len(searches)} studies; choose one with --study: {listed}")
+        return last
+    if wanted not in searches:
         raise StudyError(f"{given} holds no study {wanted!r}; it holds: {listed}")
     return wanted
+
+
+def _of_one_task(searches: Mapping[str, Mapping[str, Any]], name: str) -> tuple[str, ...]:
+    """The other studies that differ from one by their memory limit."""
+    first = {other: about.get(LIMITED_BESIDE, other) for other, about in searches.items()}
+    return tuple(sorted(other for other in first if other != name and first[other] == first.get(name)))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import optuna
@@ -34,6 +35,7 @@ from autotune.units import format_bytes
 # feasible value. Both open.
 FORMAT = 3
 MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
+SEARCHED_AT = "searched_at"  # attribute: when the last search began, in UTC
 NO_ANSWER = "no_answer"  # attribute: why the last search found none; empty where it did, or did not end
 
 
@@ -92,7 +94,8 @@ class Store:
             found = self._study.user_attrs.get("format", 1)
             require_readable(f"the study {place.study} in {place.storage}", found, FORMAT)
             _require_equal(place, known, dict(fingerprint))
-        facts = {"format": FORMAT, "fingerprint": dict(fingerprint), NO_ANSWER: ""}
+        now = datetime.now(UTC).isoformat()
+        facts = {"format": FORMAT, "fingerprint": dict(fingerprint), NO_ANSWER: "", SEARCHED_AT: now}
         for key, value in {**facts, **attributes}.items():
             self._study.set_user_attr(key, value)
         for study in filter(None, (self._study, self._play_off)):

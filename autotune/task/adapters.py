@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -127,6 +128,19 @@ def accumulates(model: Any, num_micro_batches: int) -> None:
     """Let a LightningModule count optimizer steps of so many micro batches."""
     if is_lightning(model) and isinstance(model._trainer, TrainerStandIn):
         model._trainer.accumulate_grad_batches = num_micro_batches
+
+
+@contextlib.contextmanager
+def uncounted(model: Any) -> Iterator[None]:
+    """Around a forward pass for which a LightningModule shall not count a batch."""
+    if not is_lightning(model):
+        yield
+        return
+    before = model._trainer.num_batches
+    try:
+        yield
+    finally:
+        model._trainer.num_batches = before
 
 
 def take_manual_steps(model: Any) -> None:
@@ -256,6 +270,12 @@ class LightningData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LightningData, (self._build_model,)
+
+    def of_models(self, build_model: Callable[[], Any]) -> LightningData:
+        """The data of modules that are built otherwise; what is loaded already stays."""
+        other = LightningData(build_model)
+        other._made = self._made
+        return other
 
     def train_dataset(self) -> Any:
         """The training loader's dataset."""

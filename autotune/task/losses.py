@@ -71,6 +71,12 @@ def default_weight(batch: Any, *, shifts_labels: bool) -> float | None:
     return float(y.numel() if y.is_floating_point() else y.ne(IGNORED_LABEL).sum())
 
 
+def shares_of(weights: list[float]) -> list[float]:
+    """Each micro batch's weight in the mean over all; equal weights if none has a term."""
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
+
+
 def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
     scores = logits.dim() == y.dim() + 1 and y.dim() > 0
     class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1

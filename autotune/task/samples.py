@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.task.describe import describe
+from autotune.task.usercode import user_code
 from autotune.units import plural
 
 NUM_SAMPLED = 512
 MAX_SAMPLING_S = 2.0
+_ADVICE = "correct that sample, or leave it out of the dataset, and run again"
 
 
 class Sampled(NamedTuple):
@@ -69,10 +71,10 @@ def widest_first(dataset: Any, *, seed: int = 0) -> Sampled:
     samples: Iterable[tuple[int, Any]]
     in_time = True
     if size is None:
-        samples = enumerate(itertools.islice(dataset, NUM_SAMPLED))
+        samples = itertools.islice(read_stream(dataset), NUM_SAMPLED)
     else:
         positions = random.Random(seed).sample(range(size), min(size, NUM_SAMPLED))
-        samples = ((position, dataset[position]) for position in positions)
+        samples = ((position, read(dataset, position)) for position in positions)
     for position, sample in samples:
         widths.append((width(sample), position))
         if time.monotonic() > deadline:
@@ -96,11 +98,30 @@ def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]
         )
     positions = list(itertools.islice(itertools.cycle(widest), count))
     if not stream:
-        return [dataset[position] for position in positions]
+        return [read(dataset, position) for position in positions]
     wanted = set(positions)
-    taken = itertools.islice(dataset, max(wanted) + 1)
-    found = {position: sample for position, sample in enumerate(taken) if position in wanted}
+    taken = itertools.islice(read_stream(dataset), max(wanted) + 1)
+    found = {position: sample for position, sample in taken if position in wanted}
     return [found[position] for position in positions]
+
+
+def read(dataset: Any, position: int) -> Any:
+    """One sample of a dataset. Raises TaskError with its position where it cannot be read."""
+    with user_code(f"reading sample {position} of your train_dataset", _ADVICE):
+        return dataset[position]
+
+
+def read_stream(dataset: Any) -> Iterator[tuple[int, Any]]:
+    """The samples of a stream, counted from 0. Raises TaskError with the position of one that cannot be read."""
+    with user_code("beginning to read your train_dataset"):
+        stream = iter(dataset)
+    for position in itertools.count():
+        with user_code(f"reading sample {position} of your train_dataset", _ADVICE):
+            try:
+                sample = next(stream)
+            except StopIteration:
+                return
+        yield position, sample
 
 
 def width(sample: Any) -> int:

@@ -129,6 +129,11 @@ class Task:
         It counts as coming from the same source: a config says what of it is trained.
         """
         origin = self.origin and replace(self.origin, loaded={**self.origin.loaded, **changes})
+        if (data := self._lightning_data) is not None and "build_model" in changes:
+            own = data.of_models(changes["build_model"])
+            changes["train_dataset"] = own.train_dataset
+            if self.collate_fn == data.collate_fn:
+                changes["collate_fn"] = own.collate_fn
         task = replace(self, origin=origin, **changes)
         _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
         return task
@@ -328,6 +333,13 @@ class Task:
     def small_batch(self, batch_size: int) -> Any:
         """Like `batch`, of the first samples of the training set instead of its widest: quick, and always the same ones."""
         return self._batch(batch_size, range(batch_size))
+
+    def batch_of(self, positions: Sequence[int]) -> Any:
+        """A micro batch of the training set's samples at these positions (of a stream, counted from its start). Raises TaskError."""
+        from torch.utils.data import default_collate
+
+        members = samples.widest_samples(self.dataset(), positions, len(positions))
+        return (self.collate_fn or default_collate)(members)
 
     def cuts(self) -> Cuts:
         """Where the samples of a batch are, so that others than `make_batch` can cut it; found once per process.

@@ -110,13 +110,14 @@ def _package_folder() -> str:
 def _happened(error: BaseException) -> str:
     """`raised ValueError: bad shape (model.py, line 12)`."""
     if isinstance(error, SystemExit):
-        return f"called sys.exit({error.code!r}){_place(error)}"
+        return f"called sys.exit({error.code!r}){user_place(error)}"
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     first_line = next(iter(text.strip().splitlines()), "")[:_MAX_TEXT].rstrip(".")
-    return f"raised {type(error).__name__}{': ' if first_line else ''}{first_line}{_place(error)}"
+    return f"raised {type(error).__name__}{': ' if first_line else ''}{first_line}{user_place(error)}"
 
 
-def _place(error: BaseException) -> str:
+def user_place(error: BaseException) -> str:
+    """` (model.py, line 12)`: the user's own line that raised `error`; empty where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         line = f": `{error.text.strip()[:120]}`" if error.text else ""
         return f" ({os.path.basename(error.filename)}, line {error.lineno}{line})"

@@ -179,6 +179,13 @@ def _has_arithmetic(choice: str) -> bool:
 
 def _impossible(setting: Setting, choice: str) -> str:
     """Why a CPU cannot train the model in a type at all, by trying; empty where it can."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # what torch can do is seen on real tensors alone
+        return _refused_by_torch(setting, choice)
+
+
+def _refused_by_torch(setting: Setting, choice: str) -> str:
     if choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
         return "this torch build cannot train in fp16 on a CPU"
     if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):

@@ -19,6 +19,8 @@ TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
 HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
+UNDO_SHARE = 0.15  # of the time that exploring and play-off share, at most, to tell what the answer's changes do
+END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
 RECENT = 8  # probes that tell how long the next one takes
 
 
@@ -37,8 +39,9 @@ class Budget:
         lost_s: seconds of probes that ended as a time-out, ended early or killed.
         first_probe_s: seconds from the start to the first probe; None before it.
         shared_from_s: when exploring and the play-off began to share the rest of the time, in seconds from the start.
-        is_checked: whether the answer will be checked, for which time is kept.
-        check_s: how long the longest check has taken, which the answer's own check will take again.
+        keeps_checks: whether time is kept for comparing the finalists with plain fp32.
+        kept_probes: for as many probes time is kept, to undo changes of the best.
+        check_s: how long the longest comparison has taken, which the next will take again.
         evaluation_s: for what comes after the answer, beyond `budget_s`: finding the batch size for evaluation.
     """
 
@@ -52,7 +55,8 @@ class Budget:
     lost_s: float = 0.0
     first_probe_s: float | None = None
     shared_from_s: float = 0.0
-    is_checked: bool = True
+    keeps_checks: bool = True
+    kept_probes: int = 0
     check_s: float = 0.0
     evaluation_s: float = 0.0
 
@@ -75,17 +79,17 @@ class Budget:
         """Seconds until a running probe is cut short: one time-out beyond the budget as long as nothing is feasible."""
         if not has_answer:
             return self.budget_s + self.first_timeout_s - self.elapsed_s
-        return self.latest_s - self._kept_for_check_s - self.elapsed_s
+        return self.latest_s - max(self._kept_for_checks_s, END_SHARE * self.budget_s) - self.elapsed_s
 
     @property
     def free_s(self) -> float:
         """Seconds for more probes: until the answer must be checked."""
-        return self.budget_s - self._kept_for_check_s - self.elapsed_s
+        return self.budget_s - self._kept_for_checks_s - self.elapsed_s
 
     @property
-    def _kept_for_check_s(self) -> float:
-        """The first check may take as long as the inspection."""
-        if not self.is_checked:
+    def _kept_for_checks_s(self) -> float:
+        """The first comparison may take as long as the inspection."""
+        if not self.keeps_checks:
             return 0.0
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
@@ -132,8 +136,11 @@ class Budget:
             case 1 if history.space.baseline in history.feasible:
                 leave_s = 0.0
             case _:
-                leave_s = finalists.time_to_leave(expected_s, shared_s)
+                leave_s = finalists.time_to_leave(expected_s, shared_s) + self._kept_for_undoing_s(expected_s, shared_s)
         return self.free_s - expected_s - leave_s
+
+    def _kept_for_undoing_s(self, probe_s: float, shared_s: float) -> float:
+        return min(self.kept_probes * probe_s, UNDO_SHARE * shared_s)
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
         """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""

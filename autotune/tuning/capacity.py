@@ -29,7 +29,7 @@ def answer(
     *,
     memory_limit_bytes: int,
     headroom: float,
-    timeout_s: float,
+    ended_after_s: float | None,
     trace_s: float,
     wall_s: float,
 ) -> MemoryPrediction:
@@ -37,7 +37,7 @@ def answer(
 
     Args:
         asked: the config; None for all combinations.
-        timeout_s: what tracing was given; it took `trace_s`.
+        ended_after_s: the time that there was, where it was up before all was traced.
 
     Raises:
         TaskError: nothing that was asked for could be traced; the message says why.
@@ -58,8 +58,8 @@ def answer(
             "`autotune search` learns it from probes instead"
         )
     warnings = list(_warnings(inspection, config, groups))
-    if traces.failures and trace_s >= timeout_s:
-        warnings.append(f"tracing was ended after {format_seconds(timeout_s)}; give it more time with --timeout")
+    if ended_after_s is not None:
+        warnings.append(f"tracing was ended after {format_seconds(ended_after_s)}; give it more time with --timeout")
     fits = question.fits(config) if config is not None else any(group.fits for group in groups)
     return MemoryPrediction(
         task=inspection.facts["name"],
@@ -94,6 +94,8 @@ def _warnings(inspection: Inspection, config: PredictedPeak | None, groups: Sequ
             support = inspection.support_of(name)
             if support.reason and choice not in (*support.choices, *support.optional):
                 yield f"{name}={choice} does not apply here: {support.reason}"
+    if inspection.built_for_real:
+        yield f"the model was built for real, in the host's memory: {inspection.built_for_real}"
     optional = inspection.batch.optional_accumulation_steps
     if any(group.peak.config["accumulation_steps"] in optional for group in groups):
         yield inspection.batch.reason

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.trial import PLAY_OFF, Proposal
+from autotune.study.figures import unrest
 from autotune.tuning import finalists
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
@@ -35,7 +37,12 @@ def finalists_of(search: Search) -> list[Config]:
         others = [config for config in ranked if config != history.space.baseline][:1]
     if not others:
         return []
-    return others[: finalists.affordable(budget.free_s, median(history.probe_wall_s))]
+    num = finalists.affordable(budget.free_s, median(history.probe_wall_s))
+    best = ranked[others[0]].measurement
+    if best is None or history.objective.is_short_of_memory(best.peak_bytes):
+        return others[:num]
+    merits = {config: history.objective.merit(ranked[config]) for config in others}
+    return finalists.with_the_simplest(merits, num, lambda config: len(history.space.changes(config)))
 
 
 def confirm(
@@ -44,13 +51,13 @@ def confirm(
     """Go on with the play-off of the best few and the baseline; None when no round was completed.
 
     Args:
-        admit: whether a config may replace a finalist that failed, or come in when others have lost.
+        admit: whether a config may play.
         share: of the time left, that it may take.
     """
     if search.play_off is None:
         search.play_off = _opened(search)
     play_off, ranked = search.play_off, _ranked(search)
-    playing = finalists_of(search)
+    playing = list(filter(admit, finalists_of(search)))
     merits = {config: search.history.objective.merit(outcome) for config, outcome in ranked.items()}
     candidates = [config for config in ranked if config != search.history.space.baseline]
     for config in playing:
@@ -84,7 +91,10 @@ def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool
     logs = {config: math.log(history.objective.merit(outcome)) for config, outcome in history.feasible.items()}
     others = (log for config, log in logs.items() if config != best)
     bar = max(others, default=None)  # it is looked at for being the best
-    searched = {config: Searched(log, bar if config == best else None) for config, log in logs.items()}
+    searched = {
+        config: Searched(log, bar if config == best else None, unrest(history.known[config]))
+        for config, log in logs.items()
+    }
     ahead = play_off.evidence(searched=searched).difference(best, standing.answer.config)
     return ahead.chance_below(CLOSE) < RISK and admit(best)
 
@@ -118,7 +128,7 @@ def _opened(search: Search) -> PlayOff:
     rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]
     # the first: what was measured again was so because it was high
     first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
-    searched = Searched(math.log(history.objective.merit(first))) if runs and first is not None else None
+    searched = Searched(math.log(history.objective.merit(first)), None, unrest(first)) if runs and first else None
     return PlayOff(
         _entrant(search, baseline, searched) if runs else None,
         run,
@@ -140,7 +150,10 @@ def _entrant(search: Search, config: Config, searched: Searched | None) -> Entra
         for trial in search.history.trials
         if trial.round is not None and trial.round in whole and trial.config == config and trial.feasible
     }
-    return Entrant(config, searched, search.history.known[config].running_s, earlier)
+    probe = search.history.known[config]
+    if searched is not None:
+        searched = replace(searched, unrest=max(searched.unrest, unrest(probe)))
+    return Entrant(config, searched, probe.running_s, earlier, probe=probe)
 
 
 def _challenger(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Config
 from autotune.records.result import Effect
 from autotune.records.trial import Trial
+from autotune.study.figures import unrest
 from autotune.study.history import feasible_each_time
 from autotune.tuning.evidence import SEARCH, Evidence
 
@@ -26,7 +27,10 @@ def effects(answer: Config, baseline: Config, probed: Sequence[Trial]) -> tuple[
     """
     known = feasible_each_time(probed)
     calm = {config for config, trials in known.items() if not all(trial.outcome.disturbances for trial in trials)}
-    evidence = Evidence({config: _logs(trials) for config, trials in known.items()}, {})
+    disturbances: dict[Hashable, dict[int, float]] = {
+        config: {_round(t): unrest(t.outcome) for t in trials} for config, trials in known.items()
+    }
+    evidence = Evidence({config: _logs(trials) for config, trials in known.items()}, {}, disturbances)
     found = []
     for name, choice in answer.differences(baseline).items():
         if name == ACCUMULATION:
@@ -65,8 +69,13 @@ def _logs(trials: Sequence[Trial]) -> Mapping[int, float]:
     """A config's throughput by round, in logarithms. That of the search stays: it ties configs that did not play to the others."""
     calm = any(trial.in_play_off and not trial.outcome.disturbances for trial in trials)
     used = [trial for trial in trials if not (calm and trial.in_play_off and trial.outcome.disturbances)]
-    found = [(SEARCH if trial.round is None else trial.round, trial.outcome.measurement) for trial in used]
+    found = [(_round(trial), trial.outcome.measurement) for trial in used]
     return {number: math.log(measured.samples_per_s) for number, measured in found if measured is not None}
+
+
+def _round(trial: Trial) -> int:
+    """The round of the play-off that a trial belongs to; the search counts as one."""
+    return SEARCH if trial.round is None else trial.round
 
 
 def _speed(evidence: Evidence, pairs: Sequence[Pair]) -> tuple[float, tuple[float, float]] | tuple[None, None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.result import Dropped, Measured
-from autotune.study.figures import measured
+from autotune.study.figures import measured, undisturbed, unrest
 from autotune.tuning.evidence import Searched
 
 Ratio = tuple[float, float, float]  # with its 95 % interval
@@ -25,6 +25,7 @@ class Entrant:
         outcomes: by round.
         failed: why it is out for good: it did not run through within the memory. Empty where it did.
         lost_to: who is so much better that it is out, as long as that one runs through.
+        probe: its process in the search.
     """
 
     config: Config
@@ -33,11 +34,24 @@ class Entrant:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     failed: str = ""
     lost_to: Entrant | None = None
+    probe: Outcome | None = None
 
     @property
     def dropped(self) -> bool:
         """Whether it is out."""
         return bool(self.failed) or self.lost_to is not None
+
+    def told_by(self) -> list[Outcome]:
+        """The processes whose figures are told: those of the play-off that nothing disturbed, else the search's, else all."""
+        ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
+        return undisturbed(ran) or undisturbed([self.probe] if self.probe is not None else []) or ran
+
+    def least_unrest(self) -> float:
+        """How far a disturbance may have moved what is told: 0 where `told_by` holds an undisturbed process, or several, whose
+        own spread tells it.
+        """
+        processes = self.told_by()
+        return unrest(processes[0]) if len(processes) == 1 else 0.0
 
     def measured(self) -> Measured:
         """The throughput over its fresh processes, with the interval between them."""
@@ -62,7 +76,7 @@ class Standing:
         candidate: the answer; where that is the baseline, the best of the others, or None.
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is `throughput`.
-        figures: of all who ran, by the estimate that `speedup` is made by.
+        figures: of all who ran. Each speed lies within what its config measured, and `speedup` is a ratio of two of them.
         num_rounds: those of earlier searches among them.
     """
 
@@ -74,6 +88,13 @@ class Standing:
     entrants: tuple[Entrant, ...]
     figures: Mapping[Config, Measured]
     num_rounds: int
+
+    @property
+    def num_together(self) -> int:
+        """The rounds that the candidate and the baseline both ran in."""
+        if self.candidate is None or self.baseline is None:
+            return 0
+        return len(self.candidate.outcomes.keys() & self.baseline.outcomes.keys())
 
 
 def failure(outcome: Outcome) -> str:

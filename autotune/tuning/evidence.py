@@ -2,7 +2,9 @@
 
 The logarithm of a process's figure is taken as config + round + noise, with one variance for every config. It is learned
 from all pairs of equal probes, those of the search among them. A difference then has Student's distribution (Gelman et al.,
-Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom that the pairs leave.
+Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom that the pairs leave. A process that other
+work disturbed has a variance of its own beside that, so it weighs little where others tell more (weighted least squares,
+section 14.7 there).
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Key = Hashable
+Cell = tuple[Key, int]  # a config in a round
 
 PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
 PRIOR_DF = 2.0  # which weighs as much as two pairs
@@ -32,10 +36,12 @@ class Searched:
 
     Attributes:
         bar: below this figure it would not have been chosen to play; None where it plays whatever its figure was.
+        unrest: how far a disturbance may have moved it; 0 where none was seen.
     """
 
     log: float
     bar: float | None = None
+    unrest: float = 0.0
 
 
 class Distribution:
@@ -66,35 +72,46 @@ class Evidence:
 
     Args:
         logs: logarithms of each config by round of the play-off; a config may have missed any of them.
-        searched: what the search had found of them, and of configs that have not played.
+        searched: what the search had found of them, and of configs that have not played. What was disturbed counts only
+            beside those that have not played.
+        unrest: standard deviation of what disturbances add, by config and round; what is not named was not disturbed.
     """
 
-    def __init__(self, logs: Mapping[Key, Mapping[int, float]], searched: Mapping[Key, Searched]) -> None:
+    def __init__(
+        self,
+        logs: Mapping[Key, Mapping[int, float]],
+        searched: Mapping[Key, Searched],
+        unrest: Mapping[Key, Mapping[int, float]] = MappingProxyType({}),
+    ) -> None:
         self._logs = {key: values for key, values in logs.items() if values}
-        self._searched = {key: found for key, found in searched.items() if key in self._logs}
-        self._unplayed = {key: found for key, found in searched.items() if key not in self._logs}
+        self._all_searched = dict(searched)
+        self._searched = {key: found for key, found in searched.items() if key in self._logs and not found.unrest}
+        self._unrest = {(key, n): std for key, by_round in unrest.items() for n, std in by_round.items() if std > 0}
+        if not _calm(self._logs, self._unrest) and _least_squares(self._logs).df:
+            self._unrest = {}  # a machine that is always disturbed: that is its noise
         self._place = {key: place for place, key in enumerate(self._logs)}
         self._spreads: dict[frozenset[Key], tuple[float, float]] = {}  # by whose search figures count
-
-    @cached_property
-    def _played(self) -> _Fit:
-        """The play-off's figures alone."""
-        return _fitted(self._logs)
+        self._fits: dict[float, _Fit] = {}  # of the play-off's figures alone, by the noise
 
     @cached_property
     def levels(self) -> dict[Key, float]:
         """The logarithm of each config, the mood of the machine in each round taken out."""
-        return dict(zip(self._logs, self._played.levels.tolist(), strict=True))
+        return dict(zip(self._logs, self._played(self.std).levels.tolist(), strict=True))
 
     @cached_property
     def std(self) -> float:
-        """Between equal processes, from all pairs."""
+        """Between equal processes that nothing disturbed, from all pairs."""
         return self._spread(self._searched)[0]
+
+    def _played(self, std: float) -> _Fit:
+        if std not in self._fits:
+            self._fits[std] = _least_squares(self._logs, _weights(self._unrest, std))
+        return self._fits[std]
 
     def _spread(self, searched: Mapping[Key, Searched]) -> tuple[float, float]:
         key = frozenset(searched)
         if key not in self._spreads:
-            self._spreads[key] = _spread_of(self._with_the_search(searched))
+            self._spreads[key] = _spread_of(_calm(*self._with_the_search(searched)))
         return self._spreads[key]
 
     def difference(self, a: Key, b: Key) -> Distribution:
@@ -110,8 +127,8 @@ class Evidence:
         found = [self._searched.get(key) for key in (a, b)]
         others = {key: seen for key, seen in self._searched.items() if None in found or key not in (a, b)}
         std, df = self._spread(others)
-        stds = std * np.sqrt(df / _chi_squares(df))[:, None]
-        values = self._played.levels[i] - self._played.levels[j] + stds * self._played.scale(i, j) * _normals()
+        fit, stds = self._played(std), std * np.sqrt(df / _chi_squares(df))[:, None]
+        values = fit.levels[i] - fit.levels[j] + stds * fit.scale(i, j) * _normals()
         first, second = found
         if first is None or second is None:
             return Distribution(values, np.ones_like(values))
@@ -121,22 +138,39 @@ class Evidence:
         """`difference` where one has not played: the search counts as a round, whose mood those who played tell."""
         from scipy.special import log_ndtr
 
-        unplayed = {key: self._unplayed[key] for key in (a, b) if key in self._unplayed}
-        fit, keys = self._with_the_search(self._searched | unplayed), [*self._logs, *unplayed]
+        unplayed = {key: self._all_searched[key] for key in (a, b) if key not in self._logs}
+        played = {key: found for key, found in self._all_searched.items() if key in self._logs}
+        logs, unrest = self._with_the_search(played | unplayed)
+        std, df = _spread_of(_calm(logs, unrest))
+        fit, keys = _least_squares(logs, _weights(unrest, std)), [*self._logs, *unplayed]
         i, j = keys.index(a), keys.index(b)
-        std, df = _spread_of(fit)
         stds = fit.scale(i, j) * std * np.sqrt(df / _chi_squares(df))[:, None]
         off = stds * _normals()
-        logs = np.zeros_like(off)
+        likely = np.zeros_like(off)
         for sign, found in ((1, unplayed.get(a)), (-1, unplayed.get(b))):
             if found is not None and found.bar is not None:  # its figure had to be above the bar
-                logs -= log_ndtr((found.log - found.bar + sign * off) / stds)
-        return Distribution(fit.levels[i] - fit.levels[j] + off, np.exp(logs - logs.max()))
+                likely -= log_ndtr((found.log - found.bar + sign * off) / stds)
+        return Distribution(fit.levels[i] - fit.levels[j] + off, np.exp(likely - likely.max()))
 
-    def _with_the_search(self, searched: Mapping[Key, Searched]) -> _Fit:
-        """The play-off's figures and the search's, which count as one round more."""
+    def _with_the_search(
+        self, searched: Mapping[Key, Searched]
+    ) -> tuple[dict[Key, dict[int, float]], dict[Cell, float]]:
+        """The play-off's figures and the search's, which count as one round more; and how far which were disturbed."""
         found = {key: {SEARCH: seen.log} for key, seen in searched.items()}
-        return _fitted({key: {**self._logs.get(key, {}), **found.get(key, {})} for key in {**self._logs, **found}})
+        unrest = {(key, SEARCH): seen.unrest for key, seen in searched.items() if seen.unrest}
+        logs = {key: {**self._logs.get(key, {}), **found.get(key, {})} for key in {**self._logs, **found}}
+        return logs, self._unrest | unrest
+
+
+def _calm(logs: Mapping[Key, Mapping[int, float]], unrest: Mapping[Cell, float]) -> dict[Key, dict[int, float]]:
+    """The figures that nothing disturbed."""
+    calm = {key: {n: log for n, log in values.items() if (key, n) not in unrest} for key, values in logs.items()}
+    return {key: values for key, values in calm.items() if values}
+
+
+def _weights(unrest: Mapping[Cell, float], std: float) -> dict[Cell, float]:
+    """Of what was disturbed: its variance over that between equal processes, inverted."""
+    return {cell: std**2 / (std**2 + more**2) for cell, more in unrest.items()}
 
 
 def _likelihood(first: Searched, second: Searched, difference: Array, std: Array) -> Array:
@@ -160,7 +194,7 @@ class _Fit:
     """Least squares of config + round.
 
     Attributes:
-        covariance: of the levels, in units of the variance.
+        covariance: of the levels, in units of the variance between equal processes that nothing disturbed.
         squares: what is left over, with its degrees of freedom `df`.
     """
 
@@ -175,23 +209,27 @@ class _Fit:
         return math.sqrt(max(0.0, covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]))
 
 
-def _fitted(logs: Mapping[Key, Mapping[int, float]]) -> _Fit:
+def _least_squares(
+    logs: Mapping[Key, Mapping[int, float]], weights: Mapping[Cell, float] = MappingProxyType({})
+) -> _Fit:
     rounds = sorted({number for values in logs.values() for number in values})
-    cells = [(i, rounds.index(n), log) for i, values in enumerate(logs.values()) for n, log in values.items()]
+    cells = [(key, i, rounds.index(n), n) for i, (key, values) in enumerate(logs.items()) for n in values]
     design = np.zeros((len(cells), len(logs) + len(rounds)))
-    for row, (i, n, _) in enumerate(cells):
-        design[row, i] = design[row, len(logs) + n] = 1.0
-    figures = np.array([log for _, _, log in cells])
-    inverse = np.linalg.pinv(design.T @ design, hermitian=True)
-    effects = inverse @ design.T @ figures
-    squares = float(np.sum((figures - design @ effects) ** 2))
+    for row, (_, i, place, _) in enumerate(cells):
+        design[row, i] = design[row, len(logs) + place] = 1.0
+    figures = np.array([logs[key][n] for key, _, _, n in cells])
+    weight = np.array([weights.get((key, n), 1.0) for key, _, _, n in cells])
+    inverse = np.linalg.pinv(design.T * weight @ design, hermitian=True)
+    effects = inverse @ (design.T * weight @ figures)
+    squares = float(np.sum(weight * (figures - design @ effects) ** 2))
     num = len(logs)
-    df = len(cells) - int(np.linalg.matrix_rank(design))
+    df = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
     return _Fit(effects[:num], np.asarray(inverse[:num, :num]), squares, df)
 
 
-def _spread_of(fit: _Fit) -> tuple[float, float]:
+def _spread_of(logs: Mapping[Key, Mapping[int, float]]) -> tuple[float, float]:
     """The standard deviation between equal processes, and its degrees of freedom."""
+    fit = _least_squares(logs)
     if fit.df == 0:
         return PRIOR_STD, PRIOR_DF
     return max(LEAST_STD, math.sqrt(fit.squares / fit.df)), float(fit.df)

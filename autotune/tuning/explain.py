@@ -169,7 +169,8 @@ def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative
     batch = {BATCH_SIZE: sizes[-1], ACCUMULATION: samples // sizes[-1]}
     changed = config.replace(**batch)
     known = inspection.batch.accumulation_steps
-    changes_learning = bool(inspection.facts["has_batchnorm"]) and batch[ACCUMULATION] not in known
+    must_stay = bool(inspection.facts["has_batchnorm"]) or inspection.batch.stays_whole
+    changes_learning = must_stay and batch[ACCUMULATION] not in known
     included = batch[ACCUMULATION] in known
     note = inspection.batch.note or ("" if included else inspection.batch.reason)
     yield _Alternative(changed, dict(batch), describe(changed, config), included, changes_learning, note)

@@ -11,13 +11,15 @@ from autotune.tuning import finalists, shortage, why
 from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
+UNDONE = 2  # probes for which time is kept: what the largest changes do is told
 SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 
 
 def measure_baseline(search: Search) -> None:
     """Probe the baseline. If the user did not give one, halve its batch until it fits and neither hangs nor crashes."""
     given, history = search.inspection.baseline_given, search.history
-    stays = given or len(search.inspection.batch.sizes) == 1  # a whole step takes all of the global batch
+    batch = search.inspection.batch
+    stays = given or (len(batch.sizes) == 1 and not batch.optional_sizes)  # a whole step takes all of the global batch
     while not search.interrupted():
         smaller = None if stays else history.space.with_smaller_baseline()
         # plain training of so many samples ran out of memory in the inspection
@@ -97,6 +99,16 @@ def explore(search: Search, proposer: Proposer) -> None:
             if not search.is_running:
                 return
             _end_if_everything_fails_alike(history, search.finish_next())
+
+
+def undo_changes(search: Search) -> None:
+    """Probe the best without each of its changes, so that what each of them does is seen: in the time that is kept for it.
+
+    Where one of them is as good without a change, the simpler config takes part in the play-off.
+    """
+    search.budget.kept_probes = 0
+    explore(search, search.undo_changes())
+    search.budget.kept_probes = UNDONE
 
 
 def _may_start_another(search: Search) -> bool:

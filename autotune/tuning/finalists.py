@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from autotune.records.config import Config
 from autotune.records.objective import Objective
@@ -14,6 +14,7 @@ MOST = 3
 SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
 SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
+AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell them apart
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
 LEAST_ROUND = 3  # processes: of the baseline, of the best so far and of who comes in
@@ -35,6 +36,22 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
         best = max(merits.values(), default=0.0)
         near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
     return near
+
+
+def with_the_simplest(near: Mapping[Config, float], num: int, num_changes: Callable[[Config], int]) -> list[Config]:
+    """As many of the configs near the best as can play: the best, then the one of fewest changes, then the others by rank.
+
+    They are within the noise of each other, so a technique more has to show in the play-off what it is for. Where one alone
+    can play, it is the one of fewest changes among those that are as good as the best.
+
+    Args:
+        near: each with its merit, best first.
+        num_changes: techniques that a config switches otherwise than the baseline.
+    """
+    best = next(iter(near))
+    among = near if num > 1 else [config for config, merit in near.items() if merit >= AS_GOOD * near[best]]
+    simplest = min(among, key=num_changes)
+    return list(dict.fromkeys((best, simplest, *near)))[:num] if num > 1 else [simplest]
 
 
 def chosen(config: Config, others: Sequence[Config], num: int, merits: Mapping[Config, float]) -> Searched | None:

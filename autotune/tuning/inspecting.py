@@ -12,7 +12,9 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.runners.runner import Runner
 from autotune.tuning import why
 from autotune.tuning.recommend import NothingFeasible
-from autotune.units import format_bytes, plural
+from autotune.units import format_bytes, format_seconds, plural
+
+LARGER_HOST = "build and load less in the model file, or use a host with more memory"
 
 
 def inspected(runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int) -> Inspection | Outcome:
@@ -20,7 +22,7 @@ def inspected(runner: Runner, inspect: Callable[[int], Inspection | Outcome], li
     to try a technique takes as much as plain training does.
     """
     found = inspect(limit_bytes)
-    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not found.crowded
+    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not (found.crowded or found.on_host)
     shortage = found.shortage if isinstance(found, Inspection) else found.cause if short else ""
     wider = runner.in_all_that_is_free(inspect, limit_bytes) if shortage else None
     return replace(wider, shortage=shortage, step_s=None) if isinstance(wider, Inspection) else found
@@ -38,6 +40,8 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     """The error for a task that could not be inspected."""
     if outcome.crowded:
         return DeviceError(f"{outcome.cause}; end them, or leave them their memory with --memory-limit, and run again")
+    if outcome.on_host:
+        return TaskError(f"{outcome.cause}; {LARGER_HOST}", frames=outcome.detail)
     if outcome.kind is Kind.OOM:
         return NothingFeasible(
             f"the model and a few samples do not fit within {format_bytes(limit_bytes)}, before any training: "
@@ -48,5 +52,30 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     return TaskError(
         f"one training step of a few samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
         "holds its output",
+        frames=outcome.detail,
+    )
+
+
+def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> AutotuneError:
+    """The error for a task that could not be inspected without training it. What memory it took was the host's.
+
+    Args:
+        timeout_s: what `--timeout` gave.
+    """
+    if outcome.kind is Kind.TIMEOUT and timeout_s is not None:
+        return TaskError(
+            f"the model was not built, and no technique tried on it, within {format_seconds(timeout_s)}; give it more time with "
+            "--timeout"
+        )
+    if outcome.kind is Kind.OOM:
+        cause = outcome.cause if outcome.on_host else f"the host's memory ran out: {outcome.cause}"
+        return TaskError(
+            f"{cause}; {LARGER_HOST}",
+            frames=outcome.detail,
+        )
+    if outcome.kind is Kind.ERROR:
+        return why.as_error(outcome)
+    return TaskError(
+        f"the task could not be inspected: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} holds its output",
         frames=outcome.detail,
     )

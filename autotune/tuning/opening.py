@@ -14,7 +14,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
@@ -26,7 +26,7 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import build_space, require_possible, trained_beside
 from autotune.study.history import History
-from autotune.study.place import RANKED_BESIDE, Place, locked, place_of
+from autotune.study.place import LIMITED_BESIDE, RANKED_BESIDE, Place, locked, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
@@ -38,12 +38,14 @@ from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
 from autotune.tuning.inspecting import inspected, inspection_failed, too_little_memory
 from autotune.tuning.interruption import interruptible
-from autotune.tuning.resuming import asked_again, fingerprint, known_early, memory_limit
+from autotune.tuning.resuming import asked_again, fingerprint, known_early, memory_limit, place_within
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
 from autotune.units import plural
 
 MAX_TRACE_SHARE = 0.05  # of the budget
+MIN_COMPARING_S = 1.0
+COMPARING_SHARE = 0.02  # of the budget, for finding out whether a batch may be cut
 STEP_SHARE = 0.02  # of the budget, that a micro step may take
 EVALUATION_SHARE = 0.15  # of the budget that the start left, where the batch size for evaluation is asked for
 OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
@@ -84,6 +86,13 @@ def opened(
         place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
         stack.enter_context(locked(plain))
         stack.enter_context(storage_errors(place))
+        plain = place_within(options, plain, place)
+        place = plain.training(place.trained)
+        if plain.beside:
+            text = (
+                f"the study {plain.beside} has another memory limit; this search is kept beside it, in {place.study!r}"
+            )
+            listener.on(Note(text=text))
         if runner is None:
             patience_s = max(MIN_TIMEOUT_S, options.budget_s)
             runner = LocalRunner(
@@ -183,6 +192,7 @@ def _over(
             timeout_s=budget.first_timeout_s,
             calibration=shared.calibration,
             trained=trained,
+            comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
         )
 
     with contextlib.ExitStack() as stack:
@@ -195,7 +205,7 @@ def _over(
                 f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
                 f"{inspection.global_batch or 'none'}; leave the option out"
             )
-        budget.is_checked = inspection.comparable
+        budget.keeps_checks = inspection.comparable
         if inspection.shortage:
             listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
         train_samples = _train_samples(options, inspection)
@@ -215,6 +225,7 @@ def _over(
             "space": {name: list(choices) for name, choices in space.choices.items()},
             "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
             "baseline_config": space.baseline.as_dict(),
+            **({LIMITED_BESIDE: place.beside} if place.beside else {}),
             **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
         }
         early = known_early(options, limit_bytes, runner)
@@ -234,8 +245,11 @@ def _over(
             setup_left_s=budget.setup_left_s,
         )
         listener.on(_started(place, inspection, history, options, limit_bytes, budget.budget_s))
+        warnings = [text for text in inspection.facts.get("warnings", ()) if text not in _allowed(inspection, options)]
         for note in notes if own is None else ():  # beside it they would be told again
             listener.on(Note(text=note))
+        for text in warnings if own is None else ():
+            listener.on(Note(text=text, warning=True))
         sizes = [int(size) for size in space.choices["batch_size"]]
         target = target_of(inspection.device)
         trained = techniques.trained(space.baseline)
@@ -266,8 +280,14 @@ def _over(
             interrupted=shared.interrupted,
             asked=shared.asked,
             others=others,
-            warnings=list(inspection.facts.get("warnings", ())),
+            warnings=warnings,
         )
+
+
+def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
+    """Why batches stay as they are, where the user has other ones tried all the same."""
+    reasons = {name: inspection.support_of(name).reason for name in BATCH_KEYS}
+    return {reason for name, reason in reasons.items() if name in options.include}
 
 
 def _required(source: TaskSource | None) -> TaskSource:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Measured
 from autotune.records.trial import PLAY_OFF, Trial
 from autotune.study.excused import excused
-from autotune.study.figures import ratio_interval, times_as_fast
+from autotune.study.figures import NORMAL_95, ratio_interval, times_as_fast, unrest
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched
+from autotune.tuning.told import within_measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -30,7 +32,6 @@ CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
 SHORTEST_TIMED_S = 0.5
-NORMAL_95 = 1.96
 
 
 class PlayOff:
@@ -123,7 +124,7 @@ class PlayOff:
     def evidence(
         self, figure: Callable[[Outcome], float] | None = None, searched: Mapping[Config, Searched] | None = None
     ) -> Evidence:
-        """What the rounds say of a figure, by default the merit. A disturbed round counts until enough others were played.
+        """What the rounds say of a figure, by default the merit. A process that was disturbed counts as little as it deserves.
 
         Args:
             searched: what the search found; by default of those who play, as far as it counts, and nothing of other figures.
@@ -131,20 +132,13 @@ class PlayOff:
         of = figure or self.objective.merit
         if searched is None:
             searched = {e.config: e.searched for e in self._everyone() if e.searched is not None and figure is None}
+        ran = {e.config: {n: o for n, o in e.outcomes.items() if o.ok} for e in self._everyone()}
+        is_speed = figure is not None or self.objective.name != "memory"
         return Evidence(
-            {e.config: {n: math.log(of(o)) for n, o in self._counted(e).items()} for e in self._everyone()},
+            {config: {n: math.log(of(o)) for n, o in by_round.items()} for config, by_round in ran.items()},
             {config: found for config, found in searched.items()},  # noqa: C416 (a mapping of any key)
+            {config: {n: unrest(o) for n, o in by_round.items()} for config, by_round in ran.items() if is_speed},
         )
-
-    def _counted(self, entrant: Entrant) -> dict[int, Outcome]:
-        """The processes of an entrant that count, by round."""
-        enough = all(
-            len(entrant.outcomes.keys() - self._disturbed) >= (1 if entrant.dropped else MIN_ROUNDS)
-            for entrant in self._everyone()
-            if not entrant.failed
-        )
-        left_out = self._disturbed if enough else ()
-        return {n: outcome for n, outcome in entrant.outcomes.items() if outcome.ok and n not in left_out}
 
     def leader(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant:
         """The entrant of the highest expected merit."""
@@ -347,12 +341,15 @@ class PlayOff:
         speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
         ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
         answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
+        if base is not None and answer is None:
+            answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
+        figures = self._figures(speeds, candidate)
         gain = speedup = None
-        if base is not None:
-            if answer is None:
-                answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
-            if candidate is not None:
-                gain, speedup = self._gain(evidence, candidate, base), self._gain(speeds, candidate, base)
+        if base is not None and candidate is not None:
+            told = figures[candidate.config].samples_per_s / figures[base.config].samples_per_s
+            _, low, high = self._gain(speeds, candidate, base)
+            speedup = told, min(low, told), max(high, told)
+            gain = speedup if speeds is evidence else self._gain(evidence, candidate, base)
         return Standing(
             answer=answer,
             baseline=base,
@@ -360,35 +357,51 @@ class PlayOff:
             gain=gain,
             speedup=speedup,
             entrants=tuple(self.entrants),
-            figures=self._figures(speeds),
+            figures=figures,
             num_rounds=len(self._all_rounds),
         )
 
-    def _figures(self, speeds: Evidence) -> dict[Config, Measured]:
+    def _figures(self, speeds: Evidence, candidate: Entrant | None) -> dict[Config, Measured]:
         """What those who ran do, by one estimate: as many times what the baseline does as they are said to gain.
 
-        The baseline's own figure is the mean of its processes; where it does not run, who played most takes its place.
+        Where the baseline does not run, who played most takes its place. Each figure lies within what was measured of its
+        config, see `told.py`.
         """
-        ran = {entrant.config: self._counted(entrant) for entrant in self._everyone()}
-        found = {entrant.config: entrant.measured() for entrant in self._everyone() if ran[entrant.config]}
-        if not found:
+        ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
+        if not ran:
             return {}
-        base = self._base.config if self._base is not None else max(found, key=lambda config: len(ran[config]))
-        level, low, high = ratio_interval([math.log(samples_per_s(outcome)) for outcome in ran[base].values()])
-        for config in found:
-            if not ran[config].keys() & ran[base].keys():
-                continue  # never beside it: only its own processes tell of it
-            ratio, least, most = speeds.difference(config, base).ratio() if config != base else (1.0, 1.0, 1.0)
-            below = math.hypot(math.log(level / low), math.log(ratio / least))
-            above = math.hypot(math.log(high / level), math.log(most / ratio))
-            speed = level * ratio
-            interval = speed * math.exp(-below), speed * math.exp(above)
-            own = times_as_fast(found[config], speed / found[config].samples_per_s)
-            found[config] = replace(own, samples_per_s_ci=interval)
-        return found
+        base = self._base or max(ran.values(), key=lambda entrant: len(entrant.outcomes))
+        logs = {config: [math.log(samples_per_s(o)) for o in entrant.told_by()] for config, entrant in ran.items()}
+        beside = [e for e in ran.values() if e is not base and e.outcomes.keys() & base.outcomes.keys()]
+        beside.sort(key=lambda entrant: entrant is not candidate)
+        gains = {entrant.config: speeds.difference(entrant.config, base.config) for entrant in beside}
+        level, low, high = (math.log(edge) for edge in ratio_interval(logs[base.config]))
+        below, above = (math.hypot(edge, NORMAL_95 * base.least_unrest()) for edge in (level - low, high - level))
+        told = within_measured(
+            {config: (min(found), max(found)) for config, found in logs.items()},
+            base.config,
+            level,
+            {config: gain.mean for config, gain in gains.items()},
+        )
+        figures = {config: entrant.measured() for config, entrant in ran.items()}
+        for config, log in told.items():
+            gain, least, most = (0.0, 0.0, 0.0)
+            if config in gains:
+                gain, least, most = (math.log(edge) for edge in gains[config].ratio())
+            speed = math.exp(log)
+            interval = (
+                speed * math.exp(-math.hypot(below, gain - least)),
+                speed * math.exp(math.hypot(above, most - gain)),
+            )
+            own = times_as_fast(figures[config], speed / figures[config].samples_per_s)
+            figures[config] = replace(own, samples_per_s_ci=interval)
+        return figures
 
     def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
-        """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline."""
+        """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline.
+
+        The cheapest has the fewest changes. Where memory is short, it needs the least of it.
+        """
         base = self._rival
         if base is not None:
             over = {entrant.config: evidence.difference(entrant.config, base.config) for entrant in entrants}
@@ -404,9 +417,15 @@ class PlayOff:
             elif best in proven:  # never traded for a gain that is not
                 as_good = proven
 
-        def cost(entrant: Entrant) -> tuple[int, int]:
-            peak_step = round(math.log(entrant.measured().peak_bytes) / math.log(1 + CLOSE))
-            return peak_step, len(entrant.config.differences(base.config)) if base else 0
+        tied = [best, *as_good]
+        is_short = any(self.objective.is_short_of_memory(entrant.measured().peak_bytes) for entrant in tied)
 
-        chosen = min([best, *as_good], key=cost)
+        def cost(entrant: Entrant) -> tuple[int, int, int]:
+            peak_step = round(math.log(entrant.measured().peak_bytes) / math.log(1 + CLOSE))
+            changes = entrant.config.differences((base or best).config).keys()
+            num_techniques = len(changes - {*BATCH_KEYS})
+            order = (peak_step, num_techniques) if is_short else (num_techniques, peak_step)
+            return *order, len(changes)
+
+        chosen = min(tied, key=cost)
         return None if chosen is base else chosen

@@ -13,22 +13,22 @@ from autotune.predict.roofline import Roofline
 from autotune.records.config import Config
 from autotune.records.front import front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Check, Measured, Result, Rival
-from autotune.runners.runner import NotCompared
+from autotune.records.result import Measured, Result, Rival
 from autotune.study.excused import excused
 from autotune.study.figures import measured as measured_by
+from autotune.study.figures import undisturbed, unrest
 from autotune.tuning import shortage, why
-from autotune.tuning.confirm import whole_rounds
+from autotune.tuning.clearance import Clearance, Finding
 from autotune.tuning.effects import effects
 from autotune.tuning.entrant import Ratio, Standing, failure
 from autotune.tuning.evaluation import evaluation_of
 from autotune.tuning.evidence import Evidence, Searched
-from autotune.tuning.exactness import Exactness
 from autotune.tuning.state import Search
 from autotune.tuning.verdict import verdict_of
 from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
+UNCHECKED = "its gradients were not compared with plain fp32 before the search ended; run the same command again, and it goes on"
 BATCH_RULES = (
     "the answer takes {samples} per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
@@ -49,12 +49,12 @@ class Interrupted(AutotuneError):
         self.result = result
 
 
-def recommend(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
+def recommend(search: Search, clearance: Clearance, standing: Standing | None) -> Result | None:
     """The play-off's answer, or the best so far if there was no play-off; None if nothing is feasible.
 
     The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
-    result = _result(search, exactness, standing)
+    result = _result(search, clearance, standing)
     kept_before = bool(search.store.attributes().get("result", {}).get("confirmed"))
     if result is not None and (result.confirmed or not kept_before):
         search.store.set_attribute("result", result.to_dict())
@@ -67,6 +67,9 @@ def why_nothing(search: Search) -> str:
     history = search.history
     if history.failed_again:
         return why.none_again(history.failed_again, history.space.baseline, history.objective)
+    ran = [config for config, outcome in history.known.items() if history.objective.feasible(outcome)]
+    if search.refused and ran:
+        return why.none_passed(len(ran), search.refused)
     tried = [trial for trial in history.searched if history.space.answers(trial.config)]
     proposal = search.cost_model.propose(history)
     left = None if proposal is None else proposal.config
@@ -78,33 +81,34 @@ def why_nothing(search: Search) -> str:
     return "; ".join(filter(None, (f"nothing feasible with {fixed}: {reason}", shortage.what_would_fit(search))))
 
 
-def _result(search: Search, exactness: Exactness, standing: Standing | None) -> Result | None:
+def _result(search: Search, clearance: Clearance, standing: Standing | None) -> Result | None:
     history = search.history
     confirmed = standing.answer if standing is not None else None
     if standing is not None and confirmed is not None:
         answer, measured = confirmed.config, standing.figures[confirmed.config]
         outcomes = list(confirmed.outcomes.values())
-    elif history.best is not None and history.best[1].measurement is not None:
-        answer, measured = history.best[0], measured_by(history.best[0], [history.best[1]])
-        outcomes = [history.best[1]]
+    elif (best := _best(search, clearance)) is not None:
+        answer, outcomes = best[0], _processes(search, *best)
+        measured = measured_by(answer, outcomes)
     else:
         return None
-    baseline, speedup = _baseline(search, standing, measured)
+    baseline, speedup = _baseline(search, standing, measured, outcomes)
     is_baseline = answer == history.space.baseline
     rival = _rival(standing) if is_baseline else None
     played = standing if confirmed is not None else None
     verdict, undecided = verdict_of(search, played, speedup, kept=is_baseline)
-    checks = _checks(search, exactness, answer) if standing is not None or whole_rounds(search) else ()
-    _warn(search, exactness, standing, answer, outcomes, baseline)
+    found = clearance.of_answer(answer)
+    unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
+    _warn(search, found, unchecked, standing, answer, outcomes, baseline)
     evaluation = evaluation_of(search, answer)
     ran_through = [*_ran_through(standing)]
     known, searched = (why.figures(trials, ran_through) for trials in (history.trials, history.searched))
-    found = history.known[answer].measurement if answer in history.known else None
+    own = history.known[answer].measurement if answer in history.known else None
     traces, roles = search.tracing.traces, (("baseline", history.space.baseline), ("answer", answer))
     roofline = Roofline.of(search.calibration, traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
     break_even = _break_even(search, searched, answer)
-    limit = why.limiting(answer, found, history.searched, history.objective, use) if found else ""
+    limit = why.limiting(answer, own, history.searched, history.objective, use) if own else ""
     spent_s = search.budget.spent_s
     tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
     return Result(
@@ -121,11 +125,13 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         objective=history.objective.name,
         confirmed=confirmed is not None,
         rival=rival,
+        num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
         undecided=undecided,
         finalists=_finalists(standing),
         front=front_of(known.values()),
         effects=effects(answer, history.space.baseline, history.trials),
-        checks=checks,
+        checks=() if found is None or found.check is None else (found.check,),
+        unchecked=unchecked,
         limit=limit,
         use=use,
         peak_by_kind={role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
@@ -152,7 +158,15 @@ def _result(search: Search, exactness: Exactness, standing: Standing | None) -> 
         command=search.runner.command(answer),
         trained=dict(search.store.place.trained),
         evaluation=evaluation,
+        coupling=search.inspection.coupling,
     )
+
+
+def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None:
+    """The best of the search that passed its comparison, or what the user runs today; the best so far where the user ends the search."""
+    history = search.history
+    may_be = {c: o for c, o in history.feasible.items() if search.interrupted() or clearance.is_cleared(c)}
+    return max(may_be.items(), key=lambda item: history.objective.score(item[1]), default=None)
 
 
 def _break_even(search: Search, known: Mapping[Config, Measured], answer: Config) -> tuple[int, float] | None:
@@ -190,8 +204,14 @@ def _ran_through(standing: Standing | None) -> Iterable[Measured]:
             yield standing.figures[entrant.config]
 
 
-def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tuple[Measured | None, Ratio | None]:
-    """The baseline's figures and the speed-up over them: from the play-off, else from the search's own probes."""
+def _baseline(
+    search: Search, standing: Standing | None, answer: Measured, outcomes: list[Outcome]
+) -> tuple[Measured | None, Ratio | None]:
+    """The baseline's figures and the speed-up over them: from the play-off, else from the search's own probes.
+
+    Args:
+        outcomes: the processes behind the answer's figures.
+    """
     history = search.history
     if standing is not None and standing.answer is not None:
         base = standing.baseline
@@ -199,32 +219,26 @@ def _baseline(search: Search, standing: Standing | None, answer: Measured) -> tu
     config, outcome = history.space.baseline, history.baseline
     if outcome is None or config in history.failed_again or not history.objective.feasible(outcome):
         return None, None
-    baseline = measured_by(config, [outcome])
+    own = _processes(search, config, outcome)
+    baseline = measured_by(config, own)
     if answer.config == baseline.config:
         return baseline, None
-    logs = {name: math.log(found.samples_per_s) for name, found in (("answer", answer), ("baseline", baseline))}
-    once = Evidence({}, {name: Searched(log) for name, log in logs.items()})
+    once = Evidence({}, {"answer": _once(answer, outcomes), "baseline": _once(baseline, own)})
     return baseline, once.difference("answer", "baseline").ratio()
 
 
-def _checks(search: Search, exactness: Exactness, answer: Config) -> tuple[Check, ...]:
-    """The answer's checks on the user's own model, at a small batch."""
-    if search.interrupted():
-        return ()
-    if answer == search.history.space.baseline:
-        return ()  # what the user runs is the measure, and not held against anything
-    check = exactness.check(answer, search.budget.paced(search.settings, search.history).timeout_s)
-    if isinstance(check, Check):
-        if check.passed is False:
-            search.warn(f"the answer's gradients differ from plain fp32: {check.reason}")
-        elif check.passed is None:
-            search.warn(f"whether the answer's gradients are right is undecided: {check.reason}")
-        return (check,)
-    if isinstance(check, NotCompared):
-        search.warn(f"the answer's gradients were not compared with plain fp32: {check.reason}")
-    else:
-        search.warn(f"the answer's gradients could not be compared with plain fp32 ({check.kind}: {check.cause})")
-    return ()
+def _once(found: Measured, outcomes: list[Outcome]) -> Searched:
+    """A speed that no rounds tell of, with what may have disturbed each of the processes behind it."""
+    return Searched(math.log(found.samples_per_s), unrest=min(map(unrest, outcomes)))
+
+
+def _processes(search: Search, config: Config, outcome: Outcome) -> list[Outcome]:
+    """The processes that tell the speed of a config that no play-off confirmed: the search's, by its outcome there.
+
+    Where other work disturbed that one, those of the play-off that nothing disturbed do so, if there are any.
+    """
+    played = (trial.outcome for trial in search.history.trials if trial.in_play_off and trial.config == config)
+    return undisturbed([outcome]) or undisturbed(played) or [outcome]
 
 
 def _asked_and_never_run(search: Search, answer: Config) -> list[str]:
@@ -235,7 +249,8 @@ def _asked_and_never_run(search: Search, answer: Config) -> list[str]:
 
 def _warn(
     search: Search,
-    exactness: Exactness,
+    compared: Finding | None,
+    unchecked: str,
     standing: Standing | None,
     answer: Config,
     outcomes: list[Outcome],
@@ -247,11 +262,10 @@ def _warn(
         search.warn(f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(search)}")
     if (standing is None or standing.answer is None) and search.store.attributes().get("result", {}).get("confirmed"):
         search.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
-    for name, choice, found in exactness.not_compared(answer):
-        search.warn(
-            f"{name}={choice} was not compared with plain fp32, so it may not be exact on this model: "
-            + "; ".join(filter(None, (found.reason, found.remedy)))
-        )
+    if compared is not None and not compared.comparable:
+        search.warn(f"the answer's gradients were not compared with plain fp32: {compared.reason}")
+    if unchecked:
+        search.warn(f"this is the best so far and no recommendation: {unchecked}")
     if not inspection.baseline_given:
         of_command = bool(search.runner.command(answer))
         if search.runner.stated.baseline:
@@ -297,7 +311,8 @@ def _warn(
     overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
     for overflow, number in overflows.items():
         search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")
-    if any(outcome.disturbances for outcome in outcomes) or excused(history.trials):
+    both = [trial.outcome for trial in history.trials if trial.config in (answer, history.space.baseline)]
+    if any(outcome.disturbances for outcome in both) or excused(history.trials):
         search.warn("other work disturbed the machine; a quiet one gives narrower intervals")
     if crowded := sum(trial.outcome.crowded for trial in history.trials):
         search.warn(

@@ -12,9 +12,24 @@ from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.runners.runner import Runner
 from autotune.study.place import Place
+from autotune.study.store import stored_attributes
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes
 from autotune.version import __version__
+
+
+def place_within(options: SearchOptions, plain: Place, place: Place) -> Place:
+    """The place of the task's study with the memory limit asked for: `plain`, or one beside it where that has another limit.
+
+    Args:
+        place: of the ranking that is searched, which may be there without a study at `plain`.
+    """
+    kept = stored_attributes(plain) or stored_attributes(place)
+    known = kept.get("fingerprint", {}).get("memory_limit_bytes")
+    if known is None or options.memory_limit_bytes in (None, known):
+        return plain
+    assert options.memory_limit_bytes is not None
+    return plain.within(options.memory_limit_bytes)
 
 
 def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
@@ -31,7 +46,7 @@ def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any]
     if earlier > 1.1 * free_bytes:
         raise StudyError(
             f"the study {place.study} has a memory limit of {format_bytes(earlier)}, but only {format_bytes(free_bytes)} are free now; "
-            "free memory, or start another study with --study NAME"
+            "free memory, or give a --memory-limit that is free, which begins a study beside it"
         )
     return earlier
 

@@ -8,11 +8,18 @@ from autotune.records.result import Result
 from autotune.runners.runner import Runner
 from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
+from autotune.tuning.clearance import Clearance
 from autotune.tuning.confirm import confirm, overtaken
 from autotune.tuning.entrant import Standing
 from autotune.tuning.events import Listener, SearchEnded
-from autotune.tuning.exactness import Exactness
-from autotune.tuning.explore import explore, measure_baseline, measure_baseline_again, tell_of_large_batches
+from autotune.tuning.explore import (
+    UNDONE,
+    explore,
+    measure_baseline,
+    measure_baseline_again,
+    tell_of_large_batches,
+    undo_changes,
+)
 from autotune.tuning.opening import opened
 from autotune.tuning.rankings import with_rankings
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
@@ -51,18 +58,20 @@ def answer(search: Search) -> Result:
     Raises:
         NothingFeasible, Interrupted: as `search` does.
     """
-    exactness = Exactness(search)
+    clearance = Clearance(search)
     standing: Standing | None = None
     killed = False
     try:
-        standing = find(search, exactness)
-        result = recommend(search, exactness, standing)
+        standing = find(search, clearance)
+        result = recommend(search, clearance, standing)
+        if result is None and not search.interrupted():
+            raise NothingFeasible(why_nothing(search))
     except AutotuneError as error:
         search.store.set_attribute(NO_ANSWER, str(error))
         raise
     except KeyboardInterrupt:  # the second one: the running probe is killed
         killed = True
-        result = recommend(search, exactness, None)
+        result = recommend(search, clearance, None)
     if result is not None:
         search.listener.on(SearchEnded(result=result))
     if killed or search.interrupted():
@@ -71,8 +80,8 @@ def answer(search: Search) -> Result:
     return result
 
 
-def find(search: Search, exactness: Exactness) -> Standing | None:
-    """Measure the baseline, explore, leave out what is not exact, and confirm the best.
+def find(search: Search, clearance: Clearance) -> Standing | None:
+    """Measure the baseline, explore, undo the best's changes, bar what does not train as plain fp32 does, and confirm the best.
 
     Exploring and the play-off take turns while there is time and something to learn: where all of the best fail, and where
     exploring was ended for lack of time that the play-off did not need. Where nothing beats the baseline, what was not
@@ -86,31 +95,36 @@ def find(search: Search, exactness: Exactness) -> Standing | None:
     """
     history, proposer, standing = search.history, search.proposer(), None
     was_held = nothing_won = was_short = False
-    exactness.leave_out_known_failures()
+    clearance.bar_known()
     measure_baseline(search)
     tell_of_large_batches(search)
-    search.budget.shared_from_s = search.budget.elapsed_s
+    search.budget.shared_from_s, search.budget.kept_probes = search.budget.elapsed_s, UNDONE
     while not search.interrupted():
         known = len(history.searched)
+        search.budget.keeps_checks = search.inspection.comparable
         explore(search, proposer)
         if not search.interrupted() and measure_baseline_again(search):
             explore(search, proposer)
         if nothing_won:
             explore(search, search.untried())
-        while exactness.leave_out_inexact():
-            explore(search, search.undo_changes())
+        undo_changes(search)
+        while clearance.bar_failing_finalists():
+            proposer = search.proposer()  # what it knows to be settled no longer is
+            explore(search, proposer)
+            undo_changes(search)
+        search.budget.keeps_checks = False
         if search.interrupted() or (was_held and not was_short and len(history.searched) == known):
             break
         if history.best is None:
             raise NothingFeasible(why_nothing(search))
         was_short = not was_held and search.budget.allows_a_probe(history) and any(search.untried().left(history))
         num_failed = len(history.failed_again)
-        standing, was_held = confirm(search, exactness.may_come_in, share=SHARE if was_short else 1.0), True
+        standing, was_held = confirm(search, clearance.clear, share=SHARE if was_short else 1.0), True
         search.budget.shared_from_s = search.budget.elapsed_s
         nothing_won = standing is None or standing.answer is standing.baseline
         if standing is not None and standing.answer is None and len(history.failed_again) > num_failed:
             proposer, was_held = search.proposer(), False  # the search has learned from that, and continues
-    if standing is not None and overtaken(search, standing, exactness.may_come_in):
+    if standing is not None and overtaken(search, standing, clearance.clear):
         search.warn("the answer was found too late to play against the others; give a larger --budget to confirm it")
         return None
     if standing is None and not search.interrupted() and search.play_off is not None and search.play_off.entrants:

@@ -13,6 +13,7 @@ from autotune.proposers.undo import UndoChanges
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
 from autotune.records.options import SearchOptions
+from autotune.space import Changes
 from autotune.tuning.events import Note
 from autotune.tuning.playoff import PlayOff
 from autotune.tuning.probing import Probing
@@ -28,6 +29,7 @@ class Search(Probing):
         asked: the options that must be given again to run the answer.
         warnings: the warnings of the answer.
         play_off: None before it was opened.
+        refused: what did not pass its comparison with plain fp32, each with the reason.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
     """
 
@@ -37,6 +39,7 @@ class Search(Probing):
     asked: Mapping[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     play_off: PlayOff | None = None
+    refused: list[str] = field(default_factory=list)
     others: Sequence[Mapping[str, Choice]] = ()
 
     def proposer(self) -> Proposer:
@@ -45,7 +48,7 @@ class Search(Probing):
 
     def undo_changes(self) -> Proposer:
         """A proposer of the best config with each of its changes undone."""
-        return UndoChanges(self.cost_model.is_likely_to_fit)
+        return UndoChanges(self.cost_model.is_likely_to_fit, self.cost_model.predict)
 
     def untried(self) -> Untried:
         """A proposer of what no probe has run yet."""
@@ -62,6 +65,15 @@ class Search(Probing):
         self.listener.on(Note(text=text))
 
     def leave_out(self, name: str, choice: Choice, reason: str) -> None:
-        """Take a choice of a technique out of the space."""
+        """Take a choice of a technique, which does not train as plain fp32 does, out of the space."""
         self.history.space = self.history.space.without(name, {choice})
-        self.warn(f"{name}={choice} is left out: {reason}")
+        self._refuse(f"{name}={choice} is left out: {reason}")
+
+    def bar(self, changes: Changes, reason: str) -> None:
+        """Let no config with all of these changes be probed or be the answer."""
+        self.history.space = self.history.space.barring(changes)
+        self._refuse(reason)
+
+    def _refuse(self, text: str) -> None:
+        self.refused.append(text)
+        self.warn(text)

@@ -30,6 +30,7 @@ from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
 INSPECT_TIMEOUT_S = 600.0
+COMPARING_S = 5.0  # for finding out whether a batch may be cut
 TRACE_TIMEOUT_S = 600.0
 
 
@@ -76,6 +77,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             timeout_s=INSPECT_TIMEOUT_S,
             calibration=calibration,
             trained=_trained(options.grid),
+            comparing_s=COMPARING_S,
         )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)

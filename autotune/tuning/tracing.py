@@ -70,13 +70,30 @@ class Tracing:
         """Labels of the groups of techniques that still have to be traced."""
         return plan_traces(self._configs()).without(self.traces).labels()
 
-    def advance(self, slice_s: float = SLICE_S) -> None:
-        """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing."""
+    def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], None] | None = None) -> None:
+        """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
+
+        Args:
+            watch: is told now and then what is known so far.
+        """
+        ends_s = self.wall_s + slice_s
+        while True:
+            confirms = self._begin()
+            self._trace(ends_s - self.wall_s, watch)
+            if not confirms or self._to_confirm or self._is_complete or self.wall_s >= min(ends_s, self.max_s):
+                return
+
+    def _trace(self, slice_s: float, watch: Callable[[Traces], None] | None) -> None:
+        """Trace what is wanted next: to confirm what is kept, or what is missing."""
         started_s = self._runner.now_s()
-        self._begin()
         left_s = max(0.0, self.max_s - self.wall_s)
         found = self._runner.trace(
-            self._wanted(), self._target, left_s, known=self.traces, slice_s=min(slice_s, left_s)
+            self._wanted(),
+            self._target,
+            left_s,
+            known=self.traces,
+            slice_s=min(slice_s, left_s),
+            watch=watch,
         )
         self.wall_s += self._runner.now_s() - started_s
         self._take(replace(found, failures=self.traces.failures) if self.wall_s >= self.max_s else found)
@@ -104,11 +121,13 @@ class Tracing:
         except ProbeFault:  # memory is learned from probes then
             self._begun = self._is_complete = True
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Read what is kept, the first time. Returns whether that is still to be confirmed."""
         if not self._begun:
             self._begun = True
             self._kept = self._cache.read() if self._cache is not None else None
             self._to_confirm = self._kept is not None
+        return self._to_confirm
 
     def _wanted(self) -> list[Config]:
         """The configs to trace next. What an earlier search has traced is used if plain training still traces to the same."""

@@ -13,16 +13,17 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import DeviceUse, Measured
 from autotune.records.trial import Trial
-from autotune.study.figures import at_one_time, measured
+from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.tuning.effects import differ
 from autotune.tuning.entrant import failure
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
 BUSY, IDLE = 0.5, 0.15  # share of the device's limit from which a resource is the limit, and below which it is none
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
-OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another limit or headroom
+OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another headroom
+TRAINED_TODAY = "If you train so today, say it in BASELINE: what you run is the measure, and is not compared"
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
 
 
@@ -53,12 +54,10 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
         probed: every probe of the study, play-offs included.
         confirmed: the configs that finished the play-off.
     """
-    found = {
-        config: measured(config, [counted[0].outcome])
-        for config, counted in feasible_each_time(probed).items()
-        if counted[0].outcome.measurement
-    }
-    return at_one_time(found, {Config(tuple(found.config.items())): found for found in confirmed})
+    first = {config: counted[0].outcome for config, counted in feasible_each_time(probed).items()}
+    found = {config: measured(config, [outcome]) for config, outcome in first.items() if outcome.measurement}
+    disturbed = [config for config, outcome in first.items() if outcome.disturbances]
+    return at_one_time(found, {Config(tuple(found.config.items())): found for found in confirmed}, disturbed)
 
 
 def break_even(answer: Config, found: Measured, plain: Measured, compile_s: float) -> tuple[int, float] | None:
@@ -116,7 +115,8 @@ def _resource(use: DeviceUse | None) -> str:
 
 
 def _speeds(probed: Sequence[Trial]) -> list[float]:
-    return [probe.outcome.measurement.samples_per_s for probe in probed if probe.outcome.measurement]
+    calm = undisturbed(probe.outcome for probe in probed)
+    return [outcome.measurement.samples_per_s for outcome in calm if outcome.measurement]
 
 
 def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> str:
@@ -134,13 +134,15 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
         return (
             f"the smallest config that ran needs {format_bytes(min(over))}, "
             f"more than the limit of {format_bytes(limit_bytes)} less headroom; "
-            f"raise --memory-limit or lower --headroom, {OWN_STUDY}, or make the model or the sample smaller"
+            f"raise --memory-limit, lower --headroom {OWN_STUDY}, or make the model or the sample smaller"
+        )
+    if all(outcome.on_host for outcome in failed):
+        return (
+            f"in every probe {failed[-1].cause}; use fewer data workers, build and load less in the model file, or use a host "
+            "with more memory"
         )
     if kinds <= {Kind.OOM}:
-        return (
-            f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, {OWN_STUDY}, "
-            "or make the model or the sample smaller"
-        )
+        return f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
     listed = "; ".join(
         sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
     )
@@ -181,6 +183,12 @@ def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Ob
     if kinds - {Kind.OOM, Kind.TIMEOUT}:
         remedies.append("`autotune probe` runs one config and shows its log")
     return f"none of the best configs succeeded again in the play-off ({causes}); {', or '.join(remedies)}"
+
+
+def none_passed(num_ran: int, refused: Sequence[str]) -> str:
+    """Why configs ran within the memory and none of them may be recommended, and what to try."""
+    said = "; ".join(refused)
+    return f"{plural(num_ran, 'config')} ran within the memory, but none may be recommended: {said}. {TRAINED_TODAY}"
 
 
 def _named(config: Config, baseline: Config) -> str:

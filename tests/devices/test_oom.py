@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.devices.oom import attempted_bytes, is_out_of_memory, kernel_oom_kills
+from autotune.devices.oom import attempted_bytes, is_hosts, is_out_of_memory, kernel_oom_kills
 from tests.devices.processes import in_process
 
 CPU_ALLOCATOR = (
@@ -204,6 +204,26 @@ def test_it_is_found_in_what_a_data_loading_worker_reports():
 )
 def test_the_size_that_failed_is_read_from_the_message(message, expected):
     assert attempted_bytes(RuntimeError(message)) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "hosts"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to ..."
+            ),
+            True,
+        ),
+        (RuntimeError("std::bad_alloc"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), False),
+        (RuntimeError("CUDA error: out of memory"), False),
+    ],
+)
+def test_the_hosts_memory_is_told_apart_from_a_gpus(error, hosts):
+    assert is_hosts(error) == hosts
+    assert is_hosts(raised(ValueError("beside it"), cause=error)) == hosts
 
 
 def test_the_kernels_count_of_kills_does_not_fall():

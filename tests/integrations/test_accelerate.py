@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
+from tests.coupling.searches import rewarding_cutting
 from tests.integrations.answers import known
 from tests.integrations.test_live import dataset, net
 from tests.notes import Notes
@@ -47,9 +48,8 @@ def test_the_answer_is_told_with_its_interval(tmp_path: Path) -> None:
     notes = Notes()
     find_executable_config(task, **{**known(tmp_path), "listeners": [notes]})(lambda config: None)()
     told = notes.texts[-1]
-    assert re.match(r"faster, \d\.\d\dx \(\d\.\d\dx to \d\.\d\dx\): batch_size=\d+, .*amp=bf16; .* tells why$", told), (
-        told
-    )
+    sure = r"\d\.\d\dx \(95% interval \d\.\d\dx to \d\.\d\dx\)|at least \d\.\d\dx \(95% sure\)"
+    assert re.match(rf"faster, ({sure}): batch_size=\d+, .*amp=bf16; .* tells why$", told), told
 
 
 def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches(tmp_path: Path) -> None:
@@ -64,6 +64,23 @@ def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches
 
     assert train() == "trained" and len(seen) > 1 and {size * steps for size, steps in seen} == {96}
     assert train() == "trained" and seen[-1] == seen[-2], "it starts where it ended"
+
+
+def test_a_function_whose_loss_couples_samples_is_not_called_with_smaller_micro_batches(tmp_path: Path) -> None:
+    def in_batch(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    coupled = Task.from_loader(net(), DataLoader(dataset(), batch_size=8), in_batch)
+    seen = []
+
+    @find_executable_config(coupled, **rewarding_cutting(coupled, tmp_path))
+    def train(config: Any) -> None:
+        seen.append((config["batch_size"], config["accumulation_steps"]))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train()
+    assert seen == [(8, 1)] and "couples the samples" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("of_task", [True, False])
@@ -95,7 +112,7 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     baselines = []
     monkeypatch.setattr(
         "autotune.integrations.accelerate.search",
-        lambda task, *_: baselines.append(task.baseline) or SimpleNamespace(config={"batch_size": 4}),
+        lambda task, *_: baselines.append(task.baseline) or SimpleNamespace(config={"batch_size": 4}, coupling=None),
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
@@ -110,7 +127,7 @@ def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
     searched = []
     monkeypatch.setattr(
         "autotune.integrations.accelerate.search",
-        lambda task, *_: searched.append(task) or SimpleNamespace(config={"batch_size": 4}),
+        lambda task, *_: searched.append(task) or SimpleNamespace(config={"batch_size": 4}, coupling=None),
     )
     plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
     find_executable_config(plain)(lambda config: None)()

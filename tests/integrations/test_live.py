@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import autotune
+from autotune.devices import cgroup
 from autotune.errors import TaskError
+from autotune.runners.local import LocalRunner
 from autotune.session import prepare
 from autotune.task.source import TaskSource
-from tests.notes import Notes
+from autotune.units import GIB
 
 FEATURES, CLASSES = 12, 4
 
@@ -55,9 +58,8 @@ def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp
     workers = psutil.Process().children()
     before = state_of(model, optimizer)
     task = autotune.Task.from_loader(model, loader, loss, optimizer)
-    notes = Notes()
     result = autotune.search(
-        task, device="cpu", budget="60s", trials=1, storage=str(tmp_path / "live.db"), listeners=[notes]
+        task, device="cpu", budget="60s", trials=1, storage=str(tmp_path / "live.db"), listeners=[]
     )
     assert result.baseline is not None and result.baseline.config["num_workers"] == 1
     after = state_of(model, optimizer)
@@ -65,7 +67,24 @@ def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp
         assert was[:3] == now[:3] and torch.equal(was[3], now[3]) and was[4] is now[4]
     assert before[1:] == after[1:]
     assert psutil.Process().children() == workers and not torch.cuda.is_initialized()
-    assert any("this process holds" in text and "iB of host memory" in text for text in notes.texts)
+
+
+@pytest.mark.parametrize(("times_held", "is_told"), [(5, True), (20, False)])
+def test_what_this_process_holds_is_told_where_memory_is_short(
+    times_held: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    task = autotune.Task.from_loader(
+        model, DataLoader(dataset(), batch_size=16), torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters())
+    )
+    held_bytes = psutil.Process().memory_info().rss
+    free = SimpleNamespace(total=64 * GIB, available=times_held * held_bytes)
+    monkeypatch.setattr(cgroup, "memory_allowance", lambda: None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with LocalRunner(TaskSource.of(task), device="cpu", logs=tmp_path) as runner:
+        assert [("this process holds" in note and "iB of host memory" in note) for note in runner.notes] == [
+            True
+        ] * is_told
 
 
 def test_a_copy_steps_as_the_loop_does(tmp_path: Path) -> None:

@@ -177,11 +177,25 @@ def test_the_arguments_come_back_changed_where_the_answer_says_so(tmp_path: Path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, arguments that do not say so train on it")
-def test_a_script_that_does_not_ask_for_the_cpu_takes_a_short_type_there(tmp_path: Path) -> None:
-    """Left alone, the arguments raise an error: the setup does not support bf16."""
-    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "use_cpu": False}
-    found = integration.tune(trainer_of(tmp_path, args=asked), **known(tmp_path))
-    assert found.bf16 and found.use_cpu and found.device.type == "cpu"
+def test_what_only_the_missing_gpu_would_change_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """Asked for bf16 and not for the CPU, the arguments raise an error there: the setup does not support it."""
+    asked = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 24,
+        "use_cpu": False,
+        "optim": "adamw_torch_fused",
+    }
+    trainer = trainer_of(tmp_path, args=asked, train_dataset=sentences(96))
+    found = integration.tune(trainer, **known(tmp_path))
+    names = [item.name for item in fields(found)]
+    changed = {name for name in names if getattr(found, name) != getattr(trainer.args, name)}
+    assert changed == {"per_device_train_batch_size", "gradient_accumulation_steps", "bf16"}
+    assert found.bf16 and not found.use_cpu and found.dataloader_pin_memory and found.device.type == "cpu"
+    again = transformers.Trainer(model=bert(), args=found, train_dataset=sentences(96))
+    autocast: set[bool] = set()
+    again.model.classifier.register_forward_pre_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
+    again.train()
+    assert again.state.global_step == 1 and autocast == {True}
 
 
 def test_the_callback_tunes_before_training_begins(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.predict.fit import events_at, excess_at_peak, fit_peak, fit_start, fit_volume
+from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume
 from autotune.predict.passes import Event, Pass, Purpose
 
 
@@ -55,10 +55,6 @@ def test_passes_that_do_other_things_at_other_batch_sizes_are_a_line_through_the
     assert law.at(2).total_bytes(2) == 150
     assert law.at(8).total_bytes(8) == 250
     assert law.deviation > 0
-
-
-def test_events_at_another_batch_size_are_those_of_a_pass_of_it():
-    assert events_at(16, a_step(2), a_step(8)) == list(a_step(16).events)
 
 
 def test_what_is_held_at_the_start_and_what_an_update_adds_to_it():

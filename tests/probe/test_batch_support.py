@@ -8,6 +8,7 @@ from torch import nn
 from autotune.errors import ConfigError
 from autotune.probe.batch_support import batch_support, fine_sizes
 from autotune.records.batch_plan import BatchPlan
+from autotune.records.coupling import Coupling, Verdict
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import validate
 
@@ -79,6 +80,40 @@ def test_where_accumulating_is_part_of_what_is_learned_the_baselines_steps_are_k
     support = batch_support(BatchPlan(3, 4), global_batch=12, fixed_accumulation="it scales the gradients")
     assert support.accumulation_steps == (4,) and support.optional_accumulation_steps == (1, 2, 3, 6, 12)
     assert support.reason == "it scales the gradients"
+
+
+COUPLED = Coupling(verdict=Verdict.COUPLED, reason="it couples", remedy="{include} allows others")
+UNKNOWN = Coupling(verdict=Verdict.UNKNOWN, reason="nobody knows", remedy="{include} allows others")
+
+
+def test_where_the_loss_couples_samples_the_baselines_micro_batch_is_kept():
+    support = batch_support(BatchPlan(3, 4), global_batch=12, coupling=COUPLED)
+    assert support.accumulation_steps == (4,) and support.optional_accumulation_steps == (1, 2, 3, 6, 12)
+    assert "it couples; what you run today cuts it into 4 micro batches of 3" in support.reason
+    assert "--include accumulation_steps" in support.reason
+    assert support.stays_whole and "it couples" in support.note
+
+
+def test_where_nobody_knows_the_batch_is_not_cut_further_than_in_the_baseline():
+    support = batch_support(BatchPlan(3, 4), global_batch=12, coupling=UNKNOWN)
+    assert support.accumulation_steps == (1, 2, 3, 4) and support.optional_accumulation_steps == (6, 12)
+    assert support.stays_whole and "nobody knows" in support.reason
+
+
+def test_without_a_global_batch_only_a_loss_that_couples_samples_keeps_the_batch():
+    support = batch_support(BatchPlan(32), global_batch=None, coupling=COUPLED)
+    assert support.sizes == (32,) and len(support.optional_sizes) > 9 and "--include batch_size" in support.sizes_reason
+    assert batch_support(BatchPlan(32), global_batch=None, coupling=UNKNOWN) == support_of(batch_size=32)
+
+
+def test_where_the_loss_may_be_cut_nothing_changes():
+    free = Coupling(verdict=Verdict.SEPARABLE)
+    assert batch_support(BatchPlan(12), global_batch=12, coupling=free) == support_of(global_batch=12, batch_size=12)
+
+
+def test_a_loss_that_couples_samples_behind_batch_norm_says_so():
+    support = batch_support(BatchPlan(12), global_batch=12, normalises=True, coupling=COUPLED)
+    assert "it couples" in support.reason and "normalisation" not in support.reason
 
 
 def test_frozen_batch_norm_does_not_mind():

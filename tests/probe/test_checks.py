@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autotune.coupling.dropout_off import dropout_off
 from autotune.probe.checks import EXACT_ERROR, run_checks
-from autotune.probe.dropout_off import dropout_off
 from autotune.task import Task
 from autotune.techniques import REGISTRY
 from autotune.techniques.recomputed import _Buffers
@@ -173,6 +173,48 @@ def test_a_whole_config_is_compared_at_once():
     check = run_checks(task_of(), config, "cpu", batch_size=8)
     assert check.passed, check.reason
     assert check.choice == "accumulation_steps=8, amp=bf16, checkpoint_segments=2, optimizer_impl=foreach"
+
+
+def info_nce(model, batch):
+    z = functional.normalize(model(batch[0]).flatten(1), dim=-1)
+    return functional.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)))
+
+
+def test_a_failed_check_names_the_cause_micro_batches_precision_or_a_technique(monkeypatch):
+    """A contrastive loss in bf16 passes whole, and no precision makes it right in micro batches."""
+    coupled = task_of(lambda: Model(dropout=0.0), training_step=info_nce)
+    assert run_checks(coupled, {"amp": "bf16"}, "cpu", batch_size=8).passed
+    cut = run_checks(coupled, {"amp": "bf16", "accumulation_steps": 2}, "cpu", batch_size=8)
+    assert cut.passed is False and cut.cause == ("accumulation_steps",)
+    assert cut.reason.startswith(
+        "the cause is cutting the batch into micro batches, which plain fp32 does not bear either"
+    )
+    assert run_checks(coupled, {"accumulation_steps": 2}, "cpu", batch_size=8).cause == ("accumulation_steps",)
+    halve_the_gradients(monkeypatch, REGISTRY["checkpoint_segments"])
+    wrong = {"amp": "bf16", "checkpoint_segments": 2}
+    assert run_checks(task_of(lambda: Model(dropout=0.0)), wrong, "cpu", batch_size=4).cause == ("checkpoint_segments",)
+    both = run_checks(coupled, {**wrong, "accumulation_steps": 2}, "cpu", batch_size=8)
+    assert both.cause == ("accumulation_steps", "checkpoint_segments")
+
+
+def test_precision_is_named_where_it_is_the_cause(monkeypatch):
+    halve_the_gradients(monkeypatch, REGISTRY["amp"])
+    check = run_checks(
+        task_of(lambda: Model(dropout=0.0)), {"amp": "bf16", "checkpoint_segments": 2}, "cpu", batch_size=4
+    )
+    assert check.passed is False and check.cause == ("amp",)
+    assert check.reason.startswith("the cause is amp=bf16, whose precision is reduced")
+
+
+def halve_the_gradients(monkeypatch, technique):
+    apply = type(technique).apply
+
+    def halves(self, build, choice):
+        apply(self, build, choice)
+        for parameter in build.model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+
+    monkeypatch.setattr(type(technique), "apply", halves)
 
 
 def test_an_inexact_technique_that_claims_to_be_exact_is_caught(monkeypatch):

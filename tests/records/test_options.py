@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from typing import Any
 
 import pytest
 
 from autotune import api
-from autotune.cli.parser import build_parser, given
+from autotune.cli.parser import UsageError, build_parser, given
 from autotune.errors import ConfigError
+from autotune.records import option_kinds as kinds
 from autotune.records.options import (
+    ExplainOptions,
     PredictOptions,
     ProbeOptions,
     RunOptions,
@@ -27,6 +31,7 @@ COMMANDS: dict[str, type[RunOptions]] = {
     "probe": ProbeOptions,
     "verify": VerifyOptions,
     "predict": PredictOptions,
+    "explain": ExplainOptions,
     "sweep": SweepOptions,
 }
 NEEDED = {
@@ -64,13 +69,17 @@ def test_one_name_is_a_list_of_one_name() -> None:
     ("option", "value", "expected"),
     [
         ("objective", "speed", "objective: 'speed' is not known; expected one of throughput, memory, balanced"),
-        ("budget", "soon", "budget: 'soon' is not a duration; expected seconds or a value such as 90s"),
+        ("budget", "soon", "budget: 'soon' is not a duration; expected more than 0 seconds, such as 90s"),
         ("budget", 0, "budget: 0 is not possible; expected more than 0 seconds"),
         ("budget", None, "budget: None is not possible; expected more than 0 seconds"),
         ("probe_timeout", -1.0, "probe_timeout: -1.0 is not possible; expected more than 0 seconds"),
         ("headroom", 1, "headroom: 1 is not possible; expected a share from 0% to below 100%"),
         ("headroom", "200%", "headroom: '200%' is not a share; expected a value such as 5%"),
-        ("memory_limit", "lots", "memory_limit: 'lots' is not a memory size; expected a size such as 12GiB"),
+        (
+            "memory_limit",
+            "lots",
+            "memory_limit: 'lots' is not a memory size; expected more than 0 bytes, such as 12GiB",
+        ),
         ("memory_limit", -1, "memory_limit: -1 is not possible; expected more than 0 bytes"),
         ("global_batch", 0, "global_batch: 0 is not possible; expected at least 1"),
         ("trials", "many", "trials: 'many' is not a whole number; expected at least 1"),
@@ -83,6 +92,45 @@ def test_what_is_not_possible_is_refused_with_what_was_expected(option: str, val
     with pytest.raises(ConfigError) as refused:
         of(**{option: value})
     assert str(refused.value).startswith(expected)
+
+
+BAD = {
+    kinds.SECONDS: ["0", "0s", "-5s", "-5", "-.5m", "nan", "-nan", "inf", "-inf", "soon", "5 weeks", "9" * 400, ""],
+    kinds.COUNT: ["0", "-3", "-3.5", "2.5", "nan", "inf", "-inf", "many", "1e3", ""],
+    kinds.SEED: ["-1", "-1.5", "nan", "inf", "some", str(2**32), ""],
+    kinds.SHARE: ["-5%", "-0.05", "100%", "1", "nan", "inf", "-inf", "most", ""],
+    kinds.MEMORY: ["0", "0%", "-1GiB", "-1", "-20%", "120%", "0.2B", "nan", "inf", "-inf", "lots", "9" * 400, ""],
+}
+PYTHON: list[Any] = [
+    -5,
+    -0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    [1],
+    b"5",
+]  # none of them is possible for any option
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_duration_size_share_and_number_that_is_not_possible_is_refused_with_what_was_expected(
+    command: str,
+) -> None:
+    parser = build_parser()
+    for option in table(COMMANDS[command]):
+        for text in BAD.get(option.kind, ()):
+            needed = [] if option.flag in NEEDED.get(command, []) else NEEDED.get(command, [])
+            for given_as in ([option.flag, text], [f"{option.flag}={text}"]):
+                with pytest.raises(UsageError) as refused:
+                    parser.parse_args([command, "model.py", *needed, *given_as])
+                read = int(text) if re.fullmatch(r"-?\d+", text) and option.kind in (kinds.COUNT, kinds.SEED) else text
+                assert f"argument {option.flag}: {read!r} is not " in str(refused.value)
+                assert "; expected " in str(refused.value)
+        for value in PYTHON if option.kind in BAD else []:
+            needed_options = {"verify": {"steps": 1}, "sweep": {"out": "x.csv"}}.get(command, {})
+            with pytest.raises(ConfigError, match=rf"^{option.name}: .* is not .*; expected "):
+                COMMANDS[command].of({**needed_options, option.name: value}, total_bytes=lambda device: GIB)
 
 
 def test_an_unknown_option_is_a_type_error_with_the_nearest_name() -> None:

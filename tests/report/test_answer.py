@@ -158,14 +158,14 @@ def test_an_answer_whose_gain_is_not_sure_is_not_called_faster(result: Result) -
     assert "Undecided whether faster or slower: 0.98x" in _flat(text_of(replace(unsure, speedup=0.98)))
 
 
-def test_a_sure_gain_of_an_unsure_size_is_told_with_its_interval(result: Result) -> None:
+def test_a_sure_gain_of_an_unsure_size_is_told_with_its_least(result: Result) -> None:
     text = _flat(text_of(replace(result, speedup=3.0, speedup_ci=(1.3, 7.0))))
-    assert "Faster: 3.00x the baseline's throughput (95% interval 1.30x to 7.00x)" in text and "too noisy" not in text
+    assert "Faster: at least 1.30x the baseline's throughput (95% sure)" in text and "too noisy" not in text
 
 
 def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> None:
     text = _flat(text_of(replace(result, baseline=None, speedup=None, speedup_ci=None)))
-    assert "the baseline did not, so the speed-up is unknown. The warnings say why." in text
+    assert "Runs where the baseline does not, so the speed-up is unknown. The warnings say why." in text
 
 
 def test_an_unconfirmed_answer_says_so(result: Result) -> None:
@@ -216,6 +216,11 @@ def test_where_no_change_was_seen_by_itself_they_are_named_without_a_table(resul
 def test_the_answers_gain_is_the_same_everywhere(result: Result) -> None:
     assert text_of(replace(result, speedup=1.62)).count("1.62x") == 2  # verdict and front
     assert "1.73x" not in text_of(replace(result, speedup=1.62))
+
+
+def test_a_failed_check_is_marked_with_its_cause(result: Result) -> None:
+    failed = replace(result.checks[0], passed=False, cause=("accumulation_steps",), reason="it is cut")
+    assert "FAILED because of accumulation_steps, whole config" in _flat(text_of(replace(result, checks=(failed,))))
 
 
 def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:

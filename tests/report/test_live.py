@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TextIO, cast
 
 import pytest
@@ -17,7 +18,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.trial import Trial
 from autotune.report.dashboard import Dashboard
-from autotune.report.live import Lines, live_listener
+from autotune.report.live import Lines, best_speed, live_listener
 from autotune.tuning.events import (
     Event,
     Listener,
@@ -209,6 +210,13 @@ def _drawn(terminal: tuple[TextIO, Callable[[], str]]) -> str:
             view.on(event)
         view.refresh()
     return close()
+
+
+def test_the_best_so_far_is_not_held_against_a_baseline_that_other_work_slowed() -> None:
+    best, calm = (ANSWER, measured(ANSWER)), measured(BASELINE)
+    assert calm.measurement is not None and best_speed(best, calm) == pytest.approx(1.73, abs=0.01)
+    slowed = replace(calm.measurement, disturbances=("others held the processor for 50% of the time",))
+    assert best_speed(best, replace(calm, measurement=slowed)) is None
 
 
 def test_a_terminal_shows_best_baseline_front_last_probes_and_time_left(

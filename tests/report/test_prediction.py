@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
-from autotune.report.prediction import prediction_sections
+from autotune.report.prediction import first_words, prediction_sections
 from autotune.report.terminal import as_text
 from autotune.techniques import complete
 from autotune.units import GIB, MIB
@@ -70,6 +70,15 @@ def text_of(prediction: MemoryPrediction) -> str:
 
 def flat(prediction: MemoryPrediction, **changes: Any) -> str:
     return " ".join(text_of(replace(prediction, **changes)).split())
+
+
+def test_the_first_that_is_known_is_the_largest_batch_of_plain_training_and_what_it_holds() -> None:
+    first = first_words(TABLE)
+    assert first.startswith(
+        "after 5 s: with nothing switched on, batch 32 x12 fits: 63.0 GiB of 76.0 GiB (params 512 MiB, "
+    )
+    none = first_words(replace(TABLE, groups=(group(peak(1, 90 * GIB), fits=False),)))
+    assert "not even batch 1 x384 fits: 93.0 GiB of 76.0 GiB" in none
 
 
 def test_it_says_for_what_memory_and_that_nothing_was_measured() -> None:

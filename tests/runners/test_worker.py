@@ -9,10 +9,11 @@ import autotune.probe.inspection
 import autotune.session
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.task import Task
+from autotune.tuning.inspecting import inspection_failed
 from autotune.units import GIB
 
 
@@ -62,7 +63,7 @@ def test_where_nothing_says_what_was_asked_for_the_peak_is_what_is_known(fail, e
 @pytest.mark.parametrize(
     ("job", "module", "function", "arguments"),
     [
-        ("inspect", autotune.probe.inspection, "inspect_task", {"absent": None}),
+        ("inspect", autotune.probe.inspection, "inspect_task", {"absent": None, "trains": True}),
         ("check", autotune.probe.checks, "run_checks", {"config": {}, "batch_size": 4}),
     ],
 )
@@ -80,3 +81,21 @@ def test_an_inspection_and_a_check_tell_memory_that_others_hold_from_what_the_mo
     outcome = worker.JOBS[job](task, given, lambda progress: None)["outcome"]
     assert (outcome["kind"], outcome["crowded"], outcome["attempted_bytes"]) == (Kind.OOM, shared, 2 * GIB)
     assert outcome["cause"].startswith("other processes hold memory") == shared
+
+
+def test_memory_of_the_host_that_a_gpus_job_lacked_is_told_as_the_hosts(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+            "2147483648 bytes. Error code 12 (Cannot allocate memory)"
+        )
+
+    monkeypatch.setattr(Card, "is_crowded", lambda self, attempted_bytes: True)
+    monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+    monkeypatch.setattr(autotune.probe.inspection, "inspect_task", fail)
+    given = {"device": "cuda:0", "memory_limit_bytes": None, "absent": None, "trains": True}
+    outcome = Outcome.from_dict(worker.JOBS["inspect"](None, given, lambda progress: None)["outcome"])
+    assert (outcome.kind, outcome.on_host, outcome.crowded) == (Kind.OOM, True, False)
+    told = str(inspection_failed(outcome, 8 * GIB))
+    assert told.startswith("the host's memory ran out, not the GPU's: an allocation of 2.00 GiB failed")
+    assert "--memory-limit" not in told and "8.00 GiB" not in told

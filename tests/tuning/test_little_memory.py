@@ -15,8 +15,8 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.runner import NotCompared
 from autotune.task.source import TaskSource
 from autotune.tuning import opening
+from autotune.tuning.clearance import Clearance
 from autotune.tuning.events import Listener
-from autotune.tuning.exactness import Exactness
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.recommend import why_nothing
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
@@ -103,7 +103,9 @@ def test_gradients_are_compared_outside_of_a_limit_that_plain_training_exceeds(t
 
     facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
     search = make_search(tmp_path, Checking(), inspection=inspection(facts=facts))
-    found = Exactness(search).of("optimizer_impl", "fused")
+    clearance, fused = Clearance(search), search.history.space.complete({"optimizer_impl": "fused"})
+    assert clearance.clear(fused)
+    found = clearance.of_answer(fused)
     assert found.reason == "not here" and limits == [LIMIT_BYTES, search.runner.device().free_bytes]
 
 
@@ -120,7 +122,7 @@ def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_
         folder = tmp_path / str(samples)
         folder.mkdir()
         search = make_search(folder, Checking(), inspection=inspection(facts=facts, step_samples=samples))
-        Exactness(search).of("optimizer_impl", "fused")
+        Clearance(search).clear(search.history.space.complete({"optimizer_impl": "fused"}))
     assert sizes == [4, 6]
 
 

@@ -15,13 +15,18 @@ import autotune
 from autotune.errors import StudyError
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
+from autotune.report.study import study_sections
 from autotune.study.place import place_of
+from autotune.study.reading import load_study
 from autotune.study.store import Store, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _train_samples
 from autotune.tuning.resuming import asked_again, fingerprint, memory_limit
+from autotune.units import MIB
 from tests.closed_form import inspection
+from tests.integrations.answers import known
+from tests.notes import Notes
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 FACTS: dict[str, Any] = {
@@ -104,8 +109,6 @@ def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
-        ({"memory_limit": "500MiB"}, "memory limit was 1.00 GiB and is 500 MiB"),
-        ({"memory_limit": GIB + 1}, "memory limit was 1073741824 bytes and is 1073741825 bytes"),
         ({"headroom": "10%"}, "headroom was 0.05 and is 0.1"),
         ({"objective": "memory"}, "objective was 'throughput' and is 'memory'"),
     ],
@@ -114,7 +117,47 @@ def test_another_option_is_refused_before_the_model_is_imported(
     tmp_path: Path, options: dict[str, Any], difference: str
 ) -> None:
     with pytest.raises(StudyError, match=f"{difference}.*--study NAME"):
-        resumed(tmp_path, **options)
+        resumed(tmp_path, memory_limit=GIB, **options)
+
+
+def searched(folder: Path, **options: Any) -> tuple[Result, list[str]]:
+    """A search with a known answer, and what it noted."""
+    notes = Notes()
+    asked = {**known(folder), "storage": str(folder / "gpt.db"), "listeners": [notes], **options}
+    return autotune.search(TINY, **asked), notes.texts
+
+
+def test_another_memory_limit_begins_a_study_beside_the_old_one_and_goes_on_with_it(tmp_path: Path) -> None:
+    first, noted = searched(tmp_path, memory_limit="1000MiB")
+    assert not any("beside" in text for text in noted)
+    smaller, noted = searched(tmp_path, memory_limit="400MiB")
+    assert smaller.study == f"{first.study} memory_limit=400MiB" and smaller.peak_bytes <= 400 * MIB
+    assert (
+        f"the study {first.study} has another memory limit; this search is kept beside it, in '{smaller.study}'"
+        in noted
+    )
+    assert searched(tmp_path, memory_limit="400MiB")[0].study == smaller.study
+    for options in ({"memory_limit": "1000MiB"}, {"memory_limit": None}):
+        again, noted = searched(tmp_path, **options)
+        assert again.study == first.study and again.memory_limit_bytes == 1000 * MIB
+        assert again.probes >= first.probes and not any("beside" in text for text in noted)
+    assert (load_study(tmp_path / "gpt.db", study=smaller.study).memory_limit_bytes) == 400 * MIB
+
+
+def test_of_studies_with_several_limits_the_last_that_was_searched_is_read_and_names_the_others(tmp_path: Path) -> None:
+    first, _ = searched(tmp_path, memory_limit="1000MiB")
+    second, _ = searched(tmp_path, memory_limit="400MiB")
+    read = load_study(tmp_path / "gpt.db")
+    assert (read.name, read.others) == (second.study, (first.study,))
+    (headline, *_) = study_sections(read)
+    assert f"with other memory limits, by --study NAME: {first.study}" in str(headline)
+    third, _ = searched(tmp_path, memory_limit="500MiB")
+    searched(tmp_path, memory_limit="1000MiB")
+    read = load_study(tmp_path / "gpt.db")
+    assert (read.name, read.others) == (first.study, (second.study, third.study))
+    searched(tmp_path, study="another", memory_limit="500MiB")
+    with pytest.raises(StudyError, match="holds 4 studies; choose one with --study: another, "):
+        load_study(tmp_path / "gpt.db")
 
 
 def test_a_study_of_other_arithmetic_is_refused_before_the_model_is_imported(

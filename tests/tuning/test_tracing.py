@@ -16,7 +16,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import InspectJob, Job, JobResult, Runner, TraceJob
+from autotune.runners.runner import Finished, InspectJob, Job, JobResult, Runner, TraceJob
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -63,6 +63,35 @@ def test_when_time_is_up_nothing_has_failed_and_the_next_search_goes_on(tmp_path
     assert all(wall_s <= 7.5 for wall_s, _ in spent)
     missing = [left for _, left in spent]
     assert missing[0] > missing[1] > missing[-1] == 0
+
+
+def test_what_was_kept_is_confirmed_and_more_is_traced_in_the_same_slice(tmp_path: Path) -> None:
+    for configs in (CONFIGS[:1], CONFIGS):
+        cache = TraceCache(tmp_path, FACTS, "cpu", [4], {})
+        tracing = Tracing(Slow(), lambda configs=configs: configs, "cpu", cache, max_s=60.0)
+        tracing.advance(60.0)
+        assert tracing.missing == [] and tracing.is_done
+
+
+class Telling(Slow):
+    """Tells of the first group before the trace ends."""
+
+    def collect(self, timeout_s: float | None = None) -> Finished | None:
+        return super().collect(timeout_s) if timeout_s is None or self.asked else None
+
+    asked = False
+
+    def found(self, ticket: int) -> Traces | None:
+        self.asked = True
+        return Traces(target="cpu", models={(): PLAIN}, updates={(): DEFAULT})
+
+
+def test_who_waits_is_told_of_plain_training_before_the_rest_is_traced() -> None:
+    told: list[Traces] = []
+    tracing = Tracing(Telling(), lambda: CONFIGS, "cpu", None, max_s=60.0)
+    tracing.advance(60.0, told.append)
+    assert told[0].knows_plain and len(told[0].models) == 1
+    assert tracing.missing == []
 
 
 def test_a_search_traces_in_a_twentieth_of_its_budget_and_says_that_the_time_was_up(tmp_path: Path) -> None:

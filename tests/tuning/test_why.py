@@ -33,6 +33,13 @@ def failed(candidate, kind=Kind.OOM, **changes):
     return Trial(number=0, stage="search", config=candidate, outcome=outcome, feasible=False)
 
 
+def test_what_the_host_had_too_little_for_is_not_put_right_by_the_devices_limit():
+    text = why.no_fit([failed(config(1), on_host=True)], 1000 * MIB)
+    assert "in every probe it did not" in text and "host with more memory" in text
+    assert "--memory-limit" not in text
+    assert "raise --memory-limit" in why.no_fit([failed(config(1), on_host=True), failed(config(2))], 1000 * MIB)
+
+
 def test_the_front_leaves_out_what_is_not_feasible():
     probes = [probed(config(4), 100, 400), probed(config(8), 150, 600), probed(config(16), 200, 990, feasible=False)]
     assert [measured.config["batch_size"] for measured in front_of(why.figures(probes, ()).values())] == [4, 8]
@@ -94,7 +101,7 @@ def test_an_idle_gpu_is_named():
 
 def test_when_nothing_fits_it_is_said_by_how_much():
     text = why.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
-    assert "300 MiB more" in text and "--memory-limit" in text and "--study NAME" in text
+    assert "300 MiB more" in text and "raise --memory-limit, or make the model" in text
 
 
 def test_when_nothing_was_tried_that_is_said():
@@ -177,3 +184,11 @@ def test_a_choice_is_not_blamed_for_a_batch_larger_than_the_training_set():
     too_few = failed(config(48, amp="bf16"), Kind.ERROR)
     too_few = replace(too_few, outcome=replace(too_few.outcome, too_few_samples=True))
     assert not why.never_ran([probed(config(8)), too_few], config(8))
+
+
+def test_a_larger_batch_that_other_work_slowed_is_not_said_to_have_been_no_faster():
+    large = probed(config(16), 60)
+    found = replace(large.outcome.measurement, disturbances=("others held the processor",))
+    disturbed = replace(large, outcome=replace(large.outcome, measurement=found))
+    assert "a larger batch was not faster" in limiting(config(8), large, phases_s=PHASES)
+    assert "a larger batch was not faster" not in limiting(config(8), disturbed, phases_s=PHASES)

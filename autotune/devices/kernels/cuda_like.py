@@ -13,6 +13,7 @@ Recurrent layers stay as on a CPU, because what cuDNN keeps for their backward p
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,13 +69,25 @@ def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
 
 
 def _replace_autocast(library: torch.library.Library) -> None:
-    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    for name in names:
+    names = torch._C._dispatch_get_all_op_names()
+    like_cuda, left_alone = _autocast_lists(tuple(name for name in names if name.startswith("aten::")))
+    for name in like_cuda:
+        library.impl(name, _autocast_kernel(name), "AutocastCPU")
+    for name in left_alone:
+        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+
+
+@functools.cache  # a run begins often, and torch is asked some thousand questions
+def _autocast_lists(qualified: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Of all operators those that autocast treats on CUDA otherwise than on a CPU, and those that it treats on a CPU alone."""
+    like_cuda, left_alone = [], []
+    for name in (name.removeprefix("aten::") for name in qualified):
         on_cuda, on_cpu = _has_kernel(name, "AutocastCUDA"), _has_kernel(name, "AutocastCPU")
         if on_cuda and name not in _ONLY_ON_CUDA and not (on_cpu and name in _IN_LOWER_TYPE):
-            library.impl(name, _autocast_kernel(name), "AutocastCPU")
+            like_cuda.append(name)
         elif on_cpu and not on_cuda and name not in _KEPT_ON_CPU:
-            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            left_alone.append(name)
+    return like_cuda, left_alone
 
 
 def _has_kernel(name: str, key: str) -> bool:

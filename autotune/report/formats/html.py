@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from autotune.report.html import STYLE, body
-from autotune.report.interactive import pictures
+from autotune.report.interactive import pictures, why_no_pictures
 from autotune.report.sections import Section, pairs
 from autotune.report.study import machine_facts, study_sections
 from autotune.study.reading import Study
@@ -42,11 +42,7 @@ _FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-of
 
 
 def render(study: Study) -> str:
-    """The page: the answer, pictures, the reasons, how to run it, every probe, and the machine.
-
-    Raises:
-        AutotuneError: plotly, which draws the pictures, is not installed.
-    """
+    """The page: the answer, pictures where plotly is installed, the reasons, how to run it, every probe, and the machine."""
     headline, *sections = study_sections(study, model=study.attributes.get("model", "model.py"))
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]
@@ -63,7 +59,9 @@ def render(study: Study) -> str:
 
 
 def _pictures(study: Study) -> str:
-    """The pictures; the first brings the code that draws them all along."""
+    """The pictures, of which the first brings the code that draws them all along; or why there are none."""
+    if reason := why_no_pictures():
+        return f'<p class="note">No pictures: {escape(reason)}.</p>'
     shown = []
     for place, (title, figure) in enumerate(pictures(study)):
         options = {"displayModeBar": False, "responsive": True}

@@ -1,0 +1,100 @@
+"""The buffers of a model, noted before forward passes and put back as they were."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Buffers:
+    """The buffers of a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._all = [
+            _Buffer(f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+        ]
+        self._has_learned = False
+
+    def note(self) -> None:
+        """Remember the buffers as they are now."""
+        for buffer in self._all:
+            buffer.note()
+
+    def learn(self) -> None:
+        """After the first step: find out which buffers it changed."""
+        if not self._has_learned:
+            self._has_learned = True
+            for buffer in self._all:
+                buffer.learn()
+
+    def lost(self) -> str:
+        """A buffer that cannot be restored; empty where all can."""
+        return next((buffer.path for buffer in self._all if buffer.is_lost()), "")
+
+    def changed(self) -> str:
+        """A buffer that has another value than was noted; empty where none has."""
+        return next((buffer.path for buffer in self._all if buffer.has_changed()), "")
+
+    def restore(self) -> None:
+        """Give every buffer the value that it had."""
+        with torch.no_grad():
+            for buffer in self._all:
+                buffer.restore()
+
+
+class _Buffer:
+    """A buffer, and the value that it had before a step, where forward passes change it.
+
+    Whether they do, the first step tells by comparing values: some code changes them behind torch's back (`buffer.data`).
+    Later, a buffer that was constant until then is known to have changed by its version. Of a sparse or nested one, nothing
+    but its version is looked at.
+    """
+
+    def __init__(self, path: str, module: torch.nn.Module, name: str) -> None:
+        self.path = path
+        self._module = module
+        self._name = name
+        self._changes: bool | None = None  # None before the first step
+        self._before: torch.Tensor | None = None
+        self._version: int | None = None
+        self._copy: torch.Tensor | None = None
+
+    def note(self) -> None:
+        if self._changes is not None and self.has_changed():
+            self._changes = True
+        if self._changes is False:
+            return
+        self._before = before = self._module._buffers.get(self._name)
+        self._version = version_of(before)
+        self._copy = None
+        if before is not None and before.layout is torch.strided and not before.is_nested and not before.is_inference():
+            self._copy = before.detach().clone() if self._changes else before.detach().to("cpu", copy=True)
+
+    def learn(self) -> None:
+        self._changes = self.has_changed() or self._differs()
+        if not self._changes:
+            self._copy = None
+
+    def is_lost(self) -> bool:
+        return self._copy is None and version_of(self._before) != self._version
+
+    def restore(self) -> None:
+        if self._before is not None and self._copy is not None and self._differs():
+            self._before.copy_(self._copy)
+        self._module._buffers[self._name] = self._before
+
+    def has_changed(self) -> bool:
+        """Whether another tensor stands in its place, or torch saw it change."""
+        return self._module._buffers.get(self._name) is not self._before or version_of(self._before) != self._version
+
+    def _differs(self) -> bool:
+        """Whether the noted tensor has another value by now."""
+        if self._before is None or self._copy is None:
+            return False
+        return not torch.equal(self._copy.to("cpu"), self._before.to("cpu"))
+
+
+def version_of(tensor: torch.Tensor | None) -> int | None:
+    """Grows with each change in place. Tensors made in inference mode have none."""
+    return None if tensor is None or tensor.is_inference() else tensor._version

@@ -1,0 +1,162 @@
+"""Finds the samples of a training set that are unlike all others, where training failed by what it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from autotune.errors import TaskError
+from autotune.lazy import torch
+from autotune.task import samples
+from autotune.task.describe import describe, element_type, shape
+from autotune.task.task import Task
+from autotune.units import plural
+
+MAX_SEARCH_S = 5.0
+MAX_SHARE = 0.1  # of the samples looked at that differ; where more do, unequal samples are this set's nature
+MIN_LOOKED_AT = 8  # fewer tell nothing about what is usual
+MAX_LOOKED_AT = 10_000
+_VALUES = "values"
+_RESPECTS = ("types", "shapes", _VALUES)
+_ADVICE = "correct it, or leave it out of the dataset"
+
+
+class Look(NamedTuple):
+    """What is compared between samples, so that none of them is kept.
+
+    Attributes:
+        words: the sample described.
+        differences: how it looks in each respect, the plainest first.
+    """
+
+    words: str
+    differences: tuple[Any, ...]
+
+
+def odd_sample(
+    task: Task, raises: Callable[[Any], bool] | None = None, *, nonfinite: bool = False, max_s: float = MAX_SEARCH_S
+) -> str:
+    """Which sample is unlike the others, what is usual, and what to do; empty where none stands out.
+
+    Looked at are, in this order: whether a sample can be read, its types, its shapes, with `nonfinite` its values, and whether
+    it fails alone. The first difference that few samples have is told.
+
+    Args:
+        raises: whether the training step of a sample alone raises what was seen; None to leave that out.
+        nonfinite: nan or inf is what was seen.
+        max_s: for reading samples, and again for training on them; no more are looked at after this time.
+    """
+    dataset = task.dataset()
+    if dataset is None:
+        return ""
+    looks: dict[int, Look] = {}
+    try:
+        for position, sample in _in_time(dataset, max_s):
+            seen = (_structure(sample), _sizes(sample), nonfinite and _is_nonfinite(sample))
+            looks[position] = Look(describe(sample), seen)
+    except TaskError as error:  # which names the sample
+        return str(error)
+    for respect in range(len(_RESPECTS)):
+        odd, usual = _few({position: look.differences[respect] for position, look in looks.items()})
+        if odd:
+            is_value = _RESPECTS[respect] == _VALUES
+            what = "holds nan or inf" if is_value else f"is {looks[odd[0]].words}"
+            others = "do not" if is_value else f"are like sample {usual[0]}, {looks[usual[0]].words}"
+            return f"{_named(odd)} {what}, and {plural(len(usual), 'other')} looked at {others}; {_ADVICE}"
+    if raises is None:
+        return ""
+    odd, usual = _few({position: raises(sample) for position, sample in _in_time(dataset, max_s)})
+    if not odd:
+        return ""
+    return (
+        f"{_named(odd)}, {looks[odd[0]].words}, fails so by itself, and {plural(len(usual), 'other')} looked at "
+        f"{'does' if len(usual) == 1 else 'do'} not; {_ADVICE}"
+    )
+
+
+def _in_time(dataset: Any, max_s: float) -> Iterator[tuple[int, Any]]:
+    """Samples with their positions, always in the same order, until the time is over."""
+    deadline = time.monotonic() + max_s
+    if samples.is_stream(dataset):
+        found = samples.read_stream(dataset)
+    else:
+        size = len(dataset)
+        drawn = random.Random(0).sample(range(size), min(size, MAX_LOOKED_AT))
+        found = ((position, samples.read(dataset, position)) for position in drawn)
+    for place, looked_at in enumerate(found, start=1):
+        yield looked_at
+        if time.monotonic() > deadline or place >= MAX_LOOKED_AT:
+            return
+
+
+def _few(looks: Mapping[int, Any]) -> tuple[list[int], list[int]]:
+    """Positions of those that differ from most, and of those others; none where they are not few."""
+    by_look: dict[Any, list[int]] = {}
+    for position, look in looks.items():
+        by_look.setdefault(look, []).append(position)
+    usual = max(by_look.values(), key=len) if by_look else []
+    odd = sorted(set(looks) - set(usual))
+    few = len(looks) >= MIN_LOOKED_AT and len(odd) <= max(1, MAX_SHARE * len(looks))
+    return (odd, sorted(usual)) if few else ([], usual)
+
+
+def _named(positions: list[int]) -> str:
+    more = f" (and {len(positions) - 1} more)" if len(positions) > 1 else ""
+    return f"sample {positions[0]}{more} of your train_dataset"
+
+
+def _structure(sample: Any) -> Any:
+    """The types in a sample, without its sizes and values."""
+    if isinstance(sample, torch.Tensor):
+        return element_type(sample), sample.dim()
+    if isinstance(sample, Mapping):
+        return tuple(sorted((str(key), _structure(part)) for key, part in sample.items()))
+    if isinstance(sample, tuple):
+        return tuple(map(_structure, sample))
+    if isinstance(sample, list):  # of any length, as tokens are
+        return list.__name__, *itertools.islice(map(_structure, sample), 1)
+    return type(sample).__name__, str(getattr(sample, "dtype", "")), getattr(sample, "ndim", 0)
+
+
+def _sizes(sample: Any) -> Any:
+    """The shapes in a sample."""
+    if isinstance(sample, torch.Tensor):
+        return shape(sample)
+    if isinstance(sample, Mapping):
+        return tuple(sorted((str(key), str(_sizes(part))) for key, part in sample.items()))
+    if isinstance(sample, tuple | list):
+        return tuple(map(_sizes, sample)) if isinstance(sample, tuple) else len(sample)
+    return str(getattr(sample, "shape", ""))
+
+
+def _is_nonfinite(sample: Any) -> bool:
+    from autotune.task.batches import tensors
+
+    if isinstance(sample, float):
+        return not math.isfinite(sample)
+    if any(isinstance(part, float) and not math.isfinite(part) for part in _numbers(sample)):
+        return True
+    return any(not bool(torch.isfinite(part).all()) for part in tensors(_as_tensors(sample)))
+
+
+def _numbers(sample: Any) -> Iterator[Any]:
+    if isinstance(sample, Mapping):
+        yield from itertools.chain.from_iterable(map(_numbers, sample.values()))
+    elif isinstance(sample, tuple | list):
+        yield from itertools.chain.from_iterable(map(_numbers, sample))
+    else:
+        yield sample
+
+
+def _as_tensors(sample: Any) -> list[Any]:
+    """The tensors and arrays in a sample."""
+    found = []
+    for part in _numbers(sample):
+        with contextlib.suppress(Exception):
+            found.append(part if isinstance(part, torch.Tensor) else torch.from_numpy(part))
+    return found

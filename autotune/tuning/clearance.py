@@ -1,0 +1,243 @@
+"""Which configs may be recommended: those that were compared with plain fp32 on the user's own model, and passed.
+
+What the user runs today is the measure, and is not compared. Loss and gradients of everything else are: its exact changes
+together, held to the bound of exact techniques, and all of its changes. A config that failed, whose comparison did not finish,
+or of which the comparison tells nothing takes no part in the play-off and is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune import techniques
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.config import Choice, Config
+from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Check
+from autotune.runners.runner import NotCompared, ProbeFault
+from autotune.space import CUT, Changes
+from autotune.tuning.confirm import finalists_of
+from autotune.tuning.state import Search
+
+CHECK_BATCH_SIZE = 4
+BATCHNORM_BATCH_SIZE = 64
+MIN_CHECK_S = 2.0
+MIN_COMPARISON_S = 10.0
+CHECK_SHARE = 0.15  # of the budget, for one comparison
+CHECKS_SHARE = 0.25  # of the budget, for all comparisons once a config has passed
+FIRST_SHARE = 0.5  # of the time that is left, for a comparison while none has passed
+NOT_SHOWN = "was not shown to train as plain fp32 does"
+ATTRIBUTE = "checks"  # of the study: every comparison that finished
+MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
+MORE_MEMORY = "give a larger --memory-limit"
+FREE_MEMORY = "end what else uses the device, and run the same command again: it continues this study and compares it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What the comparison of some changes with plain fp32 found.
+
+    Attributes:
+        check: the comparison; None where it did not finish, or could not be made.
+        reason: why the changes did not pass; where they did, what else is to be said of the comparison.
+        remedy: how to get them compared; empty where there is no way.
+        has_finished: the comparison came to an end of its own, be it an error; another one would end likewise.
+        comparable: whether the runner sees gradients at all. Where it does not, nothing is held against a config.
+    """
+
+    check: Check | None = None
+    reason: str = ""
+    remedy: str = ""
+    has_finished: bool = False
+    comparable: bool = True
+
+    @property
+    def clears(self) -> bool:
+        """Whether the changes may be recommended."""
+        return not self.comparable or (self.check is not None and self.check.passed is True)
+
+
+class Clearance:
+    """Compares changes with plain fp32, each time in a process of its own, and bars from the space what does not pass."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._found: dict[Changes, Finding] = {}
+
+    def bar_known(self) -> None:
+        """Bar what an earlier search of the study found not to pass, and take over what passed."""
+        for kept in self._search.store.attributes().get(ATTRIBUTE, ()):
+            changes = frozenset((name, choice) for name, choice in kept["changes"])
+            self._found[changes] = _finding(Check(**kept["check"]))
+        for changes, found in sorted(self._found.items(), key=lambda item: len(item[0])):
+            if not found.clears and not any(barred <= changes for barred in self._search.history.space.barred):
+                self._bar(changes, found)
+
+    def bar_failing_finalists(self) -> bool:
+        """Compare the finalists, and bar those that do not pass. True if there was one, so that others come near the best."""
+        configs = finalists_of(self._search)
+        cleared = [self.clear(config) for config in configs if not self._search.interrupted()]
+        return not all(cleared)
+
+    def clear(self, config: Config) -> bool:
+        """Whether a config may be recommended. What is not known of its changes is compared now; what fails is barred."""
+        for changes in self._parts(config):
+            if self._search.interrupted():
+                return False
+            if not self._of(changes).clears:
+                self._blame(changes)
+                return False
+        return True
+
+    def is_cleared(self, config: Config) -> bool:
+        """Whether a config is known to be one that may be recommended. Nothing is compared."""
+        if not self._search.inspection.comparable:
+            return True
+        return all(changes in self._found and self._found[changes].clears for changes in self._parts(config))
+
+    def of_answer(self, config: Config) -> Finding | None:
+        """What was found of all changes of a config together; None where it makes none to compare, or none was."""
+        return self._found.get(self._compared(config))
+
+    def _parts(self, config: Config) -> Iterator[Changes]:
+        """The sets of changes that must pass: the exact ones, which the bound of reduced precision would hide, and all."""
+        changes = self._compared(config)
+        exact = frozenset(change for change in changes if _is_exact(change))
+        if exact and exact != changes and not self._passed_with_others(exact):
+            yield exact
+        if changes:
+            yield changes
+
+    def _passed_with_others(self, exact: Changes) -> bool:
+        """Whether these exact changes passed as a part of others that are exact."""
+        return any(
+            exact < changes and found.check is not None and found.check.exact and found.clears
+            for changes, found in self._found.items()
+        )
+
+    def _compared(self, config: Config) -> Changes:
+        """The changes of a config that a comparison can see, and that nobody asked for as another training."""
+        asked = config.accumulation_steps in self._search.inspection.batch.optional_accumulation_steps
+        return frozenset(
+            (name, choice)
+            for name, choice in self._search.history.space.changes(config)
+            if (not asked if (name, choice) == CUT else _acts_on_gradients(name, choice))
+        )
+
+    def _of(self, changes: Changes) -> Finding:
+        """What is known of some changes. A search compares them once."""
+        if changes not in self._found:
+            found = self._compare(changes)
+            self._found[changes] = found
+            if found.check is not None:
+                kept = [
+                    {"changes": sorted(known), "check": vars(one.check)}
+                    for known, one in self._found.items()
+                    if one.check is not None
+                ]
+                self._search.store.set_attribute(ATTRIBUTE, kept)
+        return self._found[changes]
+
+    def _blame(self, changes: Changes) -> None:
+        """Bar the single changes that do not pass by themselves, or all of them together where each passes, or there is no time."""
+        found = self._of(changes)
+        alone = [frozenset({change}) for change in sorted(changes)] if len(changes) > 1 and found.has_finished else []
+        failing = [one for one in alone if not self._search.interrupted() and not self._of(one).clears]
+        guilty = [one for one in failing if self._of(one).has_finished]
+        for one in guilty or [changes]:
+            self._bar(one, self._of(one))
+
+    def _bar(self, changes: Changes, found: Finding) -> None:
+        search = self._search
+        (name, choice), *others = sorted(changes)
+        space = search.history.space
+        if not others and name != ACCUMULATION and name not in space.fixed and found.has_finished:
+            if choice in space.choices[name]:
+                search.leave_out(name, choice, found.reason)
+            return
+        is_said = "differs from plain fp32" if found.check and found.check.passed is False else NOT_SHOWN
+        told = "; ".join(filter(None, (found.reason, found.remedy)))
+        search.bar(changes, f"{_in_words(changes)} {is_said}, and is not recommended: {told}")
+
+    def _compare(self, changes: Changes) -> Finding:
+        budget = self._search.budget
+        comparable = self._search.inspection.comparable  # else the runner says at once why not
+        if comparable and budget.elapsed_s > budget.budget_s:
+            return Finding(reason="the budget was spent", remedy=MORE_TIME)
+        spent_s, left_s = budget.spent_s.get("checks", 0.0), max(0.0, budget.budget_s - budget.elapsed_s)
+        if any(found.clears for found in self._found.values()) and spent_s > CHECKS_SHARE * budget.budget_s:
+            return Finding(reason="comparisons had taken their share of the budget", remedy=MORE_TIME)
+        timeout_s = max(MIN_COMPARISON_S, min(CHECK_SHARE * budget.budget_s, FIRST_SHARE * left_s))
+        check = self._run(changes, timeout_s)
+        if isinstance(check, NotCompared):
+            return Finding(reason=check.reason, comparable=False)
+        if isinstance(check, Check):
+            return _finding(check)
+        ended = f"{check.kind}: {check.cause}"
+        if check.kind in (Kind.OOM, Kind.TIMEOUT):
+            remedy = FREE_MEMORY if check.crowded else MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME
+            return Finding(reason=f"the comparison did not finish ({ended})", remedy=remedy)
+        return Finding(reason=f"the comparison did not run ({ended})", has_finished=True)
+
+    def _run(self, changes: Changes, timeout_s: float) -> Check | Outcome | NotCompared:
+        """Run a comparison within a time; where the memory limit is too small for it, in all that is free."""
+        search = self._search
+        budget, limit_bytes = search.budget, search.history.objective.memory_limit_bytes
+        config = self._config(changes)
+        left_s = max(MIN_CHECK_S, budget.latest_s - budget.elapsed_s)
+        settings = search.settings.replace(timeout_s=min(timeout_s + search.history.setup_s(config), left_s))
+        small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
+        size = CHECK_BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
+        # fewer may be an error, and more not fit
+        if search.inspection.step_samples > CHECK_BATCH_SIZE or (search.inspection.shortage and small):
+            size = search.inspection.step_samples
+
+        def within(limit_bytes: int) -> Check | Outcome | NotCompared:
+            return search.runner.check(config, settings.replace(memory_limit_bytes=limit_bytes), size)
+
+        started_s = budget.elapsed_s
+        try:
+            with budget.split("checks"):
+                found = within(limit_bytes)
+                if isinstance(found, Outcome) and found.kind is Kind.OOM:  # plain fp32 may be what does not fit
+                    found = search.runner.in_all_that_is_free(within, limit_bytes) or found
+                return found
+        except ProbeFault as fault:
+            return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
+        finally:
+            budget.check_s = max(budget.check_s, budget.elapsed_s - started_s)
+
+    def _config(self, changes: Changes) -> Config:
+        """A config with these changes, beside what the baseline has of exact techniques: some cannot do without each other."""
+        baseline = self._search.history.space.baseline
+        own = {
+            name: choice
+            for name, choice in baseline.items()
+            if name in techniques.REGISTRY and _acts_on_gradients(name, choice) and _is_exact((name, choice))
+        }
+        steps = 2 if CUT in changes else 1
+        said: Mapping[str, Any] = {name: choice for name, choice in changes if name != ACCUMULATION}
+        plan = {BATCH_SIZE: 1, ACCUMULATION: steps}
+        return techniques.complete({**techniques.trained(baseline), **own, **said, **plan})
+
+
+def _finding(check: Check) -> Finding:
+    return Finding(check=check, reason=check.reason, has_finished=True)
+
+
+def _acts_on_gradients(name: str, choice: Choice) -> bool:
+    """Whether a comparison of gradients can tell anything of a choice: it is on, and trains the same from the same batches."""
+    technique = techniques.REGISTRY[name]
+    return choice != technique.off and technique.phase not in (techniques.Phase.LOADER, techniques.Phase.TASK)
+
+
+def _is_exact(change: tuple[str, Choice]) -> bool:
+    name, _ = change
+    return name == ACCUMULATION or techniques.REGISTRY[name].exact
+
+
+def _in_words(changes: Changes) -> str:
+    named = [f"{name}={choice}" for name, choice in sorted(changes) if name != ACCUMULATION]
+    return " with ".join([*named, *(["more micro batches in a step"] if CUT in changes else [])])

@@ -1,0 +1,112 @@
+"""What is said of a gain: how sure it is, in the same words everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autotune.records.result import Ranking, Result, Rival
+from autotune.report.answer import answer_sections
+from autotune.report.comparison import comparison_sections
+from autotune.report.gain import said_of
+from autotune.report.html import body
+from autotune.report.terminal import as_text
+from autotune.study.reading import Study
+from tests.report.sample_study import BASELINE
+
+
+@pytest.fixture
+def result(study: Study) -> Result:
+    assert study.result is not None
+    return study.result
+
+
+def _told(result: Result) -> str:
+    return " ".join(as_text(answer_sections(result), 1000).split())
+
+
+def test_one_round_alone_is_never_a_flat_faster(result: Result, study: Study) -> None:
+    one = replace(result, num_rounds=1, speedup=1.98, speedup_ci=(1.08, 3.61))
+    said = "aster in the one round there was time for: 1.98x the baseline"
+    assert f"F{said}'s throughput (at least 1.08x), with 0.81x its memory." in _told(one)
+    assert str(one).startswith(f"f{said} (at least 1.08x), with 0.81x its memory\n")
+    row = as_text(comparison_sections([replace(study, result=one)]), 200)
+    assert "faster in one round" in row and "at least 1.08x" in row and "1.98x" not in row
+    narrow = replace(one, speedup_ci=(1.6, 2.4))
+    assert f"F{said}'s throughput (95% interval 1.60x to 2.40x)" in _told(narrow)
+    slower = replace(one, verdict="slower", speedup=0.5, speedup_ci=(0.2, 0.9))
+    assert "Slower in the one round there was time for: 0.50x the baseline's throughput (at most 0.90x)" in _told(
+        slower
+    )
+
+
+@pytest.mark.parametrize("num_rounds", [2, 5, None])
+def test_an_interval_wider_than_a_factor_of_two_is_told_as_a_bound(
+    result: Result, study: Study, num_rounds: int | None
+) -> None:
+    wide = replace(result, num_rounds=num_rounds, speedup=2.61, speedup_ci=(1.31, 5.31))
+    for told in (_told(wide), body(answer_sections(wide))):
+        assert "at least 1.31x the baseline" in told and "5.31x" not in told and "2.61x the" not in told
+    assert "Faster: at least 1.31x the baseline's throughput (95% sure), with 0.81x its memory." in _told(wide)
+    assert str(wide).startswith("faster: at least 1.31x the baseline (95% sure), with 0.81x its memory\n")
+    assert "at least 1.31x" in as_text(comparison_sections([replace(study, result=wide)]), 200)
+    slower = replace(wide, verdict="slower", speedup=0.4, speedup_ci=(0.2, 0.7))
+    assert "Slower: at most 0.70x the baseline's throughput" in _told(slower)
+
+
+def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(result: Result) -> None:
+    unsure = {"verdict": "undecided", "undecided": "no round was completed", "confirmed": False, "num_rounds": 0}
+    single = replace(result, **unsure, speedup=1.98, speedup_ci=(0.98, 3.9))
+    assert "Probably faster: 1.98x the baseline's throughput (at least 0.98x)" in _told(single)
+
+
+def test_faster_without_a_baseline_that_ran_is_said_to_run_where_the_baseline_does_not(result: Result) -> None:
+    alone = replace(result, baseline=None, speedup=None, speedup_ci=None)
+    assert "Runs where the baseline does not, so the speed-up is unknown. The warnings say why." in _told(alone)
+    assert str(alone).startswith("runs where the baseline does not\n")
+    for told in (_told(alone).partition("Recommended")[0], str(alone)):
+        assert "aster" not in told
+
+
+def test_the_best_of_the_others_is_told_as_a_bound_where_its_interval_is_wide(result: Result) -> None:
+    rival = Rival(**vars(result.finalists[1]), speedup=1.03, speedup_ci=(0.72, 1.5))
+    kept = replace(result, config=BASELINE.as_dict(), verdict="same", speedup=1.0, speedup_ci=None, rival=rival)
+    assert "at most 1.50x its throughput." in _told(kept)
+
+
+def test_a_ranking_tells_a_wide_gain_as_a_bound(result: Result) -> None:
+    ranked = Ranking(
+        choice={"variant": "small"},
+        study="gpt",
+        config=result.config,
+        samples_per_s=75.0,
+        samples_per_s_ci=(74.0, 76.0),
+        peak_bytes=2**30,
+        speedup=2.61,
+        speedup_ci=(1.31, 5.31),
+        confirmed=True,
+    )
+    told = _told(replace(result, rankings=(ranked,)))
+    assert "at least 1.31x" in told and "2.61x" not in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: replace(one, num_rounds=1),
+        lambda one: replace(one, speedup_ci=(1.3, 5.0)),
+        lambda one: replace(one, verdict="undecided", undecided="its interval holds 1", speedup_ci=(0.9, 3.1)),
+        lambda one: replace(one, verdict="slower", speedup=0.8, speedup_ci=(0.7, 0.9)),
+    ],
+)
+def test_every_view_begins_with_the_same_words(result: Result, change: Callable[[Result], Result]) -> None:
+    told = change(result)
+    first = str(told).partition(" the baseline (")[0]
+    assert f"{first[0].upper()}{first[1:]} the baseline's throughput (" in _told(told)
+
+
+def test_a_wide_interval_that_holds_1_leaves_the_gain_that_was_seen_beside_its_bound(result: Result) -> None:
+    told = said_of(replace(result, verdict="undecided", speedup=1.33, speedup_ci=(0.81, 2.2), num_rounds=4))
+    assert (told.verdict, told.gain, told.sure) == ("probably faster", "1.33x", "at least 0.81x")

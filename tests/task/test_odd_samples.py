@@ -1,0 +1,146 @@
+"""A training set's sample at which training fails is found: which one, how it looks, how the others look, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.errors import TaskError
+from autotune.records.outcome import Kind
+from autotune.records.settings import ProbeSettings
+from autotune.runners.local import LocalRunner
+from autotune.task import Task, samples
+from autotune.task.odd_samples import odd_sample
+from autotune.task.source import TaskSource
+from autotune.techniques import complete
+
+SIZE, BAD = 48, 17
+USUAL = "and 47 others looked at are like sample 0, a tuple of 2 (a float32 tensor of shape (8,), the int 0)"
+ADVICE = "correct it, or leave it out of the dataset"
+FILE = """
+import torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, position):
+        x, y = torch.randn(8), position % 4
+        return ({bad}) if position == 17 else (x, y)
+
+def build_model():
+    return torch.nn.Linear(8, 4)
+
+def train_dataset():
+    return Data()
+
+GLOBAL_BATCH = 48
+"""
+
+
+def good(position: int) -> Any:
+    return torch.full((8,), float(position)), position % 4
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __init__(self, bad: Callable[[], Any]) -> None:
+        self._bad = bad
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, position: int) -> Any:
+        return self._bad() if position == BAD else good(position)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, dataset: Data) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._dataset[position] for position in range(SIZE))
+
+
+def task_of(dataset: Any) -> Task:
+    return Task(build_model=lambda: torch.nn.Linear(8, 4), train_dataset=lambda: dataset)
+
+
+def corrupt() -> Any:
+    raise ValueError("corrupt record")
+
+
+@pytest.mark.parametrize("kind", [Data, lambda bad: Stream(Data(bad))], ids=["by position", "stream"])
+@pytest.mark.parametrize(
+    ("bad", "seen"),
+    [
+        (lambda: None, "is None"),
+        (lambda: ("x", 1), "is a tuple of 2 (the string 'x', the int 1)"),
+        (lambda: (torch.zeros(8),), "is a tuple of 1 (a float32 tensor of shape (8,))"),
+        (lambda: (torch.zeros(8).double(), 1), "is a tuple of 2 (a float64 tensor of shape (8,), the int 1)"),
+        (lambda: (torch.zeros(9), 1), "is a tuple of 2 (a float32 tensor of shape (9,), the int 1)"),
+        (lambda: (torch.zeros(2, 4), 1), "is a tuple of 2 (a float32 tensor of shape (2, 4), the int 1)"),
+    ],
+)
+def test_a_sample_of_another_look_is_told_with_the_usual_one(kind: Any, bad: Any, seen: str) -> None:
+    assert odd_sample(task_of(kind(bad))) == f"sample {BAD} of your train_dataset {seen}, {USUAL}; {ADVICE}"
+
+
+@pytest.mark.parametrize("kind", [Data, lambda bad: Stream(Data(bad))], ids=["by position", "stream"])
+def test_a_sample_that_cannot_be_read_is_named_wherever_it_is_read(kind: Any) -> None:
+    expected = rf"reading sample {BAD} of your train_dataset raised ValueError: corrupt record .*leave it out"
+    dataset = kind(corrupt)
+    with pytest.raises(TaskError, match=expected):
+        samples.widest_first(dataset)
+    with pytest.raises(TaskError, match=expected):
+        samples.widest_samples(dataset, [BAD], 1)
+    assert odd_sample(task_of(dataset)).startswith(f"reading sample {BAD} of your train_dataset raised ValueError")
+
+
+def test_a_value_that_is_not_finite_is_told_where_that_was_seen() -> None:
+    task = task_of(Data(lambda: (torch.full((8,), torch.nan), 1)))
+    told = f"sample {BAD} of your train_dataset holds nan or inf, and 47 others looked at do not; {ADVICE}"
+    assert odd_sample(task, nonfinite=True) == told and odd_sample(task) == ""
+
+
+def test_a_sample_that_fails_by_itself_is_told() -> None:
+    told = odd_sample(task_of(Data(lambda: (torch.zeros(8), 7))), lambda sample: sample[1] > 3)
+    assert told == (
+        f"sample {BAD} of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails so by itself, "
+        f"and 47 others looked at do not; {ADVICE}"
+    )
+
+
+def test_samples_that_are_unequal_by_nature_or_all_alike_are_none_of_them_odd() -> None:
+    assert odd_sample(task_of([torch.zeros(position + 1) for position in range(SIZE)])) == ""
+    assert odd_sample(task_of([good(position) for position in range(SIZE)]), lambda sample: True) == ""
+    assert odd_sample(task_of([good(0), None])) == ""  # of two, neither is the usual one
+    assert odd_sample(Task(build_model=torch.nn.Identity, make_batch=torch.zeros)) == ""
+
+
+@pytest.mark.parametrize(
+    ("bad", "config", "cause"),
+    [
+        ("x.double(), y", {}, "sample 17 of your train_dataset is a tuple of 2 (a float64 tensor"),
+        (
+            "x, 7",
+            {},
+            "sample 17 of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails so by",
+        ),
+        (
+            "x, None",
+            {"num_workers": 1},
+            "sample 17 of your train_dataset is a tuple of 2 (a float32 tensor of shape (8,), None)",
+        ),
+        ("x / 0, y", {}, "sample 17 of your train_dataset holds nan or inf"),
+    ],
+)
+def test_a_probe_that_fails_by_a_sample_tells_which(bad: str, config: Any, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FILE.format(bad=bad))
+    with LocalRunner(TaskSource.of(tmp_path / "model.py"), device="cpu", logs=tmp_path / "logs") as runner:
+        settings = ProbeSettings(memory_limit_bytes=4 * 2**30, timeout_s=60)
+        outcome = runner.probe(complete({"batch_size": 16, **config}, global_batch=48), settings)
+    assert outcome.kind in (Kind.ERROR, Kind.NONFINITE) and cause in outcome.cause
