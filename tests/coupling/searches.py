@@ -39,5 +39,5 @@ def rewarding_cutting(task: Task, folder: Path) -> dict[str, Any]:
         "listeners": (),
         "storage": storage,
         "memory_limit": "1000MiB",
-        "trials": 5,
+        "trials": 15,  # enough for cutting to be tried on a processor with every kind of arithmetic
     }
