@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from autotune.coupling.batch_statistics import held_still
 from autotune.coupling.buffers import Buffers
@@ -39,6 +40,7 @@ from autotune.units import format_seconds, plural
 FIRST = 6  # samples: its halves are of an odd number, and of more than one
 FEWEST = 2
 GROWTH = 4
+MOST_SHAPES, FEWEST_UNPADDED = 128, 4  # samples that are looked at for some of one shape, and how many are needed
 NOISELESS_ERROR = 1e-6  # relative, of a gradient: what is below is rounding
 PERMUTED_ERROR = 1e-3  # where something is drawn among the samples, so that no two runs can be alike
 LOSS_ERROR = 1e-4  # relative, where there is memory for the loss alone
@@ -58,6 +60,9 @@ class Samples(Protocol):
     def halves(self, num_samples: int) -> tuple[Any, StepBatch]:
         """A batch of so many samples, and the same in two micro batches. Raises CannotCutError."""
 
+    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `halves`, with at most so many samples that are padded to the same size in any batch; None where none are known."""
+
 
 class SamplesOf:
     """The first samples of a batch."""
@@ -70,6 +75,10 @@ class SamplesOf:
         cuts = self._task.cuts()
         whole = split(self._batch, cuts, num_samples)[0]
         return whole, split(whole, cuts, -(-num_samples // 2))
+
+    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `Samples.unpadded`: a batch that is cut is not padded again."""
+        return None
 
 
 class TypicalSamples:
@@ -91,9 +100,30 @@ class TypicalSamples:
         whole = task.batch_of(positions)
         with contextlib.suppress(CannotCutError):
             return SamplesOf(task, whole).halves(num_samples)
-        size = -(-num_samples // 2)
+        return whole, self._collated(positions)
+
+    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `Samples.unpadded`: samples that are batches of the same shapes alone."""
+        task = self._task
+        if task.dataset() is None or self._positions is None:
+            return None
+        of_shape: dict[Any, list[int]] = {}
+        for position in self._positions[:MOST_SHAPES]:
+            alike = of_shape.setdefault(_shapes(task.batch_of((position,))), [])
+            alike.append(position)
+            if len(alike) == num_samples:
+                break
+        most = max(of_shape.values(), key=len)
+        return (task.batch_of(most), self._collated(most)) if len(most) >= FEWEST_UNPADDED else None
+
+    def _collated(self, positions: Sequence[int]) -> StepBatch:
+        size = -(-len(positions) // 2)
         parts = (positions[:size], positions[size:])
-        return whole, StepBatch((task.batch_of(part), len(part)) for part in parts)
+        return StepBatch((self._task.batch_of(part), len(part)) for part in parts)
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def find_coupling(
@@ -259,7 +289,8 @@ class _Comparison:
             whole, parts = samples.halves(num_samples)
             with self._alike(whole):
                 found = self._judged(whole, parts, num_samples)
-                return self._drawn_again(found, whole, parts, num_samples)
+                found = self._drawn_again(found, whole, parts, num_samples)
+                return self._padded(found, samples, num_samples)
         return why[0]
 
     def of_losses(self, samples: Samples, num_samples: int) -> Coupling | str:
@@ -337,6 +368,18 @@ class _Comparison:
         if self._is_rounding(found, batch, parts, num_samples, blocked=blocked):
             return Coupling(verdict=Verdict.SEPARABLE, num_samples=num_samples, gradient_error=found.error)
         return self._caused(found, batch, parts, num_samples, blocked=blocked)
+
+    def _padded(self, found: Coupling | str, samples: Samples, num_samples: int) -> Coupling | str:
+        """The same verdict, with padding as its cause where samples that need none do not show it."""
+        if isinstance(found, str) or found.cause is not Cause.SAMPLES or found.gradient_error is None:
+            return found
+        pair = samples.unpadded(num_samples)
+        if pair is None:
+            return found
+        again = self._judged(*pair, sum(pair[1].sizes))
+        if isinstance(again, str) or again.verdict is Verdict.COUPLED:
+            return found
+        return self._coupled(Cause.PADDING, num_samples, found.gradient_error)
 
     def _drawn_again(self, first: Coupling | str, batch: Any, parts: StepBatch, num_samples: int) -> Coupling | str:
         """What other random numbers show, where a step draws any: a term of some steps alone, partners that were hardly mixed."""
@@ -497,6 +540,12 @@ def words(
     asked = "{include} allows other micro batches, which learn something else"
     if cause is Cause.PARTNERS:
         return f"the loss draws at random among the samples of a batch ({seen})", asked
+    if cause is Cause.PADDING:
+        return (
+            f"padding changes the loss: samples that are padded to another length give another one ({seen})",
+            "a model that leaves padding out (a mask, pack_padded_sequence) makes micro batches learn the same; {include} "
+            "allows them as they are",
+        )
     if cause is Cause.STATE:
         return (
             f"each forward pass changes the model's {buffer}, on which the loss of the next one depends ({seen})",

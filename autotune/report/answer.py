@@ -15,7 +15,7 @@ from autotune.techniques.labels import describe
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
-ROLES = {"answer": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
+ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
 def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
@@ -43,10 +43,11 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
         yield warnings_section(result.warnings)
+    own_risk = "at your own risk" if result.doubt else ""
     if result.command:
-        yield Section("Run it", (Code("", tail=result.command),))
+        yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
-    yield Section("Run it", python_lines(model, result.asked))
+    yield Section("Run it", python_lines(model, result.asked), own_risk)
     if command := verify_command(result.config, model, result.asked):
         yield Section("", (Code("", tail=command),))
 
@@ -66,7 +67,7 @@ def front_section(front: Iterable[Measured], result: Result | None, baseline: Me
 
     def role(measured: Measured) -> Span:
         if result is not None and measured.config == result.config:
-            return Span("  answer", Tone.BEST)
+            return Span(f"  {_role(result)}", Tone.BEST)
         is_baseline = baseline is not None and measured.config == baseline.config
         return Span("  baseline" if is_baseline else "", Tone.BASELINE)
 
@@ -79,6 +80,10 @@ def front_section(front: Iterable[Measured], result: Result | None, baseline: Me
     if result is not None and all(m.config != result.config for m in front):
         note = "by their own figures; the answer is not among them, and as good within the noise"
     return Section("Memory/throughput front", (shown,), note)
+
+
+def _role(result: Result) -> str:
+    return "best so far" if result.doubt else "answer"
 
 
 def warnings_section(warnings: Iterable[str]) -> Section:
@@ -138,7 +143,7 @@ def _play_off(result: Result) -> Section:
     others = [m for m in result.finalists if m.config not in (result.config, base and base.config)]
     ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
     shown = [
-        ("answer", _answer(result)),
+        (_role(result), _answer(result)),
         *((f"{place}.", other) for place, other in enumerate(ran, start=2)),
         *(("dropped", other) for other in others if isinstance(other, Dropped)),
         *([("baseline", base)] if base and base.config != result.config else []),
@@ -157,7 +162,8 @@ def _play_off(result: Result) -> Section:
     ]
     share = result.peak_bytes / result.memory_limit_bytes if result.memory_limit_bytes else 0.0
     allowed = format_bytes(result.memory_limit_bytes * (1 - result.headroom))
-    peak = Span(f"The answer's peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
+    whose = "Its" if result.doubt else "The answer's"
+    peak = Span(f"{whose} peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
     compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
     noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []

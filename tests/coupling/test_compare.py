@@ -119,6 +119,45 @@ def test_what_only_the_collate_function_can_make_smaller_is_collated_anew(step, 
     assert found(task).verdict == verdict
 
 
+class Backwards(nn.Module):
+    """Reads padded rows from their end too, so that padding comes before what is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, rows):
+        return self.head(self.rnn(rows)[0][:, 0])
+
+
+def padded(samples):
+    """Rows padded to the longest, in the order of their lengths, and a row of all their ends."""
+    samples = sorted(samples, key=len)
+    ends = torch.tensor([len(sample) for sample in samples]).cumsum(0)
+    return {"rows": nn.utils.rnn.pad_sequence(samples, batch_first=True), "last": ends[-1:], "ends": ends}
+
+
+@pytest.mark.parametrize(
+    ("couples", "cause"),
+    [
+        (lambda z: F.cross_entropy(z, torch.ones(len(z)).long()), Cause.PADDING),
+        (lambda z: torch.cov(z.T).triu(1).pow(2).sum() + z.pow(2).mean(), Cause.SAMPLES),
+    ],
+)
+def test_padding_that_reaches_the_loss_is_told_from_samples_that_do(couples, cause):
+    rows = [torch.randn(2 + position % 5, WIDTH) for position in range(100)]
+    task = Task(
+        build_model=Backwards,
+        train_dataset=lambda: rows,
+        collate_fn=padded,
+        training_step=lambda model, batch: couples(model(batch["rows"])),
+    )
+    result = found(task)
+    assert result.cause is cause
+    assert ("pack_padded_sequence" in result.remedy) == (cause is Cause.PADDING)
+
+
 def test_what_only_make_batch_can_make_smaller_cannot_be_told():
     def make_batch(n):
         return packed([torch.randn(2 + position % 3, WIDTH) for position in range(n)])

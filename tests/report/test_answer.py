@@ -244,6 +244,17 @@ def test_a_check_that_tells_little_is_marked_neither_as_passed_nor_as_failed(res
     )
 
 
+def test_what_was_never_compared_is_the_best_so_far_and_no_answer(result: Result) -> None:
+    text = _flat(text_of(replace(result, unchecked="the search was interrupted"), 120))
+    assert (
+        "Best so far, not recommended" in text
+        and "config best so far 75.5" in text
+        and "Run it at your own risk" in text
+    )
+    assert "answer" not in text
+    assert "at your own risk" not in text_of(result)
+
+
 def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
     assert "use [bold]this[/bold]" in text_of(replace(result, warnings=("use [bold]this[/bold]",)))
 
