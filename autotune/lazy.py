@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,3 +20,8 @@ else:
             return getattr(self._module, attribute)
 
     torch = _Lazy("torch")
+
+
+def loaded_torch() -> Any | None:
+    """torch's module where this process has imported it, None where it has not. Waits for another thread that imports it now."""
+    return importlib.import_module("torch") if "torch" in sys.modules else None

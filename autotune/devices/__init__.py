@@ -13,6 +13,7 @@ from autotune.devices.base import Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
+from autotune.lazy import loaded_torch
 from autotune.records.device import DeviceInfo
 
 __all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device", "require_linux"]
@@ -71,9 +72,8 @@ def device_named(name: str) -> Device:
 
 def torch_has_cuda() -> bool:
     """Whether the installed torch was built with CUDA, or with ROCm, which it shows as CUDA. Does not import it."""
-    if "torch" in sys.modules:
-        version = sys.modules["torch"].version
-        return version.cuda is not None or version.hip is not None
+    if (torch := loaded_torch()) is not None:
+        return torch.version.cuda is not None or torch.version.hip is not None
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -93,7 +93,8 @@ def _num_gpus() -> int:
         return len(connection.visible_gpus())
     if not torch_has_cuda() or not is_there_a_sign_of_a_gpu():
         return 0
-    return sys.modules["torch"].cuda.device_count() if "torch" in sys.modules else len(ask_torch().gpus)
+    torch = loaded_torch()
+    return len(ask_torch().gpus) if torch is None else int(torch.cuda.device_count())
 
 
 def _why_not_used(num_gpus: int = 0) -> str:

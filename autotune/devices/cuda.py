@@ -14,8 +14,10 @@ from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes
 
-# how near its limit, or the whole card its end, must be to blame memory for a library's failure
-_AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 512 * MIB, 0.05
+# What must be left to blame something else for a library's failure: under the limit, by whose share a workspace is granted,
+# and on the card, where libraries load their kernels, and before that a context and their handles
+_AT_LIMIT_SHARE = 0.05
+_FULL_CARD_BYTES, _BEFORE_LIBRARIES_BYTES = 256 * MIB, 512 * MIB
 _RELEASE_S = 2.0  # within which a driver has taken back what a process held that has ended
 _RELEASED_BYTES = 64 * MIB  # the card's use is back where it was, within so much
 _NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what no neighbour needs to explain
@@ -185,16 +187,15 @@ class CudaDevice(Device):
         """
         if oom.kernel_oom_kills() > self._oom_kills:
             return True
-        if not self._entered:
-            return False
         try:
+            if not self._entered:
+                return self._instruments.info().free_bytes < _BEFORE_LIBRARIES_BYTES
             free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
             held_bytes = torch.cuda.max_memory_reserved(self._index) + self._outside_bytes()
-        except RuntimeError:  # the context is broken; then the error was not about memory alone
+        except (RuntimeError, DeviceError):  # the context is broken; then the error was not about memory alone
             return False
         limit_bytes = self._limit_bytes or total_bytes
-        left_bytes = min(free_bytes, limit_bytes - held_bytes)
-        return left_bytes < max(_AT_LIMIT_BYTES, _AT_LIMIT_SHARE * limit_bytes)
+        return free_bytes < _FULL_CARD_BYTES or limit_bytes - held_bytes < _AT_LIMIT_SHARE * limit_bytes
 
     def _enter(self) -> None:
         """Create the context and load what every training run loads, once."""
@@ -206,7 +207,7 @@ class CudaDevice(Device):
             torch.cuda.set_device(self._index)
             _load_libraries(self.torch_device)
         except Exception as error:
-            if oom.is_out_of_memory(error):
+            if self.is_out_of_memory(error):
                 raise
             raise DeviceError(
                 f"torch {metadata.version('torch')} cannot use {self.name}: {first_line(error)}; update the driver or install a torch "

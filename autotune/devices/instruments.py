@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib import metadata
 
 from autotune.devices import nvml, procfs
 from autotune.devices.asked import AskedGpu, ask_torch, describe
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
+from autotune.lazy import loaded_torch, torch
 from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
@@ -71,7 +71,7 @@ class Instruments:
             return memory[0]
         if not has_context():
             return None
-        free_bytes, total_bytes = sys.modules["torch"].cuda.mem_get_info(self._index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
         return int(total_bytes - free_bytes)
 
     def booked_bytes(self) -> tuple[int | None, bool]:
@@ -135,7 +135,7 @@ class Instruments:
     def _asked(self) -> AskedGpu | None:
         """This GPU as torch describes it: here, where there is a context, else in another process."""
         if has_context():
-            return describe(sys.modules["torch"], self._index)
+            return describe(torch, self._index)
         gpus = ask_torch().gpus
         return gpus[self._index] if self._index < len(gpus) else None
 
@@ -170,7 +170,8 @@ class Instruments:
 
 def has_context() -> bool:
     """Whether this process uses CUDA through torch."""
-    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
+    loaded = loaded_torch()
+    return loaded is not None and bool(loaded.cuda.is_initialized())
 
 
 def _own_processes() -> frozenset[int]:

@@ -7,15 +7,16 @@ limit.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.devices import cgroup
+from autotune.lazy import loaded_torch, torch
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -36,7 +37,7 @@ _PERHAPS_FAILED = re.compile(
     r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
     r"|CUDA error: CUBLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)\b"
     r"|cuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR\w*|EXECUTION_FAILED\w*)\b"
-    r"|cuDNN Frontend error: [^\n]*(?:No (?:valid )?execution plans|No valid engine configs)"
+    r"|cuDNN Frontend error: [^\n]*No valid execution plans built"
     r"|(?:(?:GET|FIND) was )?[Uu]nable to find an engine to execute this computation"
     r"|(?:FIND|Unable to find|unable to find) [\w ]*cuDNN algorithm to run convolution"
 )
@@ -46,6 +47,9 @@ _HANDED_LINE = re.compile(
     r"^(?:Original )?(?:[\w.]+\.)?(?:(?P<memory>MemoryError|_ArrayMemoryError|OutOfMemoryError)(?:: .*)?"
     r"|(?:RuntimeError|AcceleratorError): (?P<message>.*))$",
     re.MULTILINE,
+)
+_ACCELERATOR_FAILED = re.compile(
+    r"(?:CUDA|HIP|cuDNN|cuDNN Frontend|MIOpen|cusolver|cusparse|cuFFT|NCCL|nvrtc|Triton)\b[^\n]{0,20} [Ee]rror"
 )
 _PRINTED = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA out of memory\. Tried to allocate"
@@ -91,10 +95,11 @@ def attempted_bytes(error: BaseException) -> int:
 
 
 def give_back(device: Device) -> None:
-    """Give the memory that a failed attempt took back to the device. Called when its error is gone, and so its frames."""
+    """Give the memory that an attempt took back to the device. Called when it is over, or its error is gone and so its frames."""
     gc.collect()
     if device.kind == "cuda":
-        sys.modules["torch"].cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a context that an error has broken gives nothing back
+            torch.cuda.empty_cache()
 
 
 def kernel_oom_kills() -> int:
@@ -130,8 +135,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def _is_failed_allocation(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+    loaded = loaded_torch()
+    if loaded is not None and isinstance(error, loaded.OutOfMemoryError):
         return True
     text = str(error)
     if is_librarys(error) and _ALLOCATION_FAILED.match(text):
@@ -148,6 +153,11 @@ def _is_suspect(error: BaseException) -> bool:
     return _HANDED_OVER.match(text) is not None and any(
         line["message"] and _PERHAPS_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
     )
+
+
+def is_accelerators(error: BaseException) -> bool:
+    """Whether CUDA or one of its libraries failed. Kernels run later than they are called, so the line that raises it may be any."""
+    return is_librarys(error) and _ACCELERATOR_FAILED.match(str(error)) is not None
 
 
 def is_librarys(error: BaseException) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
+from autotune.devices.oom import give_back
 from autotune.probe.differences import Run
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
@@ -69,9 +69,7 @@ class Runs:
             with techniques.restored_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model, draws)
         finally:
-            gc.collect()
-            if self.device.kind == "cuda":
-                torch.cuda.empty_cache()
+            give_back(self.device)
 
     def _run(
         self,

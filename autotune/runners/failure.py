@@ -54,7 +54,7 @@ def failure(
         kind: where more is known than the exception tells.
     """
     from autotune.devices.no_kernel import missing_kernel
-    from autotune.devices.oom import attempted_bytes, chain, is_out_of_memory
+    from autotune.devices.oom import attempted_bytes, chain, is_accelerators, is_out_of_memory
     from autotune.errors import AutotuneError, DeviceError, in_one_line
     from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError
@@ -73,10 +73,10 @@ def failure(
     elif isinstance(error, AutotuneError | UnsupportedError):
         cause = str(error)
     elif missing:
-        cause = f"oneDNN, torch's CPU library, has no kernel for this on this processor: {missing}"
+        cause = missing
     else:
         cause = in_one_line(error)
-    own_fault = kind is Kind.ERROR and arose_in_autotune(error)
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error) and not is_accelerators(error)
     if own_fault:
         cause = f"a fault of autotune itself: {cause}"
     if attempted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from pathlib import Path
 from autotune.errors import AutotuneError, TaskError
 from autotune.lazy import torch
 
+_PASS_ON = ("__torch_function__", "__torch_dispatch__")  # of the modes around the user's operators
 _MAX_TEXT = 400  # characters of an exception's own text in a message; the frames hold it whole
 _ALLOCATION_FAILURES = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -77,12 +79,15 @@ def user_frames(error: BaseException) -> str:
 def arose_in_autotune(error: BaseException) -> bool:
     """Whether the line that raised `error` is this package's, and not the user's or that of a library the user called.
 
-    A full disk and the like, and an error that the package raises for the user to read, do not count.
+    A full disk and the like, and an error that the package raises for the user to read, do not count. Nor does what torch raises
+    in an operator of the user's that the package only passes on.
     """
     if not isinstance(error, Exception) or isinstance(error, AutotuneError | OSError):
         return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_package_folder())
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = list(itertools.takewhile(lambda frame: os.path.abspath(frame.filename).startswith(_package_folder()), frames))
+    passes_on = type(error) is RuntimeError and any(frame.name in _PASS_ON for frame in own)
+    return bool(own) and not passes_on
 
 
 def is_user_file(filename: str) -> bool:

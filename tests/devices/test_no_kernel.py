@@ -3,6 +3,7 @@
 import pytest
 
 from autotune.devices.no_kernel import missing_kernel
+from autotune.devices.oom import is_out_of_memory
 
 BEFORE_2_6 = "could not create a primitive descriptor"
 LATER = (
@@ -13,7 +14,14 @@ LATER = (
 
 @pytest.mark.parametrize("message", [BEFORE_2_6, LATER])
 def test_a_kernel_that_onednn_does_not_have_is_named_in_one_clause(message):
-    assert missing_kernel(RuntimeError(message)) == message.partition(".")[0]
+    told = "oneDNN, torch's CPU library, has no kernel for this on this processor: "
+    assert missing_kernel(RuntimeError(message)) == told + message.partition(".")[0]
+
+
+def test_a_graph_that_no_engine_of_cudnn_takes_is_a_missing_kernel_whatever_the_memory():
+    error = RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.")
+    assert missing_kernel(error).startswith("cuDNN has no kernel for this on this GPU: ")
+    assert not is_out_of_memory(error, scarce=lambda: True)
 
 
 def test_it_is_found_as_the_cause_of_another_error():

@@ -95,6 +95,19 @@ def test_the_build_of_torch_is_told_rightly_with_and_without_importing_it():
     assert autotune.devices.torch_has_cuda() == (torch.version.cuda is not None)
 
 
+def test_the_build_of_torch_is_told_while_another_thread_imports_it():
+    code = """
+import sys, threading
+from autotune import devices
+threading.Thread(target=__import__, args=("torch",)).start()
+while "torch" not in sys.modules:
+    pass
+print(devices.torch_has_cuda())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.split() == [str(autotune.devices.torch_has_cuda())], run.stderr
+
+
 def test_a_gpu_is_described_by_the_driver(monkeypatch, cuda_build):
     install(monkeypatch, FakeGpu("GPU-1"))
     info = open_device("cuda").info()

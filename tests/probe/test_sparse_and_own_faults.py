@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from autotune import techniques
+from autotune.coupling.dropout_off import dropout_off
 from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
 from autotune.probe.measure import dense_values
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
+from autotune.runners.failure import failure
 from autotune.task import load_task
 from autotune.task.usercode import arose_in_autotune
 
@@ -95,3 +97,26 @@ def test_a_full_disk_is_nobodys_fault():
     assert arose_in_autotune(raised.value)
     full = OSError(28, "No space left on device").with_traceback(raised.value.__traceback__)
     assert not arose_in_autotune(full)
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [lambda: torch.randn(2, 3) @ torch.randn(2, 3), lambda: torch.randn(1).sum().backward()],
+    ids=["forward", "backward"],
+)
+def test_what_torch_raises_in_an_operator_that_is_only_passed_on_is_not_autotunes_own_fault(fails):
+    with pytest.raises(RuntimeError) as raised, dropout_off(torch.nn.Linear(1, 1)):
+        fails()
+    assert not arose_in_autotune(raised.value)
+
+
+def test_an_error_of_the_gpu_is_not_autotunes_own_fault_whichever_line_met_it():
+    """Kernels run after the line that called them."""
+    with pytest.raises(TypeError) as raised:
+        CpuDevice().limit_memory("many")
+    text = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
+    broken = RuntimeError(text).with_traceback(raised.value.__traceback__)
+    assert arose_in_autotune(broken)
+    outcome = failure(broken, "checks", 0.0)
+    assert (outcome.kind, outcome.own_fault) == (Kind.ERROR, False)
+    assert outcome.cause.startswith("RuntimeError: CUDA error: an illegal memory access")
