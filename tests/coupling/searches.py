@@ -38,6 +38,6 @@ def rewarding_cutting(task: Task, folder: Path) -> dict[str, Any]:
         "runner": RewardsCutting(task=task),
         "listeners": (),
         "storage": storage,
-        "memory_limit": "1000MiB",
-        "trials": 15,  # enough for cutting to be tried on a processor with every kind of arithmetic
+        "memory_limit": "100GiB",  # the process that runs the tests inspects, and it may have grown
+        "trials": 15,
     }

@@ -16,6 +16,7 @@ from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import REGISTRY
 from autotune.techniques.frameworks import LOOP
+from tests.arithmetic import needs_bf16_arithmetic
 
 CLASSES = 4
 
@@ -57,6 +58,7 @@ def tuned(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     )
 
 
+@needs_bf16_arithmetic
 def test_the_loop_takes_the_sessions_steps_with_its_own_model_and_optimizer(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -80,6 +82,7 @@ def test_the_loop_takes_the_sessions_steps_with_its_own_model_and_optimizer(tmp_
     assert model(batch[0]).dtype == torch.float32
 
 
+@needs_bf16_arithmetic
 def test_a_model_in_the_middle_of_training_keeps_its_state_and_can_be_copied(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -110,6 +113,7 @@ def test_the_loader_changes_in_what_the_answer_says_and_in_nothing_else(tmp_path
     assert len(list(made)) == 2
 
 
+@needs_bf16_arithmetic
 def test_a_loader_of_another_class_is_kept(tmp_path: Path) -> None:
     class Own(DataLoader[Any]):
         def __init__(self) -> None:
@@ -129,6 +133,7 @@ def test_what_the_loop_does_itself_is_searched_around_and_not_done_twice(tmp_pat
     assert "forward" not in vars(model)
 
 
+@needs_bf16_arithmetic
 def test_an_accelerator_says_what_it_does(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     for precision, switched_on in (("bf16", False), ("no", True)):
@@ -141,6 +146,7 @@ def test_an_accelerator_says_what_it_does(tmp_path: Path) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@needs_bf16_arithmetic
 def test_a_model_that_was_tuned_is_not_tuned_again(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

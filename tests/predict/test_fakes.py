@@ -239,7 +239,7 @@ def test_values_that_depend_on_unknown_ones_are_unknown() -> None:
 
 def test_weights_that_are_loaded_need_not_be_there_twice(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).state_dict(), tmp_path / "weights.pt")
-    found = traced(task(lambda: loaded(tmp_path)), "cpu")
+    found = traced(task(lambda: loaded(tmp_path)), "cuda")
     assert found.failures == {} and found.peak(complete({"batch_size": 4})) is not None
 
 
