@@ -383,6 +383,7 @@ def _target(gpu: str | None, device: str) -> DeviceInfo:
         total_bytes=card.total_bytes,
         free_bytes=card.total_bytes,
         capability=card.capability,
+        num_multiprocessors=card.num_multiprocessors,
     )
 
 

@@ -25,6 +25,7 @@ class AskedGpu:
     name: str
     uuid: str
     capability: tuple[int, int]
+    num_multiprocessors: int
     free_bytes: int
     total_bytes: int
 
@@ -56,6 +57,7 @@ def describe(torch: Any, index: int) -> AskedGpu:
         name=told.name,
         uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"),
         capability=(told.major, told.minor),
+        num_multiprocessors=told.multi_processor_count,
         free_bytes=memory[0],
         total_bytes=memory[1],
     )

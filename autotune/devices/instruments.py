@@ -49,6 +49,7 @@ class Instruments:
             free_bytes=max(0, total_bytes - used_bytes),
             driver=connection.driver(),
             capability=connection.capability(gpu),
+            num_multiprocessors=connection.num_multiprocessors(gpu),
             torch_version=metadata.version("torch"),
             power_limit_w=connection.power_limit_w(gpu),
             notes=self._notes(gpu),
@@ -149,6 +150,7 @@ class Instruments:
             total_bytes=asked.total_bytes,
             free_bytes=asked.free_bytes,
             capability=asked.capability,
+            num_multiprocessors=asked.num_multiprocessors,
             torch_version=metadata.version("torch"),
             notes=(f"{self._name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
         )

@@ -30,6 +30,10 @@ _SLOWDOWNS = {
 }
 
 
+# FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Arithmetic Instructions"); 128 on the others
+_WITH_64_CORES = {(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU, or a MIG instance of one, as CUDA may see it.
@@ -125,6 +129,14 @@ class Nvml:
         """CUDA compute capability; (0, 0) if unknown."""
         major, minor = self._read("nvmlDeviceGetCudaComputeCapability", gpu.board) or (0, 0)
         return int(major), int(minor)
+
+    def num_multiprocessors(self, gpu: Gpu) -> int:
+        """Streaming multiprocessors of a GPU or of a MIG instance; 0 if unknown."""
+        if gpu.is_mig:
+            attributes = self._read("nvmlDeviceGetAttributes_v2", gpu.handle)
+            return int(attributes.multiprocessorCount) if attributes is not None else 0
+        num_cores = int(self._read("nvmlDeviceGetNumGpuCores", gpu.board) or 0)
+        return num_cores // (64 if self.capability(gpu) in _WITH_64_CORES else 128)
 
     def power_limit_w(self, gpu: Gpu) -> float:
         """Watts that the GPU may draw; 0 if unknown."""

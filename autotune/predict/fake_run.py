@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from autotune import techniques
 from autotune.devices.kernels.cuda_like import cuda_like
-from autotune.devices.targets import CPU, CUDA, Target
+from autotune.devices.targets import CPU, Target, gpu_of
 from autotune.predict.small_values import MOST_ELEMENTS
 
 
@@ -59,7 +59,7 @@ def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
     with (
         warnings.catch_warnings(action="ignore"),
         techniques.restored_settings(),
-        nullcontext() if target == CPU else cuda_like(flash_attention=target == CUDA),
+        nullcontext() if target == CPU else cuda_like(flash_attention=gpu_of(target).has_flash_attention),
         mock.patch.object(torch.utils, "swap_tensors", _take_data),
         mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step),
         mode,

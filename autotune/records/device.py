@@ -24,6 +24,7 @@ class DeviceInfo(Record):
         num_threads: compute threads torch uses on a CPU; 0 on a GPU.
         driver: GPU driver version; empty on a CPU.
         capability: CUDA compute capability, (0, 0) on a CPU.
+        num_multiprocessors: streaming multiprocessors of a GPU, 0 on a CPU and where it is not known.
         torch_version: the torch that measures.
         power_limit_w: of a GPU, enforced now; 0 where it is not known.
     """
@@ -35,6 +36,7 @@ class DeviceInfo(Record):
     num_threads: int = 0
     driver: str = ""
     capability: tuple[int, int] = (0, 0)
+    num_multiprocessors: int = 0
     torch_version: str = ""
     power_limit_w: float = 0.0
     notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU

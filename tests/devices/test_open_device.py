@@ -136,7 +136,14 @@ def answering(monkeypatch, *gpus, why=""):
 
 
 def seen_by_torch(name, uuid, total_bytes=24 * GIB):
-    return asked.AskedGpu(name=name, uuid=uuid, capability=(8, 9), free_bytes=total_bytes, total_bytes=total_bytes)
+    return asked.AskedGpu(
+        name=name,
+        uuid=uuid,
+        capability=(8, 9),
+        num_multiprocessors=128,
+        free_bytes=total_bytes,
+        total_bytes=total_bytes,
+    )
 
 
 def test_of_gpus_that_differ_cuda_says_which_is_the_first(monkeypatch, cuda_build):

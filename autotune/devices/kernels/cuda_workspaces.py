@@ -1,16 +1,114 @@
-"""Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it."""
+"""Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it.
+
+The rules repeat what torch's host code allocates, and were compared with the requests that its caching allocator gets. What
+cuDNN and cuBLAS take for themselves is not among them, but for a guess at the gradients of convolutions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
+from autotune.devices.kernels.reductions import reduction_bytes
 from autotune.devices.kernels.rules import Workspace
+from autotune.devices.targets import GpuKind
 
 _aten = torch.ops.aten
+_FEW_INDICES = 3072  # up to so many rows, the gradient of an embedding is summed without sorting them
+_ROWS_AT_ONCE = 10  # of a segment of equal indices that one thread sums
+
+
+def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
+    """The rules for a GPU, by operator."""
+    return {
+        **_WORKSPACES,
+        **{operator: partial(_reduction, gpu, *how) for operator, how in _REDUCTIONS.items()},
+        _aten._scaled_dot_product_efficient_attention_backward.default: partial(_efficient_attention_backward, gpu),
+        _aten.logsumexp.default: partial(_logsumexp, gpu),
+    }
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_bytes(*tensors: Any) -> int:
+    """The copies that a kernel makes of tensors that are not contiguous."""
+    return sum(
+        _size_bytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous()
+    )
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, ...], result: Any) -> int:
+    """Partial results, and a copy in the type that integers and booleans are summed in."""
+    tensor = args[0]
+    dims = args[dims_at] if 0 < dims_at < len(args) else None
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if partial_bytes == _SUM and not tensor.is_floating_point():
+        converted = 0 if tensor.dtype is torch.int64 else 8 * tensor.numel()
+        return converted + reduction_bytes(tensor, dims, 8, gpu)
+    scale = 2 if tensor.dtype is torch.float64 else 1
+    return reduction_bytes(tensor, dims, scale * partial_bytes, gpu)
+
+
+def _logsumexp(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> int:
+    """The exponentials of the differences from the largest, beside the partial results of their sum."""
+    tensor, dims = args[:2]
+    return _size_bytes(tensor) + reduction_bytes(tensor, list(dims), _SUM, gpu)
+
+
+_SUM = 4  # bytes of a partial result: in fp32
+_MOMENTS = 16  # mean, sum of squares and two counts (`WelfordData`)
+_WITH_POSITION = 16  # a value and its index, aligned
+
+# by operator: which argument holds the dimensions, and bytes of a partial result
+_REDUCTIONS: Mapping[Any, tuple[int, int]] = {
+    _aten.sum.default: (0, _SUM),
+    _aten.sum.dim_IntList: (1, _SUM),
+    _aten.mean.default: (0, _SUM),
+    _aten.mean.dim: (1, _SUM),
+    _aten.nansum.default: (1, _SUM),
+    _aten.prod.dim_int: (1, _SUM),
+    _aten.amax.default: (1, _SUM),
+    _aten.amin.default: (1, _SUM),
+    _aten.linalg_vector_norm.default: (2, _SUM),
+    _aten.norm.ScalarOpt_dim: (2, _SUM),
+    _aten.var.correction: (1, _MOMENTS),
+    _aten.std.correction: (1, _MOMENTS),
+    _aten.var_mean.correction: (1, _MOMENTS),
+    _aten.std_mean.correction: (1, _MOMENTS),
+    _aten.max.dim: (1, _WITH_POSITION),
+    _aten.min.dim: (1, _WITH_POSITION),
+    _aten.argmax.default: (1, _WITH_POSITION),
+    _aten.argmin.default: (1, _WITH_POSITION),
+}
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> int:
+    """Copies into the memory format of the convolution: channels last where its input or its weight has that."""
+    tensor, weight = args[:2]
+    return _format_copies(tensor, weight, tensors=(tensor, weight))
+
+
+def _format_copies(tensor: torch.Tensor, weight: torch.Tensor, *, tensors: Sequence[torch.Tensor]) -> int:
+    if _has_channels_last(tensor) or _has_channels_last(weight):
+        return sum(_size_bytes(each) for each in tensors if not _lies_channels_last(each))
+    return _copy_bytes(*tensors)
+
+
+def _lies_channels_last(tensor: torch.Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
@@ -24,32 +122,118 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     grad_output, tensor, weight = args[:3]
     groups = args[9]
     if groups > 1 or _has_channels_last(tensor):
-        return 0
+        return _format_copies(tensor, weight, tensors=(grad_output, tensor, weight))
     input_copies = 1 if prod(weight.shape[2:]) == 1 else 2
     return input_copies * _size_bytes(tensor) + _size_bytes(grad_output) + _size_bytes(weight)
 
 
-def _size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _has_channels_last(tensor: torch.Tensor) -> bool:
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = layouts.get(tensor.dim())
-    return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()
+    return _lies_channels_last(tensor) and not tensor.is_contiguous()
+
+
+# ---------------------------------------------------------------- attention
 
 
 def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The query's gradient and the sums of its rows in float32, rounded as in `mha_bwd` of flash-attn's `flash_api.cpp`."""
-    query = args[1]
+    """The query's gradient and the sums of its rows in float32, rounded as in `mha_bwd` of flash-attn's `flash_api.cpp`.
+
+    The output and its gradient are copied where they do not lie as (sample, position, head). Where heads share keys and values,
+    each has gradients of its own, summed afterwards.
+    """
+    grad_output, query, key, output = args[0], args[1], args[2], args[4]
     batch_size, num_heads, length, head_dim = query.shape
     length = -(-length // 128) * 128
     head_dim = -(-head_dim // 32) * 32
     num_bytes: int = 4 * prod((batch_size, num_heads, length, head_dim + 1))
-    return num_bytes
+    if key.shape[1] < num_heads:
+        num_bytes += 2 * num_heads // key.shape[1] * _size_bytes(key)
+    return num_bytes + _copy_bytes(grad_output.transpose(1, 2), output.transpose(1, 2))
 
 
-CUDA_WORKSPACES: Mapping[Any, Workspace] = {
+def _efficient_attention(args: tuple[Any, ...], result: Any) -> int:
+    """The output in float32 where a block's own does not fit into registers (`kernel_forward.h`)."""
+    query, value = args[0], args[2]
+    is_short = query.element_size() == 2
+    return 4 * prod(query.shape[:-1]) * int(value.shape[-1]) if is_short and value.shape[-1] > 128 else 0
+
+
+def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> int:
+    """The workspace in which blocks add to the gradients of query, key and value (`kernel_backward.h`).
+
+    The tiles follow from the kernel that `dispatch_cutlassB` takes: the first for this type and head that the GPU can run.
+    In float32 the products of the output and its gradient come before it. The gradient is copied where it does not lie as
+    (sample, position, head).
+    """
+    grad_output, query, key = args[:3]
+    is_short, head_dim = query.element_size() == 2, query.shape[-1]
+    num_heads, length, num_keys = prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
+    rows, columns = 64, 64
+    if head_dim > 64 and (is_short or gpu.capability >= (8, 0)):
+        rows = 128
+        columns = 128 if is_short and head_dim <= 128 and gpu.capability >= (8, 0) else 64
+    tiles = -(-length // rows) * -(-head_dim // columns)
+    num_bytes = tiles * (4 * rows * columns + 16)
+    if is_short and head_dim > 128:
+        num_bytes += 2 * 4 * (-(-num_keys // 128) * 128) * (-(-head_dim // 128) * 128)
+    row_sums = 4 * num_heads * length
+    products = 0 if is_short else 4 * query.numel() + 2 * row_sums
+    return int(max(products, row_sums + num_heads * num_bytes)) + _copy_bytes(grad_output.transpose(1, 2))
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _embedding_backward(args: tuple[Any, ...], result: Any) -> int:
+    """Sorted indices, segments of equal ones, and a partial sum for each part of a segment (`EmbeddingBackwardKernel.cu`)."""
+    gradient, indices, num_rows, padding = args[:4]
+    if indices.numel() <= _FEW_INDICES and padding < 0:
+        return _copy_bytes(gradient)
+    return _copy_bytes(gradient) + _sorted_sums(indices.numel(), num_rows, gradient.shape[-1])
+
+
+def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> int:
+    """As for an embedding, by the indices of all bags."""
+    gradient, indices, num_rows = args[0], args[1], args[6]
+    return _copy_bytes(gradient) + _sorted_sums(indices.numel(), num_rows, gradient.shape[-1])
+
+
+def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
+    num_segments = min(num_indices, num_rows)
+    num_parts = num_indices // _ROWS_AT_ONCE + num_segments
+    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * (-(-width // 32) * 32)
+
+
+def _softmax_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The product of the gradient and the output (`SoftMax.cu`), and copies of what is not contiguous."""
+    return _size_bytes(args[0]) + _copy_bytes(*args[:2])
+
+
+def _copied(*positions: int) -> Workspace:
+    """Copies of the arguments at these positions where they are not contiguous."""
+    return lambda args, result: _copy_bytes(*(args[position] for position in positions))
+
+
+def _elements(number: int) -> Callable[[tuple[Any, ...], Any], int]:
+    """So many tensors of the loss of every element, beside the mean or sum of them that is the result."""
+    return lambda args, result: number * args[0].numel() * result.element_size() if result.dim() == 0 else 0
+
+
+_WORKSPACES: Mapping[Any, Workspace] = {
+    _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten._embedding_bag_backward.default: _embedding_bag_backward,
+    _aten.native_layer_norm.default: _copied(0),
+    _aten.native_layer_norm_backward.default: _copied(0, 1),
+    _aten._softmax.default: _copied(0),
+    _aten._log_softmax.default: _copied(0),
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten._log_softmax_backward_data.default: _copied(0, 1),
+    _aten.upsample_nearest2d_backward.default: _copied(0),
+    _aten.upsample_bilinear2d_backward.default: _copied(0),
+    _aten.binary_cross_entropy_with_logits.default: _elements(2),
+    _aten.binary_cross_entropy.default: _elements(1),
+    _aten.huber_loss.default: _elements(1),
 }

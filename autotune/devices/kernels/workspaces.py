@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
-from autotune.devices.kernels.cuda_workspaces import CUDA_WORKSPACES
+from autotune.devices.kernels.cuda_workspaces import cuda_workspaces
 from autotune.devices.kernels.rules import Hidden, ResultRule, Storages, Workspace
-from autotune.devices.targets import CPU, Target
+from autotune.devices.targets import CPU, Target, gpu_of
 
 _aten = torch.ops.aten
 
@@ -50,7 +50,8 @@ _RESULTS: Mapping[Any, ResultRule] = {
 def hidden_allocations(target: Target) -> Hidden:
     """The rules for a kind of device."""
     if target != CPU:
-        return Hidden(lambda operator: _WORKSPACES.get(operator) or CUDA_WORKSPACES.get(operator), _RESULTS)
+        on_cuda = cuda_workspaces(gpu_of(target))
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or on_cuda.get(operator), _RESULTS)
     return Hidden(
         lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),
         {**_RESULTS, **CPU_RESULTS},
