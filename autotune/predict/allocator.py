@@ -24,13 +24,14 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
 from autotune.predict import Array
 from autotune.predict.fit import are_aligned
 from autotune.predict.passes import Event, MicroSteps, Pass, Purpose, Updates
+from autotune.predict.traces import Reserved
 from autotune.units import MIB
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -42,37 +43,50 @@ _SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 _KEYS_PER_PASS = 2**40
 
 
-def reserved_bytes(events: Iterable[Event]) -> int:
+def reserved_bytes(events: Iterable[Event], added: str = "", held_bytes: Sequence[int] = ()) -> int:
     """What `torch.cuda.max_memory_reserved` would report after the same allocations.
 
     Args:
         events: allocations and freeings in program order. Storages without bytes take no memory.
+        added: to the settings of the environment, in their own form.
+        held_bytes: what libraries hold from the allocator, before and after.
     """
-    return _Program.of(events).reserved_bytes(settings_of(os.environ))
+    return _Program.of(events, held_bytes).reserved_bytes(settings_of(os.environ, added))
 
 
 def reserved_factors(
-    micro: MicroSteps, updates: Updates, batch_sizes: Sequence[int]
-) -> tuple[tuple[int, float, float], ...]:
-    """(batch size, factor with one micro batch a step, factor with more).
+    micro: MicroSteps,
+    updates: Updates,
+    batch_sizes: Sequence[int],
+    added: Sequence[str],
+    held_bytes: Sequence[int] = (),
+) -> tuple[Reserved, ...]:
+    """What the allocator takes over the most that lives at once, with each of several settings.
 
     Args:
         micro: traced for CUDA.
         updates: with the task's optimizer as it is.
         batch_sizes: wanted; where the passes are not aligned it is the two that were traced.
+        added: to the settings of the environment, one by one.
+        held_bytes: as of `reserved_bytes`.
     """
-    settings = settings_of(os.environ)
     small, large = (micro.alone[0], micro.beside[0]), (micro.alone[-1], micro.beside[-1])
-    of_small = _programs(micro.alone[0], [traced.events for traced in small], updates)
+    programs = partial(_programs, micro.alone[0], updates=updates, held_bytes=held_bytes)
+    of_small = programs([traced.events for traced in small])
     if not all(map(are_aligned, small, large)):
-        of_large = _programs(micro.alone[0], [traced.events for traced in large], updates)
+        of_large = programs([traced.events for traced in large])
         found = {small[0].batch_size: of_small, large[0].batch_size: of_large}
     else:  # the same storages in other sizes
-        of_large = _programs(micro.alone[0], list(map(_in_the_sizes_of, small, large)), updates)
+        of_large = programs(list(map(_in_the_sizes_of, small, large)))
         step = large[0].batch_size - small[0].batch_size
         shares = {size: (size - small[0].batch_size) / step for size in batch_sizes}
         found = {size: list(map(partial(_Program.towards, share=shares[size]), of_small, of_large)) for size in shares}
-    return tuple((size, one.factor(settings), more.factor(settings)) for size, (one, more) in found.items())
+
+    @cache
+    def factors(settings: Settings) -> tuple[tuple[int, float, float], ...]:
+        return tuple((size, one.factor(settings), more.factor(settings)) for size, (one, more) in found.items())
+
+    return tuple(Reserved(added=text, factors=factors(settings_of(os.environ, text))) for text in added)
 
 
 def _in_the_sizes_of(small: Pass, large: Pass) -> list[Event]:
@@ -80,9 +94,11 @@ def _in_the_sizes_of(small: Pass, large: Pass) -> list[Event]:
     return [Event(a.key, b.size_bytes, a.allocates) for a, b in zip(small.events, large.events, strict=True)]
 
 
-def _programs(start: Pass, alone_and_beside: Sequence[Sequence[Event]], updates: Updates) -> list[_Program]:
+def _programs(
+    start: Pass, alone_and_beside: Sequence[Sequence[Event]], updates: Updates, held_bytes: Sequence[int]
+) -> list[_Program]:
     """With one micro batch a step, and with more."""
-    return [_Program.of(_two_steps(start, alone_and_beside[:number], updates)) for number in (1, 2)]
+    return [_Program.of(_two_steps(start, alone_and_beside[:number], updates), held_bytes) for number in (1, 2)]
 
 
 def _two_steps(start: Pass, micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
@@ -119,31 +135,36 @@ class _Program:
         places: numbers of the storages, from 0 on.
         sizes: bytes of each, which are whole numbers.
         allocates: or frees.
+        held_bytes: what libraries hold from the allocator, before and after.
     """
 
     places: list[int]
     sizes: Array
     allocates: list[bool]
+    held_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> _Program:
+    def of(cls, events: Iterable[Event], held_bytes: Sequence[int] = ()) -> _Program:
         """The same as columns."""
         numbers: dict[int, int] = {}
         rows = [(numbers.setdefault(key, len(numbers)), size_bytes, allocates) for key, size_bytes, allocates in events]
-        return cls([row[0] for row in rows], np.array([row[1] for row in rows], dtype=float), [row[2] for row in rows])
+        sizes = np.array([row[1] for row in rows], dtype=float)
+        return cls([row[0] for row in rows], sizes, [row[2] for row in rows], tuple(held_bytes))
 
     def towards(self, other: _Program, share: float) -> _Program:
         """The same storages with sizes between this program's, at 0, and another's, at 1, or beyond."""
         return replace(self, sizes=np.rint(self.sizes + share * (other.sizes - self.sizes)))
 
     def factor(self, settings: Settings) -> float:
-        """What the allocator takes over the most that lives at once."""
+        """What the allocator takes over the most that lives at once, what libraries hold apart."""
         living = np.where(self.allocates, self.sizes, -self.sizes).cumsum()
         return self.reserved_bytes(settings) / float(living.max())
 
     def reserved_bytes(self, settings: Settings) -> int:
         """What the allocator takes."""
         allocator = _CachingAllocator(settings)
+        for size_bytes in self.held_bytes:
+            allocator.allocate(size_bytes)
         rounded = [_rounded(size, settings.divisions) if size > 0 else 0 for size in map(int, self.sizes.tolist())]
         living: list[_Block | None] = [None] * len(self.places)
         for place, size_bytes, allocates in zip(self.places, rounded, self.allocates, strict=True):
@@ -177,9 +198,10 @@ class Settings:
     divisions: int = 1  # of each power of two, to which requests are rounded up
 
 
-def settings_of(environment: Mapping[str, str]) -> Settings:
-    """What PYTORCH_ALLOC_CONF, or its older name, says."""
+def settings_of(environment: Mapping[str, str], added: str = "") -> Settings:
+    """What PYTORCH_ALLOC_CONF, or its older name, says, and what is added to it."""
     text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    text = ",".join(filter(None, (text, added)))
     said = dict(re.findall(r"(\w+):(\w+)", text))
     split_mib, divisions = said.get("max_split_size_mb", ""), said.get("roundup_power2_divisions", "")
     return Settings(

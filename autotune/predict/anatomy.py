@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from autotune.devices.targets import CPU, Target
+from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.targets import CPU, Target, gpu_of
 from autotune.predict.allocator import reserved_bytes
 from autotune.predict.passes import Event, Purpose
 from autotune.predict.tracing import Run, TraceError, Tracer
@@ -19,6 +21,7 @@ from autotune.records.config import Config
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
 from autotune.task import Task
 from autotune.task.batches import tensors
+from autotune.techniques import allocator_settings
 
 NUM_STEPS = 2  # the first one allocates the optimizer's state
 NUM_MOMENTS = 200  # of the timeline
@@ -45,14 +48,14 @@ def anatomies(
     for place, config in enumerate(configs):
         try:
             tracer = tracer or Tracer(task, target, host_bytes)
-            yield anatomy(tracer, config, on_cpu=target == CPU)
+            yield anatomy(tracer, config, target)
         except TraceError as error:
             yield str(error)
             if place == 0:
                 return
 
 
-def anatomy(tracer: Tracer, config: Config, *, on_cpu: bool) -> Anatomy:
+def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     """Trace two optimizer steps at the config's own batch size: one of a single micro batch, one of two where it accumulates.
 
     Raises:
@@ -64,8 +67,14 @@ def anatomy(tracer: Tracer, config: Config, *, on_cpu: bool) -> Anatomy:
         found = _Found(run)
         found.take_steps(config.batch_size, batch, num_micro)
     # on a CPU all micro batches of a step are there while it runs
+    on_cpu = target == CPU
     further_bytes = (config.accumulation_steps - 1) * tracer.input_bytes(config.batch_size) if on_cpu else 0
-    return found.anatomy(further_bytes, on_cpu=on_cpu)
+    simulated = (
+        None
+        if on_cpu
+        else partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+    )
+    return found.anatomy(further_bytes, simulated)
 
 
 class _Found:
@@ -123,7 +132,7 @@ class _Found:
             if purpose is not Purpose.TEMPORARIES or key not in self.kinds:
                 self.kinds[key] = int(purpose)
 
-    def anatomy(self, further_bytes: int, *, on_cpu: bool) -> Anatomy:
+    def anatomy(self, further_bytes: int, simulated: Callable[[Sequence[Event]], int] | None) -> Anatomy:
         events = self.run.tracker.events
         totals = list(accumulate(event.change_bytes for event in events))
         start = self.steps[0]
@@ -152,7 +161,7 @@ class _Found:
         last = min((step for step in self.steps if step > first), default=len(events))
         return Anatomy(
             peak_bytes=peak_bytes,
-            reserved_bytes=peak_bytes if on_cpu else max(peak_bytes, reserved_bytes(events)),
+            reserved_bytes=peak_bytes if simulated is None else max(peak_bytes, simulated(events)),
             phase=at_peak.phase,
             module=at_peak.module,
             last_layer=self.scopes.last_layer,

@@ -8,7 +8,8 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from autotune import techniques
-from autotune.devices.targets import CPU, Target
+from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.targets import CPU, Target, gpu_of
 from autotune.predict.allocator import reserved_factors
 from autotune.predict.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
 from autotune.predict.passes import MicroSteps, Purpose, Updates
@@ -99,7 +100,7 @@ class _Job:
         micro = self.micro_steps(group)
         on_gpu = self.target != CPU
         low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
-        simulated = allocator_sizes(self.plan.batch_sizes)
+        simulated, added = allocator_sizes(self.plan.batch_sizes), techniques.all_allocator_settings()
         # how far a batch size between the two traced ones was off, with nothing switched on
         deviation = self.model_trace(()).alone.deviation if group else 0.0
         alone = fit_peak(micro.alone, deviation=deviation)
@@ -110,7 +111,9 @@ class _Job:
             input_bytes=line(micro.alone, low_bytes, high_bytes),
             volume=fit_volume(micro.alone),
             work=fit_work(micro.alone),
-            reserved=reserved_factors(micro, self.updates(()), simulated) if on_gpu else (),
+            reserved=reserved_factors(micro, self.updates(()), simulated, added, workspaces(gpu_of(self.target)))
+            if on_gpu
+            else (),
         )
 
     def _micro_steps(self, group: Group) -> MicroSteps:

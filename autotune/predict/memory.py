@@ -27,10 +27,7 @@ from autotune.units import MIB
 PeakBytes = Sequence[tuple[Config, int]]
 
 Z95 = 1.96
-# Of a traced config: peak = outside + fixed + (1 + share) x traced + kept x allocated volume, with standard deviations.
-FIXED_BYTES, FIXED_STD_BYTES = 32 * MIB, 24 * MIB  # buffers of libraries, made when training begins
-FIXED_STD_CUDA_BYTES = 128 * MIB  # on a GPU they load kernels, too, and late
-SHARE, SHARE_STD = 0.02, 0.06  # of the traced peak: the allocator's rounding and fragments
+SHARE_STD = 0.06  # of the traced peak
 # of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
 # same size; 0.15 and 0.20 of a micro batch's allocated volume stayed with a transformer and a convolutional network
 KEPT, KEPT_STD = 0.18, 0.05
@@ -122,6 +119,39 @@ class MemoryModel:
         return [found.get(config) for config in configs]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """What a process is expected to hold: outside + fixed + (1 + share) x traced + kept x allocated volume.
+
+    Attributes:
+        fixed_bytes: buffers of libraries, made when training begins.
+        fixed_std_bytes: standard deviation of that; a GPU's libraries load kernels late, too.
+        share: of the traced peak, for an allocator's rounding and fragments.
+    """
+
+    fixed_bytes: int
+    fixed_std_bytes: int
+    share: float
+
+    def held_bytes(self, trace: TracedPeak) -> float:
+        """For tensors."""
+        return (1 + self.share) * trace.peak_bytes + KEPT * trace.volume_bytes
+
+    def total_bytes(self, trace: TracedPeak) -> float:
+        """All but what is outside."""
+        return self.fixed_bytes + self.held_bytes(trace)
+
+    def noise(self, trace: TracedPeak) -> float:
+        """Variance of one process's peak around the line."""
+        return float(PROBE_STD_BYTES**2 + (math.hypot(PROBE_STD, trace.uncertainty) * self.held_bytes(trace)) ** 2)
+
+
+ON_CPU = _Line(fixed_bytes=32 * MIB, fixed_std_bytes=24 * MIB, share=0.02)
+ON_GPU = _Line(
+    fixed_bytes=0, fixed_std_bytes=128 * MIB, share=0.0
+)  # torch's allocator is simulated, workspaces included
+
+
 class _Rows:
     """Traced configs as arrays.
 
@@ -131,11 +161,11 @@ class _Rows:
         features: (configs, 3) what the line's three figures multiply, times how little they are known.
     """
 
-    def __init__(self, layout: Layout, found: Sequence[tuple[Config, TracedPeak]], fixed_std_bytes: int) -> None:
+    def __init__(self, layout: Layout, found: Sequence[tuple[Config, TracedPeak]], line: _Line) -> None:
         self.design = layout.design([config for config, _ in found])
-        self.held = np.array([_held(trace) for _, trace in found])
-        self.line = FIXED_BYTES + self.held
-        stds = [(fixed_std_bytes, SHARE_STD * t.peak_bytes, KEPT_STD * t.volume_bytes) for _, t in found]
+        self.held = np.array([line.held_bytes(trace) for _, trace in found])
+        self.line = line.fixed_bytes + self.held
+        stds = [(line.fixed_std_bytes, SHARE_STD * t.peak_bytes, KEPT_STD * t.volume_bytes) for _, t in found]
         self.features = np.array(stds, dtype=float).reshape(-1, 3)
 
 
@@ -145,16 +175,16 @@ class _Traced:
     def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
         self._peaks = peaks
         self._outside_bytes = outside_bytes
-        self._fixed_std_bytes = FIXED_STD_BYTES if peaks.target == CPU else FIXED_STD_CUDA_BYTES
+        line = self._line = _line_of(peaks)
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
-        exact = [((c, t), float(held - outside_bytes), _noise(t)) for c, held in measured if (t := peaks.peak(c))]
+        exact = [((c, t), float(held - outside_bytes), line.noise(t)) for c, held in measured if (t := peaks.peak(c))]
         out_of_memory = [
-            ((c, t), min(least - outside_bytes, LARGEST_SURPRISE * (FIXED_BYTES + _held(t))), _noise(t))
+            ((c, t), min(least - outside_bytes, LARGEST_SURPRISE * line.total_bytes(t)), line.noise(t))
             for c, least in failed
             if (t := peaks.peak(c))
         ]
-        surprises = [row for row in out_of_memory if row[1] > FIXED_BYTES + _held(row[0][1])]
+        surprises = [row for row in out_of_memory if row[1] > line.total_bytes(row[0][1])]
         self._take([*exact, *surprises])
         self._learn_scales()
         self._take(exact)
@@ -171,13 +201,13 @@ class _Traced:
         for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
             least = self._outside_bytes + trace.breakdown.parameters_bytes
             peak = max(least, self._outside_bytes + mean)
-            log_std = math.sqrt(max(0.0, variance) + _noise(trace)) / peak
+            log_std = math.sqrt(max(0.0, variance) + self._line.noise(trace)) / peak
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std, breakdown=trace.breakdown)
         return found
 
     def _take(self, found: Sequence[tuple[tuple[Config, TracedPeak], float, float]]) -> None:
         """Take (config and trace, value, variance of the noise) for what is known."""
-        self._seen = _Rows(self._layout, [known for known, _, _ in found], self._fixed_std_bytes)
+        self._seen = _Rows(self._layout, [known for known, _, _ in found], self._line)
         self._departures = np.array([value for _, value, _ in found]) - self._seen.line
         self._noise = np.array([noise for _, _, noise in found])
 
@@ -194,7 +224,7 @@ class _Traced:
 
     def _predict(self, known: Sequence[tuple[Config, TracedPeak]]) -> tuple[Array, Array]:
         """Mean and variance of the peak less what is outside, one process's noise apart."""
-        rows = _Rows(self._layout, known, self._fixed_std_bytes)
+        rows = _Rows(self._layout, known, self._line)
         mean = rows.line
         variance = (
             (rows.features**2).sum(axis=1)
@@ -230,20 +260,15 @@ def _least_bytes(outcome: Outcome) -> int:
 
 def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
     """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
+    line = _line_of(peaks)
     return any(
-        (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < FIXED_BYTES + _held(peak)
+        (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < line.total_bytes(peak)
         for config, peak_bytes in measured
     )
 
 
-def _held(trace: TracedPeak) -> float:
-    """What a process is expected to hold for its tensors."""
-    return (1 + SHARE) * trace.peak_bytes + KEPT * trace.volume_bytes
-
-
-def _noise(trace: TracedPeak) -> float:
-    """Variance of one process's peak around the line."""
-    return float(PROBE_STD_BYTES**2 + (math.hypot(PROBE_STD, trace.uncertainty) * _held(trace)) ** 2)
+def _line_of(peaks: Traces) -> _Line:
+    return ON_CPU if peaks.target == CPU else ON_GPU
 
 
 class _Untraced:

@@ -88,7 +88,8 @@ class StorageTracker(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.see(item)
         workspace = self._workspace_of(func)
-        if workspace is not None and (size_bytes := workspace(args, result)) > 0:
+        if workspace is not None:  # also one without bytes: it may have some at another batch size
+            size_bytes = workspace(args, result)
             self._free(self._allocate(size_bytes), size_bytes)
         return result
 

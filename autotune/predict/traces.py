@@ -15,13 +15,13 @@ from autotune.records.capacity import Breakdown
 from autotune.records.config import Choice, Config
 from autotune.records.formats import decode
 from autotune.task.lengths import LengthDistribution
-from autotune.techniques import REGISTRY, Phase
+from autotune.techniques import REGISTRY, Phase, allocator_settings
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
 LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
 
-FORMAT = 5  # of the JSON; counts up when its meaning changes
+FORMAT = 6  # of the JSON; counts up when its meaning changes
 
 
 def group_of(config: Config, phase: Phase) -> Group:
@@ -128,6 +128,30 @@ class WorkTrace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """What CUDA's caching allocator takes over the most that lives at once.
+
+    Attributes:
+        added: to its settings by the techniques of a config.
+        factors: (batch size, with one micro batch a step, with more) in increasing order.
+    """
+
+    added: str
+    factors: tuple[tuple[int, float, float], ...]
+
+    def factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
+        """Factor from living storages to reserved memory, and its relative standard deviation."""
+        sizes, alone, beside = zip(*self.factors, strict=True)
+        factors = beside if accumulates else alone
+        if batch_size in sizes:
+            return factors[sizes.index(batch_size)], 0.0
+        place = bisect_left(sizes, batch_size)
+        spread, nearby_spread = np.ptp(factors), np.ptp(factors[max(0, place - 1) : place + 1])
+        factor = np.interp(math.log(batch_size), np.log(sizes), factors)
+        return float(factor), max(float(spread) / 4, float(nearby_spread) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
 
@@ -137,8 +161,7 @@ class ModelTrace:
         before_update: what is held when the optimizer begins.
         input_bytes: (constant, per sample) of an input batch.
         volume: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
-        reserved: on CUDA (batch size, factor, factor) in increasing order: what the caching allocator reserves over the
-            living storages' peak, with one micro batch a step and with more.
+        reserved: on CUDA, by what techniques add to the allocator's settings.
         work: where it is known.
     """
 
@@ -147,7 +170,7 @@ class ModelTrace:
     before_update: Piece
     input_bytes: tuple[float, float]
     volume: tuple[tuple[float, float, int], ...]
-    reserved: tuple[tuple[int, float, float], ...] = ()
+    reserved: tuple[Reserved, ...] = ()
     work: WorkTrace | None = None
 
     def volume_bytes(self, batch_size: int) -> int:
@@ -155,18 +178,12 @@ class ModelTrace:
         storages = ((constant + slope * batch_size, count) for constant, slope, count in self.volume)
         return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
 
-    def reserved_factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
+    def reserved_factor(self, batch_size: int, *, accumulates: bool, added: str) -> tuple[float, float]:
         """Factor from living storages to reserved memory, and its relative standard deviation."""
         if not self.reserved:
             return 1.0, 0.0
-        sizes, alone, beside = zip(*self.reserved, strict=True)
-        factors = beside if accumulates else alone
-        if batch_size in sizes:
-            return factors[sizes.index(batch_size)], 0.0
-        place = bisect_left(sizes, batch_size)
-        spread, nearby_spread = np.ptp(factors), np.ptp(factors[max(0, place - 1) : place + 1])
-        factor = np.interp(math.log(batch_size), np.log(sizes), factors)
-        return float(factor), max(float(spread) / 4, float(nearby_spread) / 2)
+        found = next((each for each in self.reserved if each.added == added), self.reserved[0])
+        return found.factor(batch_size, accumulates=accumulates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +248,8 @@ class Traces:
         parts[Purpose.TEMPORARIES] += (config.accumulation_steps - 1) * (
             model.input_bytes[0] + model.input_bytes[1] * size
         )
-        factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates)
+        added = allocator_settings(config)
+        factor, factor_deviation = model.reserved_factor(size, accumulates=accumulates, added=added)
         modules = piece.modules if parts is during else ()
         held_by = [(name, round(constant + slope * size)) for name, constant, slope in modules]
         breakdown = Breakdown(

@@ -129,7 +129,8 @@ class Tracer:
         return self._batches[batch_size]
 
     def _session(self, config: Config) -> Session:
-        off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase is techniques.Phase.LOADER}
+        unseen = (techniques.Phase.LOADER, techniques.Phase.PROCESS)  # by what is allocated
+        off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase in unseen}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
 

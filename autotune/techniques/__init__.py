@@ -174,6 +174,19 @@ def setup_s(config: Config) -> float:
     return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
 
 
+def allocator_settings(config: Config) -> str:
+    """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
+    return ",".join(
+        filter(None, (technique.allocator_settings(config[technique.name]) for technique in REGISTRY.values()))
+    )
+
+
+def all_allocator_settings() -> tuple[str, ...]:
+    """What any one choice adds to the settings of torch's CUDA allocator, nothing first."""
+    added = (technique.allocator_settings(choice) for technique in REGISTRY.values() for choice in technique.choices)
+    return tuple(dict.fromkeys(("", *added)))
+
+
 def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """A partial config dict with the batch size of the task's baseline where it names none."""
     stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}

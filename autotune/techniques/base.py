@@ -156,6 +156,10 @@ class Technique(ABC):
         """The one of `choices` that saves the most memory; None for a technique that is not there to save memory."""
         return next((choice for choice in self.leanest if choice in choices), None)
 
+    def allocator_settings(self, choice: Choice) -> str:
+        """What `choice` adds to the settings of torch's CUDA allocator (PYTORCH_ALLOC_CONF); empty for nothing."""
+        return ""
+
     def arithmetic(self, choice: Choice) -> str:
         """The type in which matrix products and convolutions are computed, as far as this technique decides it."""
         return FP32

@@ -54,6 +54,10 @@ class ExpandableSegments(Switch):
             return Support(choices=(False,), reason="the environment switches it on already")
         return Support(choices=(False, True))
 
+    def allocator_settings(self, choice: Choice) -> str:
+        """The setting itself."""
+        return _ON if choice else ""
+
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch it on for whatever the allocator takes from now on."""
         if build.device.kind != "cuda":
