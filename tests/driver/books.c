@@ -81,7 +81,7 @@ static int is_booked(Process *process) {
 }
 
 uint64_t used_bytes(int device) {
-    uint64_t used = settings.cards[device].neighbour_bytes + books->cards[device].neighbour_bytes;
+    uint64_t used = books->cards[device].neighbour_bytes;
     for (int i = 0; i < MAX_PROCESSES; i++) {
         Process *process = &books->processes[i];
         if (process->pid && is_booked(process))
@@ -112,6 +112,16 @@ static void complain(const char *what) {
     abort();
 }
 
+/* What the first process to come writes. */
+static void open_card(int device) {
+    CardState *card = &books->cards[device];
+    int64_t unread = 0;
+    uint32_t unknown = 0;
+    atomic_compare_exchange_strong(&card->energy_read_ns, &unread, now_ns());
+    if (atomic_compare_exchange_strong(&card->is_neighbour_known, &unknown, 1))
+        card->neighbour_bytes = settings.cards[device].neighbour_bytes;
+}
+
 static void open_books(void) {
     int file = -1, flags = MAP_SHARED | MAP_ANONYMOUS;
     if (*settings.state) {
@@ -129,10 +139,8 @@ static void open_books(void) {
     if (!atomic_compare_exchange_strong(&books->version, &none, BOOKS_VERSION) && none != BOOKS_VERSION)
         complain("another version of the driver wrote it; take a new file");
     books->size = sizeof(Books);
-    for (int i = 0; i < MAX_DEVICES; i++) {
-        int64_t unread = 0;
-        atomic_compare_exchange_strong(&books->cards[i].energy_read_ns, &unread, now_ns());
-    }
+    for (int i = 0; i < MAX_DEVICES; i++)
+        open_card(i);
 }
 
 __attribute__((constructor)) static void load(void) {

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALLOCATION_FAILED = 3, EXECUTION_FAILED = 13 };
+enum { NOT_INITIALIZED = 1, ALLOCATION_FAILED = 3, EXECUTION_FAILED = 13 };
 enum { FP32 = 0, FP16 = 2, BF16 = 14 }; /* of cudaDataType */
 #define BATCH_COUNT 5                   /* of cublasLtMatrixLayoutAttribute_t */
 
@@ -16,6 +16,8 @@ typedef struct {
 static int math_mode;
 
 int cublasCreate_v2(void **handle) {
+    if (enter())
+        return NOT_INITIALIZED;
     return load_library() ? ALLOCATION_FAILED : new_handle(handle);
 }
 

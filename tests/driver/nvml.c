@@ -314,7 +314,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Liste
     REACH(handle);
     int device = device_of(handle);
     unsigned places = *count, found = 0;
-    uint64_t neighbour = settings.cards[device].neighbour_bytes + books->cards[device].neighbour_bytes;
+    uint64_t neighbour = books->cards[device].neighbour_bytes;
     for (int i = -1; i < MAX_PROCESSES; i++) {
         Process *process = i < 0 ? NULL : &books->processes[i];
         if (process ? !is_alive(process) || !process->context_bytes[device] : !neighbour)

@@ -184,8 +184,8 @@ typedef struct { /* zero everywhere means: as the settings have it */
     _Atomic int64_t energy_read_ns; /* energy_mj is what had been used then */
     _Atomic uint32_t power_mw, temperature_c;
     _Atomic uint32_t utilization, memory_utilization; /* percent and 1 */
-    _Atomic uint32_t error;                           /* the card is off the bus; what CUDA says then */
-    _Atomic uint32_t reserved;
+    _Atomic uint32_t error;              /* the card is off the bus; what CUDA says then */
+    _Atomic uint32_t is_neighbour_known; /* neighbour_bytes was set, by a test or from the settings */
 } CardState;
 
 typedef struct {
