@@ -134,14 +134,21 @@ static int is_due(void) {
     return 0;
 }
 
+/* As late as on a card: some calls further on, and at the latest when somebody waits for the device. */
+static void break_soon(int error) {
+    int64_t ns = 200000;
+    break_context(error, now_ns() + ns);
+    work(2 * ns);
+}
+
 int count_launch(const char *name) {
     ENTER();
     own->launches++;
     if (is_due())
-        break_context(books->launch_error, now_ns() + 200000);
+        break_soon(books->launch_error);
     if (settings.kernel_error && name && strstr(name, settings.kernel_error_part) &&
         ++launches_of_part == settings.kernel_error_at)
-        break_context(settings.kernel_error, now_ns() + 200000); /* as late as on a card: some calls further on */
+        break_soon(settings.kernel_error);
     return cudaSuccess;
 }
 

@@ -1,4 +1,4 @@
-"""Where the built driver lies, and a state file for a test or a command."""
+"""Where the built driver lies, a state file for a command, and the environment of a process over the driver."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.driver.build import BuildError, build
+from tests.driver.cards import Card, environment
+
+ROOT = Path(__file__).parent.parent.parent
+_OF_THE_DRIVER = ("PLAYED_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 
 def libraries() -> dict[str, str]:
@@ -23,8 +27,15 @@ def libraries() -> dict[str, str]:
     if found is None or found.origin is None:
         raise BuildError(f"{sys.executable} has no torch: install its CUDA build")
     folder = str(build(Path(found.origin).parent, Path(sys.prefix, "driver")))
-    others = os.environ.get("LD_LIBRARY_PATH")
-    return {"LD_LIBRARY_PATH": f"{folder}:{others}" if others else folder, "TRITON_LIBCUDA_PATH": folder}
+    others = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and path != folder]
+    return {"LD_LIBRARY_PATH": ":".join([folder, *others]), "TRITON_LIBCUDA_PATH": folder}
+
+
+def variables(state: Path, card: Card, num_cards: int = 1, **settings: object) -> dict[str, str]:
+    """The whole environment of a process that sees these cards; `settings` as in `environment`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_DRIVER)}
+    played = environment(card, num_cards, **settings)
+    return {**inherited, **libraries(), **played, "PLAYED_STATE": str(state), "PYTHONPATH": str(ROOT)}
 
 
 @contextlib.contextmanager
