@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -80,7 +82,8 @@ def _build(torch_libraries: Path, work: Path, out: Path) -> None:
             f"the torch in {torch_libraries.parent} needs {', '.join(sorted(needed)) or 'no library of CUDA'}, and the "
             f"driver plays CUDA {CUDA_MAJOR}: install torch's build for CUDA {CUDA_MAJOR}"
         )
-    objects = [_compile(source, work) for source in sorted(SOURCES.glob("*.c"))]
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(partial(_compile, work=work), sorted(SOURCES.glob("*.c"))))
     written = {name for compiled in objects for name in _symbols("--defined-only", compiled)}
     imported = {name for library in libraries for name in _symbols("-D", "--undefined-only", library)}
     stubs = _stubs({name for name in imported if _OF_CUDA.match(name)} - written, work)

@@ -62,18 +62,19 @@ int cublasSgemm_v2(void *handle, int turn_a, int turn_b, int m, int n, int k) {
     return multiply(m, n, k, 1, FP32);
 }
 
-int cublasGemmEx(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a, int type) {
+int cublasGemmEx(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
+                 int type) {
     return multiply(m, n, k, 1, type);
 }
 
-int cublasSgemmStridedBatched(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
-                              int lda, long long stride_a, const void *b, int ldb, long long stride_b, const void *beta,
-                              void *c, int ldc, long long stride_c, int batch) {
+int cublasSgemmStridedBatched(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha,
+                              const void *a, int lda, long long stride_a, const void *b, int ldb, long long stride_b,
+                              const void *beta, void *c, int ldc, long long stride_c, int batch) {
     return multiply(m, n, k, batch, FP32);
 }
 
-int cublasGemmStridedBatchedEx(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
-                               int type, int lda, long long stride_a, const void *b, int type_b, int ldb,
+int cublasGemmStridedBatchedEx(void *handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha,
+                               const void *a, int type, int lda, long long stride_a, const void *b, int type_b, int ldb,
                                long long stride_b, const void *beta, void *c, int type_c, int ldc, long long stride_c,
                                int batch) {
     return multiply(m, n, k, batch, type);

@@ -91,20 +91,21 @@ int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t asked
     return 0;
 }
 
-int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operation, void *x, void *z, void *y,
-                                                             void *scale, void *activation, size_t *bytes) {
+int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operation, void *x, void *z,
+                                                             void *y, void *scale, void *activation, size_t *bytes) {
     *bytes = 0;
     return 0;
 }
 
-int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operation, void *activation, void *x,
-                                                         size_t *bytes) {
+int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operation, void *activation,
+                                                         void *x, size_t *bytes) {
     *bytes = 0;
     return 0;
 }
 
 int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operation, void *x, void *y, void *dy,
-                                                      void *dz, void *dx, void *scale, void *activation, size_t *bytes) {
+                                                      void *dz, void *dx, void *scale, void *activation,
+                                                      size_t *bytes) {
     *bytes = 0;
     return 0;
 }

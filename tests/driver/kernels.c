@@ -36,8 +36,8 @@ void __cudaRegisterFatBinaryEnd(void **handle) {
 void __cudaUnregisterFatBinary(void **handle) {
 }
 
-void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int external, size_t size, int constant,
-                       int global) {
+void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int external, size_t size,
+                       int constant, int global) {
 }
 
 char __cudaInitModule(void **handle) {
@@ -172,7 +172,8 @@ int cudaLaunchKernel(const void *host, Dim3 grid, Dim3 block, void **arguments, 
     return launch(host, grid, block, arguments);
 }
 
-int cudaLaunchCooperativeKernel(const void *host, Dim3 grid, Dim3 block, void **arguments, size_t shared, void *stream) {
+int cudaLaunchCooperativeKernel(const void *host, Dim3 grid, Dim3 block, void **arguments, size_t shared,
+                                void *stream) {
     return launch(host, grid, block, arguments);
 }
 

@@ -186,8 +186,8 @@ static int launch(const unsigned *sizes) {
     return cudaSuccess;
 }
 
-int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared, void *stream, void **arguments, void **extra) {
+int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **arguments, void **extra) {
     unsigned sizes[] = {grid_x, grid_y, grid_z, block_x, block_y, block_z};
     return launch(sizes);
 }

@@ -330,8 +330,8 @@ int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_devi
     return copy(to, from, size, 0);
 }
 
-int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height, int kind,
-                      void *stream) {
+int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
+                      int kind, void *stream) {
     for (size_t i = 0; i < height; i++) {
         int error = copy(to + i * to_pitch, from + i * from_pitch, width, 0);
         if (error)

@@ -13,7 +13,14 @@
 #define MAX_RANKS 16
 #define SMALL_BYTES 65536
 
-enum { UNHANDLED_CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum {
+    UNHANDLED_CUDA_ERROR = 1,
+    SYSTEM_ERROR = 2,
+    INTERNAL_ERROR = 3,
+    INVALID_ARGUMENT = 4,
+    INVALID_USAGE = 5,
+    REMOTE_ERROR = 6,
+};
 enum { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, POINT_TO_POINT };
 enum { SUM = 0, PRODUCT = 1, MAXIMUM = 2, MINIMUM = 3, AVERAGE = 4 };
 
@@ -169,8 +176,8 @@ static int meet(Communicator *communicator, const char *path) {
     if (same < 0)
         return 0;
     char text[160];
-    snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000", communicator->rank,
-             same, (communicator->device + 1) << 4);
+    snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000",
+             communicator->rank, same, (communicator->device + 1) << 4);
     return fail(INVALID_USAGE, text);
 }
 
@@ -537,7 +544,8 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type, int reduct
     return run(communicator, request, from, to);
 }
 
-int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *communicator, void *stream) {
+int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *communicator,
+                  void *stream) {
     uint64_t bytes = count * size_of_type(type);
     Request request = {BROADCAST, type, SUM, root, count, bytes, bytes, bytes};
     return run(communicator, request, from, to);

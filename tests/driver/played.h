@@ -135,8 +135,9 @@ enum {
 typedef struct {
     char name[96];
     int major, minor, num_multiprocessors;
-    uint64_t total_bytes, board_bytes, neighbour_bytes, l2_bytes; /* board_bytes: of the whole card, where this is a slice */
-    uint64_t context_bytes, library_bytes;                        /* a context; what cuBLAS and cuDNN add to it, each */
+    uint64_t total_bytes, board_bytes;     /* board_bytes: of the whole card, where this is a slice of it */
+    uint64_t neighbour_bytes, l2_bytes;    /* neighbour_bytes: what others hold from the beginning */
+    uint64_t context_bytes, library_bytes; /* library_bytes: what cuBLAS and cuDNN add to a context, each */
     double fp32_flops, tf32_flops, bf16_flops, bytes_s;
     unsigned power_limit_mw, sm_clock_mhz, memory_clock_mhz;
 } Card;
