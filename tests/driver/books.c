@@ -167,6 +167,14 @@ void write_uuid(int device, char *text, size_t size) {
         memcpy(text, "MIG", 3);
 }
 
+void write_board_uuid(int device, char *text, size_t size) {
+    write_uuid(device, text, size);
+    if (!settings.mig)
+        return;
+    memcpy(text, "GPU", 3);
+    text[37] = '0'; /* the digit that a slice's has more */
+}
+
 void write_bus_id(int device, char *text, size_t size) {
     snprintf(text, size, "0000:%02X:00.0", device + 1);
 }
@@ -192,10 +200,13 @@ static int card_named(const char *text, const int *order) {
     char uuid[64];
     if (*text >= '0' && *text <= '9')
         return atoi(text) < settings.num_devices ? order[atoi(text)] : -1;
-    if (strncmp(text, settings.mig ? "MIG-" : "GPU-", 4))
+    if (strncmp(text, "MIG-", 4) && strncmp(text, "GPU-", 4))
         return -1;
     for (int i = 0; i < settings.num_devices; i++) {
         write_uuid(i, uuid, sizeof uuid);
+        if (!strncmp(uuid, text, strlen(text)))
+            return i;
+        write_board_uuid(i, uuid, sizeof uuid); /* which stands for its first slice */
         if (!strncmp(uuid, text, strlen(text)))
             return i;
     }

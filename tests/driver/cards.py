@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 GIB = 2**30
 MIB = 2**20
@@ -119,6 +121,7 @@ LAPTOP = Card(
 )
 CARDS = {"a100": A100, "t4": T4, "rtx4090": RTX_4090, "h100": H100, "h100-slice": H100_SLICE, "laptop": LAPTOP}
 
+_SETTINGS = Path(__file__).with_name("settings.c")
 _IN_MIB = {
     "total_bytes": "TOTAL_MIB",
     "board_bytes": "BOARD_MIB",
@@ -147,6 +150,9 @@ def environment(card: Card, num_cards: int = 1, *, others: tuple[Card, ...] = ()
         num_cards: how many of it.
         others: cards of other kinds behind them, in the order of the bus.
         settings: further settings of `settings.c` by name, without PLAYED_ and in lower case: `nvml_error=9`.
+
+    Raises:
+        ValueError: `settings.c` reads no such setting.
     """
     cards = (*[card] * num_cards, *others)
     played = {"DEVICES": len(cards), "CAPABILITY": ";".join("{}.{}".format(*each.capability) for each in cards)}
@@ -159,4 +165,8 @@ def environment(card: Card, num_cards: int = 1, *, others: tuple[Card, ...] = ()
     if any(each.board_bytes for each in cards):
         played["MIG"] = 1
     played |= {name.upper(): value for name, value in settings.items()}
+    if unread := set(played) - set(re.findall(r'"([A-Z][A-Z0-9_]+)"', _SETTINGS.read_text())):
+        raise ValueError(
+            f"{_SETTINGS.name} reads no PLAYED_{', PLAYED_'.join(sorted(unread))}: see there for the names"
+        )
     return {f"PLAYED_{name}": str(value) for name, value in played.items()}

@@ -136,11 +136,10 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *text, void **handle) {
 
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
     REACH(handle);
-    write_uuid(device_of(handle), text, size);
-    if (settings.mig && !is_slice(handle)) {
-        memcpy(text, "GPU", 3);
-        text[37] = '0'; /* the board's differs from its slice's */
-    }
+    if (is_slice(handle))
+        write_uuid(device_of(handle), text, size);
+    else
+        write_board_uuid(device_of(handle), text, size);
     return 0;
 }
 

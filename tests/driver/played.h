@@ -135,8 +135,8 @@ enum {
 typedef struct {
     char name[96];
     int major, minor, num_multiprocessors;
-    uint64_t total_bytes, board_bytes;     /* board_bytes: of the whole card, where this is a slice of it */
-    uint64_t neighbour_bytes, l2_bytes;    /* neighbour_bytes: what others hold from the beginning */
+    uint64_t total_bytes, board_bytes; /* board_bytes: of the whole card, where this is a slice of it */
+    uint64_t neighbour_bytes, l2_bytes; /* neighbour_bytes: what others hold from the beginning */
     uint64_t context_bytes, library_bytes; /* library_bytes: what cuBLAS and cuDNN add to a context, each */
     double fp32_flops, tf32_flops, bf16_flops, bytes_s;
     unsigned power_limit_mw, sm_clock_mhz, memory_clock_mhz;
@@ -146,10 +146,10 @@ typedef struct {
     int num_devices;
     Card cards[MAX_DEVICES]; /* in the order of the bus */
     int driver_version;
-    int nvml_error;   /* what nvmlInit returns */
-    int mig;          /* the cards are slices of boards that are divided */
-    uint64_t workspace_bytes;  /* of a plan of cuDNN */
-    uint64_t readable_bytes;   /* copies up to this size move what they should */
+    int nvml_error; /* what nvmlInit returns */
+    int mig; /* the cards are slices of boards that are divided */
+    uint64_t workspace_bytes; /* of a plan of cuDNN */
+    uint64_t readable_bytes; /* copies up to this size move what they should */
     double launch_ns, ns_per_thread, link_bytes_s;
     int kernel_error; /* what launch number kernel_error_at of a kernel with kernel_error_part in its name ends in */
     int kernel_error_at;
@@ -172,8 +172,8 @@ void note(const char *format, ...) __attribute__((format(printf, 1, 2))); /* int
 typedef struct {
     _Atomic int32_t pid; /* 0: free; -1: being taken */
     _Atomic uint32_t launches;
-    uint64_t started;           /* of the process, in the kernel's ticks: process numbers come again */
-    _Atomic int64_t died_ns;    /* when it was first seen dead while memory lingers */
+    uint64_t started; /* of the process, in the kernel's ticks: process numbers come again */
+    _Atomic int64_t died_ns; /* when it was first seen dead while memory lingers */
     _Atomic uint64_t busy_ns;
     _Atomic uint64_t held_bytes[MAX_DEVICES], context_bytes[MAX_DEVICES];
 } Process;
@@ -185,16 +185,16 @@ typedef struct { /* zero everywhere means: as the settings have it */
     _Atomic int64_t energy_read_ns; /* energy_mj is what had been used then */
     _Atomic uint32_t power_mw, temperature_c;
     _Atomic uint32_t utilization, memory_utilization; /* percent and 1 */
-    _Atomic uint32_t error;              /* the card is off the bus; what CUDA says then */
+    _Atomic uint32_t error; /* the card is off the bus; what CUDA says then */
     _Atomic uint32_t is_neighbour_known; /* neighbour_bytes was set, by a test or from the settings */
 } CardState;
 
 typedef struct {
     _Atomic uint32_t version, size;
-    _Atomic int64_t linger_ns;             /* how long a dead process's memory stays held */
-    _Atomic uint64_t pinnable_bytes;       /* 0: without limit */
-    _Atomic int64_t launches_until_error;  /* of any process; 0: no error */
-    _Atomic uint32_t launch_error;         /* what that launch ends in */
+    _Atomic int64_t linger_ns; /* how long a dead process's memory stays held */
+    _Atomic uint64_t pinnable_bytes; /* 0: without limit */
+    _Atomic int64_t launches_until_error; /* of any process; 0: no error */
+    _Atomic uint32_t launch_error; /* what that launch ends in */
     _Atomic uint32_t without_cudnn_plan;
     CardState cards[MAX_DEVICES];
     Process processes[MAX_PROCESSES];
@@ -206,13 +206,13 @@ extern pthread_mutex_t lock;
 extern __thread int current_device; /* as CUDA numbers those that are visible */
 extern int visible[MAX_DEVICES], num_visible;
 
-int failed(int error);   /* keeps it for cudaGetLastError */
+int failed(int error); /* keeps it for cudaGetLastError */
 void forget_error(void);
 int last_error(void);
-int initialize(void);    /* as cuInit */
-int enter(void);         /* as every call does that needs a context: 0, or why it fails */
-int device_now(void);    /* in the order of the bus */
-int load_library(void);  /* books the kernels of cuBLAS or cuDNN; whether that failed */
+int initialize(void); /* as cuInit */
+int enter(void); /* as every call does that needs a context: 0, or why it fails */
+int device_now(void); /* in the order of the bus */
+int load_library(void); /* books the kernels of cuBLAS or cuDNN; whether that failed */
 void break_context(int error, int64_t at_ns);
 uint64_t used_bytes(int device);
 int book(int device, uint64_t size); /* with the lock held */
@@ -220,6 +220,7 @@ int is_alive(Process *process);
 int is_dead(int pid);
 void make_uuid(int device, unsigned char *bytes);
 void write_uuid(int device, char *text, size_t size);
+void write_board_uuid(int device, char *text, size_t size); /* of the board that a slice is of */
 void write_bus_id(int device, char *text, size_t size);
 uint64_t energy_mj(int device);
 unsigned power_mw(int device);

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.driver.build import BuildError, build, missing_tools
-from tests.driver.cards import A100, CARDS, H100, H100_SLICE, LAPTOP, T4
+from tests.driver.cards import A100, CARDS, H100, H100_SLICE, LAPTOP, T4, environment
 from tests.driver.played import LAUNCH_FAILURE, Played
 from tests.driver.run import ROOT, variables
 
@@ -175,6 +175,25 @@ def test_a_neighbour_may_be_there_from_the_beginning(machine):
     (free,) = machine.run(CUDART + "print(memory())", LAPTOP, neighbour_mib=4096)
     assert int(free) == LAPTOP.total_bytes - LAPTOP.context_bytes - 4 * GIB
     assert machine.played.used_bytes() == 4 * GIB
+
+
+def test_a_full_card_has_no_room_for_a_library_or_a_context(machine):
+    lines = machine.run(
+        TORCH
+        + """
+x = torch.ones(64, 64, device="cuda")
+convolution, image = torch.nn.Conv2d(8, 16, 3).cuda(), torch.randn(2, 8, 20, 16, device="cuda")
+played.set_neighbour(torch.cuda.mem_get_info()[0])
+print(error_of(lambda: x @ x))
+print(error_of(lambda: convolution(image)))
+"""
+    )
+    assert lines == [
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    ]
+    machine.played.set_neighbour(A100.total_bytes)
+    assert machine.run(CUDART + "print(cudart.cudaFree(None))") == ["2"]
 
 
 def test_memory_of_a_killed_process_stays_held_as_long_as_asked(machine):
@@ -438,6 +457,9 @@ print(uuid[4:].replace("-", "") == properties(0)[1], uuid[4:] in pynvml.nvmlDevi
         H100_SLICE,
     )
     assert lines == ["NVIDIA H100 80GB HBM3 [1, 1] 81559", "True False"]
+    for wanted in ("0", f"{UUID}0", "MIG-91a7edca-4d00-4000-8000-000000000100"):
+        count = CUDART + "print(answer('cudaGetDeviceCount'))"
+        assert machine.run(count, H100_SLICE, given={"CUDA_VISIBLE_DEVICES": wanted}) == ["(0, 1)"]
 
 
 # ---- groups
@@ -481,7 +503,12 @@ def test_two_ranks_on_one_card_are_refused(machine, tmp_path):
         assert "DistBackendError" in lines[-1]
 
 
-# ---- the command, the books and the build
+# ---- the command, the settings, the books and the build
+
+
+def test_a_setting_that_nothing_reads_is_refused():
+    with pytest.raises(ValueError, match="PLAYED_NVML_EROR"):
+        environment(A100, nvml_eror=9)
 
 
 def test_the_command_passes_the_exit_code_on_and_leaves_nothing_behind():
