@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer, pip and make.
 
 VENV ?= .venv
+VENV_CUDA ?= .venv-cuda
 TEST_WORKERS ?= 2
 RUN := $(VENV)/bin
 
@@ -10,7 +11,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-all test-avx2 notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
+.PHONY: help demo test test-all test-avx2 test-cuda notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -31,6 +32,10 @@ test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic on
 	@if $(RUN)/python -c 'import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then \
 		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(PYTEST_ARGS); \
 	else echo "this processor emulates bf16: make test has run these tests so"; fi
+
+test-cuda: $(VENV_CUDA)/.installed  ## the tests of GPUs, with torch's CUDA build over GPUs that the tests play; needs gcc and no GPU
+	OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m tests.driver $(VENV_CUDA)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadgroup \
+		-m "gpu and not slow" $(PYTEST_ARGS)
 
 test-peers: $(VENV)/.installed-peers  ## what is exported, run by the peers themselves, DeepSpeed included
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --timeout 900 tests/export/test_peers.py $(PYTEST_ARGS)
@@ -69,7 +74,7 @@ bench-peers: $(VENV)/.installed-bench  ## other tuners on the same models; BENCH
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.peers $(BENCH_ARGS)
 
 clean:  ## remove the virtual environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_CUDA)
 
 # torch is installed first, and pinned: nothing that follows can then bring another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -81,6 +86,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+# torch's CUDA build without NVIDIA's libraries, for which the tests have stand-ins, before everything that $(VENV) has. `===` passes
+# over a build for CPUs of the same version.
+$(VENV_CUDA)/.installed: $(VENV)/.installed-dev constraints.txt
+	$(RUN)/python -m venv --without-pip --clear $(VENV_CUDA)
+	$(RUN)/python -m pip --python $(VENV_CUDA)/bin/python install --quiet --no-deps \
+		"torch===$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(RUN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		>"$$($(VENV_CUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@
 
 # DeepSpeed is built here, against the torch that is there, and without kernels of its own.

@@ -3,7 +3,8 @@
 No test sees anything of the user's: each runs in an empty folder, below a project that asks for nothing, and without the variables
 and settings that change what the package or the libraries under it do.
 
-Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time. `avx2` takes a processor's
+Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time; over the played cards of
+`tests/driver` each worker has books of its own, and tests marked `values` are skipped. `avx2` takes a processor's
 arithmetic away. Studies of the tests' own processes are not synced to the disk: a search commits some ten times a probe, at up to
 20 ms each.
 """
@@ -20,6 +21,9 @@ import pytest
 from filelock import FileLock
 from sqlalchemy import Engine, event
 
+STATE = "PLAYED_STATE"
+if os.environ.get(STATE) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    os.environ[STATE] += f".{worker}"  # read when torch loads the driver
 GPU_TIMEOUT_S = 600  # compiling takes minutes
 USERS = (
     "ACCELERATE_", "AUTOTUNE_", "FSDP_", "MLFLOW_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "WANDB_",
@@ -45,6 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S, func_only=True))  # not while it waits for its turn
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        elif STATE in os.environ and item.get_closest_marker("values"):
+            item.add_marker(pytest.mark.skip(reason="a played card computes no values and has no speed"))
+        elif STATE not in os.environ and item.get_closest_marker("played"):
+            item.add_marker(pytest.mark.skip(reason="needs the played cards of tests/driver: `make test-cuda`"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -81,7 +89,7 @@ def an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def alone_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Lets no test of another of pytest's processes use the GPU meanwhile."""
     waits = contextlib.nullcontext()
-    if request.node.get_closest_marker("gpu"):
+    if request.node.get_closest_marker("gpu") and STATE not in os.environ:
         waits = FileLock(tmp_path_factory.getbasetemp().parent / "gpu.lock")
     with waits:
         yield

@@ -180,6 +180,7 @@ def test_the_peak_is_what_the_allocator_has_reserved_and_a_context_that_can_be_b
     assert before_bytes + measured.peak_bytes < connection.memory(connection.visible_gpus()[0])[1]
 
 
+@pytest.mark.values
 def test_two_probes_agree(prober):
     first, second = (run(prober, batch_size=48).measurement for _ in range(2))
     assert second.samples_per_s == pytest.approx(first.samples_per_s, rel=0.2)  # the host launches kernels unevenly
@@ -301,6 +302,7 @@ def test_checkpointing_keeps_dropouts_masks(tmp_path):
         assert check.passed and check.exact, check
 
 
+@pytest.mark.values
 def test_after_an_error_that_breaks_the_context_the_next_probe_is_good(tmp_path):
     broken = (
         "def training_step(model, batch):\n"
@@ -350,6 +352,7 @@ def test_training_on_the_cpu_leaves_cuda_alone(tmp_path):
     assert max(seen) <= before_bytes + 64 * MIB
 
 
+@pytest.mark.values
 def test_the_doctor_finds_this_machine_well(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "doctor", "--device", "cuda:0", "--json"],

@@ -8,7 +8,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.values]
 
 MODEL = """
 import torch

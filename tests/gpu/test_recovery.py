@@ -13,7 +13,7 @@ from autotune.task.batches import StepBatch
 from autotune.units import MIB
 from tests.devices.processes import in_process
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.values]
 ROOM_MIB = 240  # the long input takes 330 MiB beside the model, its half 165
 
 

@@ -96,6 +96,7 @@ def test_cudnns_benchmark_trains_and_is_exact() -> None:
     assert check.passed, check
 
 
+@pytest.mark.values
 def test_prefetched_batches_are_on_the_gpu_and_unchanged() -> None:
     def train() -> list[float]:
         samples = [(torch.full((256, 256), float(i)), i % 4) for i in range(32)]
@@ -185,6 +186,7 @@ def test_offloading_is_exact(runner: Any) -> None:
     assert check.passed, check
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_scores_in_pieces_take_less_and_compute_the_same(amp: str) -> None:
     class Language(nn.Module):
@@ -272,6 +274,7 @@ def compared(plain: dict[str, Any], other: dict[str, Any]) -> tuple[int, float]:
     return plain_bytes - other_bytes, float(torch.cosine_similarity(plain_movement, other_movement, dim=0))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("config", "saved_bytes"),  # for each weight
     [
