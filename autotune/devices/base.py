@@ -99,5 +99,9 @@ class Device(Protocol):
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a failed allocation, on the device or on the host."""
         return oom.is_out_of_memory(error, scarce=self._is_scarce)
 
+    def is_of_host(self, error: BaseException) -> bool:
+        """Whether a failed allocation was one of the host's memory and not of the device's own."""
+        return False
+
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""

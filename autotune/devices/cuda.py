@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from importlib import metadata
 
@@ -179,6 +180,14 @@ class CudaDevice(Device):
     def slowdowns(self) -> tuple[str, ...]:
         """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
         return self._instruments.slowdowns()
+
+    def is_of_host(self, error: BaseException) -> bool:
+        """Whether it was the host's; page-locking memory fails with the words that the card has, which has room then."""
+        if oom.is_hosts(error):
+            return True
+        with contextlib.suppress(RuntimeError):  # a broken context tells nothing
+            return oom.is_drivers(error) and torch.cuda.mem_get_info(self._index)[0] >= _FULL_CARD_BYTES
+        return False
 
     def _is_scarce(self) -> bool:
         """The process stands at its limit, the card is full, or the kernel has killed a process for memory.

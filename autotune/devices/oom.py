@@ -30,6 +30,7 @@ _ALLOCATION_FAILED = re.compile(
     r"|Triton Error \[CUDA\]: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
 )
+_DRIVER_REFUSED = re.compile(r"CUDA error: out of memory\b")
 _PERHAPS_FAILED = re.compile(
     # oneDNN: convolutions, linear layers, LSTMs. Without a primitive descriptor it has no such kernel, whatever the memory
     r"could not (?:create|execute|initialize) an? (?!primitive descriptor\b)[\w ]+\Z"
@@ -79,6 +80,11 @@ def is_hosts(error: BaseException) -> bool:
         or (is_librarys(link) and _OF_HOST.search(str(link)) is not None)
         for link in chain(error)
     )
+
+
+def is_drivers(error: BaseException) -> bool:
+    """Whether the driver itself refused memory, and not torch's allocator."""
+    return any(is_librarys(link) and _DRIVER_REFUSED.match(str(link)) for link in chain(error))
 
 
 def failed_allocation(printed: str) -> str:

@@ -22,7 +22,7 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
     Args:
         device: None where the device could not be entered; if memory was short for that, others hold it.
     """
-    from autotune.devices.oom import attempted_bytes, is_hosts, is_out_of_memory
+    from autotune.devices.oom import attempted_bytes, is_out_of_memory
     from autotune.probe.measure import NonFiniteError
     from autotune.probe.micro_batches import TooFewSamplesError
 
@@ -30,7 +30,7 @@ def failed_job(error: BaseException, device: Device | None, stage: str, train_s:
     kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None
     attempted = attempted_bytes(error) if oom else 0
     held, crowded = 0, oom
-    on_host = oom and device is not None and device.kind == "cuda" and is_hosts(error)
+    on_host = oom and device is not None and device.is_of_host(error)
     if device is not None:
         # read now: `failure` clears the error's frames, and with them what the training held
         held = _quietly(partial(device.held_bytes, attempted) if attempted else device.peak_bytes)

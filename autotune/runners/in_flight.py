@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -76,17 +77,18 @@ class InFlight:
         """What came of the job, once the supervisor has said how its process `ended`."""
         wall_s = time.monotonic() - self.started_s
         log = _keep_tail(self.log)
+        printed = self.log.read_text(encoding="utf-8", errors="replace") if log else ""
         found = None if ended["timed_out"] else self._result
         if isinstance(self.job, TraceJob):
             if found is None:
-                return self.traces(self.job, self._how_it_ended(ended)[1], timed_out=ended["timed_out"])
+                return self.traces(self.job, self._how_it_ended(ended, printed)[1], timed_out=ended["timed_out"])
             return self.traces(self.job, found.get("outcome", {}).get("cause", ""))
         if found is None:
-            kind, cause = self._how_it_ended(ended)
+            kind, cause = self._how_it_ended(ended, printed)
             return Outcome(
                 kind=kind,
                 cause=cause,
-                detail=self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TOLD:] if log else "",
+                detail=printed[-LOG_TOLD:],
                 stage=self.progress.stage,
                 log=log,
                 wall_s=wall_s,
@@ -118,7 +120,7 @@ class InFlight:
                 begun = [message["begun"]]
         return found.merged(Traces(target=job.target, failures=dict.fromkeys(begun, died))) if died else found
 
-    def _how_it_ended(self, ended: dict[str, Any]) -> tuple[Kind, str]:
+    def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""
         during = "during tracing" if isinstance(self.job, TraceJob | AnatomyJob) else f"during {self.progress.stage}"
         if ended["stuck"]:
@@ -135,7 +137,16 @@ class InFlight:
             return Kind.OOM, cause
         how = describe_exit(ended["exit_code"])
         hint = " before it had finished (os._exit?)" if ended["exit_code"] >= 0 else ""
-        return Kind.CRASHED, f"{how}{hint}, {during}"
+        said = _last_words(printed)
+        return Kind.CRASHED, f"{how}{hint}, {during}{f': {said}' if said else ''}"
+
+
+def _last_words(printed: str) -> str:
+    """The message of the C++ exception that ended a process; empty where none did. CUDA's come so while memory is freed."""
+    found = re.findall(
+        r"^terminate called after throwing an instance of '[^']*'\n\s*what\(\):\s*(.+)$", printed, re.MULTILINE
+    )
+    return found[-1].strip()[:200] if found else ""
 
 
 def _available(descriptor: int) -> Iterator[bytes]:

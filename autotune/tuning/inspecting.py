@@ -39,7 +39,7 @@ def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
 def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     """The error for a task that could not be inspected."""
     if outcome.crowded:
-        return DeviceError(f"{outcome.cause}; end them, or leave them their memory with --memory-limit, and run again")
+        return DeviceError(f"{outcome.cause}; {why.OTHERS}")
     if outcome.on_host:
         return TaskError(f"{outcome.cause}; {LARGER_HOST}", frames=outcome.detail)
     if outcome.kind is Kind.OOM:

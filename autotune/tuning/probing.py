@@ -19,6 +19,7 @@ from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note, ProbeAdvanced, ProbeEnded, ProbeStarted
 from autotune.tuning.patience import COMPILING_PATIENCE, Patience, patience_for
 
+GOES_ON = "the study keeps what was measured, and the same command goes on with it"
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 LOOK_EVERY_S = 0.25  # at the probes that run
 
@@ -166,6 +167,9 @@ class Probing:
         assert isinstance(finished.result, Outcome)
         flight = self._in_flight.pop(finished.ticket)
         outcome = finished.result
+        if outcome.device_fault:  # the device cannot be used any more: that tells nothing of the config
+            self._fault([flight], ProbeFault(f"{outcome.cause}; {GOES_ON}"))
+            return None
         if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
             outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
         self.budget.add_run(outcome, self.runner.num_slots)

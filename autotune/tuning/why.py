@@ -23,6 +23,7 @@ DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading t
 BUSY, IDLE = 0.5, 0.15  # share of the device's limit from which a resource is the limit, and below which it is none
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another headroom
+OTHERS = "end them, or leave them their memory with --memory-limit, and run again"
 TRAINED_TODAY = "If you train so today, say it in BASELINE: what you run is the measure, and is not compared"
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
 
@@ -136,6 +137,8 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
             f"more than the limit of {format_bytes(limit_bytes)} less headroom; "
             f"raise --memory-limit, lower --headroom {OWN_STUDY}, or make the model or the sample smaller"
         )
+    if all(outcome.crowded for outcome in failed):
+        return f"other processes took the memory that was free when the search began ({failed[-1].cause}); {OTHERS}"
     if all(outcome.on_host for outcome in failed):
         return (
             f"in every probe {failed[-1].cause}; use fewer data workers, build and load less in the model file, or use a host "
@@ -144,7 +147,13 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
     if kinds <= {Kind.OOM}:
         return f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
     listed = "; ".join(
-        sorted({f"{outcome.kind}: {outcome.cause}" for outcome in failed if outcome.kind is not Kind.OOM})
+        sorted(
+            {
+                f"{outcome.kind}: {outcome.cause}"
+                for outcome in failed
+                if outcome.kind is not Kind.OOM or outcome.on_host
+            }
+        )
     )
     return f"no config finished a probe ({listed}); `autotune probe` runs one and shows its log"
 
