@@ -1,0 +1,277 @@
+"""What torch's caching allocator reserves for whole training steps, recorded over the played cards, against its prediction.
+
+    python -m tests.driver python -m tests.benchmarks.reserved record      in an environment with torch's CUDA build
+    python -m tests.benchmarks.reserved                                    anywhere
+
+The allocator's figures are torch's own; no GPU has any part in them. cuDNN's workspaces are unknown to a played card, so
+networks of convolutions train with the channels last, where torch makes no guess at them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autotune import techniques
+from autotune.devices import open_device
+from autotune.devices.targets import Target, target_of
+from autotune.predict.anatomy import anatomies
+from autotune.predict.job import trace_plan
+from autotune.predict.memory import ON_GPU
+from autotune.predict.plan import plan_traces
+from autotune.predict.traces import Traces
+from autotune.recovery import RAISE
+from autotune.runners.worker import hide_gpus
+from autotune.session import prepare
+from autotune.task import Task, load_task
+from autotune.units import MIB
+
+RECORDED = Path(__file__).parent / "reserved.json"
+STUDIES = Path(__file__).parent.parent.parent / "studies"
+NUM_STEPS = 3
+VOCABULARY, LENGTH, CLASSES = 2000, 128, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One config of one model on one card: bytes at the peak of three steps."""
+
+    model: str
+    config: dict[str, Any]
+    target: Target
+    reserved_bytes: int
+    requested_bytes: int
+
+
+def tokens(batch_size: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch_size, LENGTH))
+
+
+def images(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch_size, 3, 64, 64), torch.randint(CLASSES, (batch_size,))
+
+
+def clicks(batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randint(50_000, (batch_size, 4)), torch.randn(batch_size, 13), torch.rand(batch_size)
+
+
+def of_labels(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def of_classes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return model(pixel_values=batch[0], labels=batch[1]).loss
+
+
+class UNet(nn.Module):
+    """Two levels, whose skip connection is concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = self._block(3, 32), self._block(32, 64), self._block(96, 32)
+        self.up, self.head = nn.Upsample(scale_factor=2), nn.Conv2d(32, 3, 1)
+
+    @staticmethod
+    def _block(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.SiLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = self.first(x)
+        coarse = self.second(F.avg_pool2d(fine, 2))
+        return self.head(self.third(torch.cat([fine, self.up(coarse)], 1)))
+
+
+class Recommender(nn.Module):
+    """Embeddings of categories beside numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50_000, 64)
+        self.tower = nn.Sequential(
+            nn.Linear(4 * 64 + 13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+        )
+
+    def forward(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.tower(torch.cat([self.embedding(ids).flatten(1), numbers], 1)).squeeze(1)
+
+
+def _hugging_face(model: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, config)(**sizes)).train()
+
+    return build
+
+
+def _gpt2() -> Callable[[], nn.Module]:
+    sizes = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    return _hugging_face("GPT2LMHeadModel", "GPT2Config", **sizes)
+
+
+def _bert() -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    return _hugging_face("BertForMaskedLM", "BertConfig", vocab_size=VOCABULARY, **sizes)
+
+
+def _vit() -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 768}
+    return _hugging_face(
+        "ViTForImageClassification", "ViTConfig", image_size=64, patch_size=8, num_labels=CLASSES, **sizes
+    )
+
+
+def _resnet() -> Callable[[], nn.Module]:
+    sizes = {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+    return _hugging_face("ResNetForImageClassification", "ResNetConfig", num_labels=CLASSES, **sizes)
+
+
+TASKS: Mapping[str, Callable[[], Task]] = {
+    "gpt": lambda: load_task(STUDIES / "gpt" / "model.py"),
+    "GPT-2": lambda: Task(build_model=_gpt2(), make_batch=tokens, training_step=of_labels),
+    "BERT": lambda: Task(build_model=_bert(), make_batch=tokens, training_step=of_labels),
+    "ViT": lambda: Task(build_model=_vit(), make_batch=images, training_step=of_classes),
+    "ResNet": lambda: Task(build_model=_resnet(), make_batch=images, training_step=of_classes),
+    "U-Net": lambda: Task(
+        build_model=UNet, make_batch=lambda n: images(n)[0], training_step=lambda model, x: F.mse_loss(model(x), x)
+    ),
+    "recommender": lambda: Task(
+        build_model=Recommender,
+        make_batch=clicks,
+        training_step=lambda model, b: F.binary_cross_entropy_with_logits(model(b[0], b[1]), b[2]),
+    ),
+}
+SIZES = {
+    "gpt": (12, 48),
+    "GPT-2": (8, 32),
+    "BERT": (8, 32),
+    "ViT": (16, 64),
+    "ResNet": (16, 64),
+    "U-Net": (8, 32),
+    "recommender": (512, 4096),
+}
+CONVOLUTIONS = ("ResNet", "U-Net")
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"amp": "bf16"},
+    {"expandable_segments": True},
+    {"amp": "bf16", "expandable_segments": True},
+    {"optimizer_impl": "fused"},
+)
+OF_BLOCKS: tuple[dict[str, Any], ...] = (
+    {"checkpoint_segments": 2},
+    {"checkpoint_segments": 2, "amp": "bf16"},
+    {"checkpoint_segments": 2, "expandable_segments": True},
+)
+
+
+def configs_of(model: str) -> Iterator[dict[str, Any]]:
+    """Config dicts that are recorded of a model."""
+    blocks = () if model in ("recommender", "U-Net") else OF_BLOCKS
+    layout = {"channels_last": True} if model in CONVOLUTIONS else {}
+    for batch_size in SIZES[model]:
+        for choices in (*CHOICES, *blocks):
+            yield {"batch_size": batch_size, **layout, **choices}
+
+
+def measured(model: str, config: dict[str, Any]) -> Row:
+    """Train for a few steps in this process, on the first GPU."""
+    task, device = TASKS[model](), open_device("cuda")
+    device.enter()
+    complete = techniques.complete(config, global_batch=task.global_batch)
+    session = prepare(task, complete, device=device, on_oom=RAISE)
+    for _, batch in zip(range(NUM_STEPS), session.loader, strict=False):
+        session.step(batch)
+    device.synchronize()
+    return Row(
+        model=model,
+        config=config,
+        target=target_of(device.info()),
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        requested_bytes=torch.cuda.memory_stats()["requested_bytes.all.peak"],
+    )
+
+
+def predicted(model: str, rows: list[Row]) -> list[tuple[int, int]]:
+    """For each row what `predict` and a search expect the allocator to reserve before any probe, and what `explain` says."""
+    task = TASKS[model]()
+    configs = [techniques.complete(row.config, global_batch=task.global_batch) for row in rows]
+    traces = Traces(target=rows[0].target)
+    for message in trace_plan(task, plan_traces(configs), rows[0].target):
+        if "traces" in message:
+            traces = traces.merged(Traces.from_dict(json.loads(json.dumps(message["traces"]))))
+    found = []
+    for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target), strict=True):
+        peak = traces.peak(config)
+        assert peak is not None and not isinstance(anatomy, str), (model, config, traces.failures, anatomy)
+        found.append((round(ON_GPU.total_bytes(peak)), anatomy.reserved_bytes))
+    return found
+
+
+def recorded() -> list[Row]:
+    """The rows that are kept."""
+    return [Row(**row) for row in json.loads(RECORDED.read_text(encoding="utf-8"))]
+
+
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """What `work` returns, as JSON, from a process of its own that has imported what this one has."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        with os.fdopen(writing, "w") as told:
+            json.dump(work(), told)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        text = told.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+def record() -> None:
+    """Measure every row and keep it."""
+    rows = [
+        in_a_fork(lambda model=model, config=config: asdict(measured(model, config)))
+        for model in TASKS
+        for config in configs_of(model)
+    ]
+    RECORDED.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n", encoding="utf-8")
+
+
+def show() -> None:
+    """Print each row with the two predictions of it."""
+    hide_gpus()
+    errors = []
+    for model in TASKS:
+        rows = [row for row in recorded() if row.model == model]
+        for row, (expected, explained) in zip(rows, predicted(model, rows), strict=True):
+            error = expected / row.reserved_bytes - 1
+            errors.append(error)
+            print(
+                f"{model:12} {json.dumps(row.config):95} {row.reserved_bytes / MIB:8.0f} MiB, predicted "
+                f"{expected / MIB:8.1f} ({error:+.1%}), explained {explained / MIB:8.1f} "
+                f"({explained / row.reserved_bytes - 1:+.1%})"
+            )
+    sizes = sorted(map(abs, errors))
+    print(
+        f"{len(errors)} rows: median {sizes[len(sizes) // 2]:.2%}, 95 % within {sizes[int(0.95 * len(sizes))]:.2%}, "
+        f"lowest {min(errors):+.2%}"
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["record"]:
+        record()
+    else:
+        show()
