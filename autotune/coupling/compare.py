@@ -385,7 +385,8 @@ class _Comparison:
             return found
         alike = samples.of_one_shape(num_samples)
         if alike is None:
-            return found
+            may_be_padding = _are_padded_anew(*samples.halves(num_samples), num_samples)
+            return self._coupled(found.cause, num_samples, found.gradient_error, may_be_padding=may_be_padding)
         num_alike = sum(alike[1].sizes)
         whole, parts = samples.halves(num_alike)
         unequal = self._judged(whole, parts, num_alike)
@@ -548,8 +549,13 @@ def words(
     buffer: str = "",
     weights: Sequence[float] = (),
     shares: Sequence[float] = (),
+    may_be_padding: bool = False,
 ) -> tuple[str, str]:
-    """What was found, and what would allow micro batches, in which `{include}` stands for the option."""
+    """What was found, and what would allow micro batches, in which `{include}` stands for the option.
+
+    Args:
+        may_be_padding: samples are padded to the longest of their batch, and too few are of one length to leave that out.
+    """
     named, small = plural(num_samples, "sample"), plural(-(-num_samples // 2), "sample")
     differs = f"differs by {100 * error:.2g} % from" if math.isfinite(error) else "is finite, and not"
     seen = f"the gradient of {named} {differs} that of the same samples in micro batches of {small}"
@@ -590,7 +596,12 @@ def words(
             "its halves)",
             "a training_step that returns the mean makes micro batches learn the same; {include} allows them as they are",
         )
-    return f"the loss couples the samples of a batch ({seen}, with equal noise and without dropout)", asked
+    also = ", or padding reaches it" if may_be_padding else ""
+    shows = "a model that leaves padding out (a mask, pack_padded_sequence) shows which of both it is; " if also else ""
+    return (
+        f"the loss couples the samples of a batch{also} ({seen}, with equal noise and without dropout)",
+        shows + asked,
+    )
 
 
 def _sampled(parameter: torch.nn.Parameter, number: int) -> torch.Tensor:

@@ -11,7 +11,11 @@ from autotune.techniques import REGISTRY, trained
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
-_ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}  # give the micro batches of a step equal weights; transformers counts labels
+_ALIKE = {
+    ACCELERATE,
+    DEEPSPEED,
+    LIGHTNING,
+}  # give the micro batches of a step equal weights; transformers counts labels
 
 
 def arguments(

@@ -158,6 +158,19 @@ def test_padding_that_reaches_the_loss_is_told_from_samples_that_do(couples, cau
     assert ("pack_padded_sequence" in result.remedy) == (cause is Cause.PADDING)
 
 
+def test_where_too_few_samples_are_of_one_length_padding_is_not_ruled_out():
+    rows = [torch.randn(1 + position // 3, WIDTH) for position in range(12)]
+    task = Task(
+        build_model=Backwards,
+        train_dataset=lambda: rows,
+        collate_fn=padded,
+        training_step=lambda model, batch: F.cross_entropy(z := model(batch["rows"]), torch.ones(len(z)).long()),
+    )
+    result = found(task, most=6)
+    assert (result.verdict, result.cause) == (Verdict.COUPLED, Cause.SAMPLES)
+    assert "or padding reaches it" in result.reason and "pack_padded_sequence" in result.remedy
+
+
 class Boxes(nn.Module):
     """Finds one thing for each sample, and another for each of its boxes."""
 
