@@ -466,7 +466,15 @@ class _Comparison:
         if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms do not change
             return self._coupled(Cause.SAMPLES, num_samples, found.error)
         if abs(sum(weights) - 1) <= FIT_ERROR:
-            return self._coupled(Cause.WEIGHTS, num_samples, found.error, weights=weights, shares=found.shares)
+            has_loss_weight = self._task.loss_weight is not None
+            return self._coupled(
+                Cause.WEIGHTS,
+                num_samples,
+                found.error,
+                weights=weights,
+                shares=found.shares,
+                has_loss_weight=has_loss_weight,
+            )
         return self._coupled(Cause.SCALE, num_samples, found.error, weights=weights)
 
     def _coupled(self, cause: Cause, num_samples: int, error: float, **details: Any) -> Coupling:
@@ -550,6 +558,7 @@ def words(
     weights: Sequence[float] = (),
     shares: Sequence[float] = (),
     may_be_padding: bool = False,
+    has_loss_weight: bool = False,
 ) -> tuple[str, str]:
     """What was found, and what would allow micro batches, in which `{include}` stands for the option.
 
@@ -586,7 +595,7 @@ def words(
         listed, counted = (" and ".join(f"{value:.3f}" for value in values) for values in (weights, shares))
         return (
             f"the loss is a mean over other terms than are counted (the halves of {named} weigh {listed} in it, and {counted} "
-            "by loss_weight, or by their samples without one)",
+            f"{'by loss_weight' if has_loss_weight else 'without a loss_weight'})",
             "a loss_weight(batch) that returns the number of terms in the mean makes micro batches learn the same; "
             "{include} allows them as they are",
         )

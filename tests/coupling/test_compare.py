@@ -369,5 +369,8 @@ def test_a_model_that_is_compiled_is_not_compiled_again_for_each_size():
 
 def test_a_loss_weight_that_counts_the_terms_makes_a_mean_over_tokens_separable():
     task = losses.WEIGHTS["mean over the batch's tokens"]
-    assert "loss_weight(batch)" in found(task).remedy
+    plain = found(task)
+    assert "loss_weight(batch)" in plain.remedy and "0.500 without a loss_weight)" in plain.reason
     assert found(replace(task, loss_weight=losses.num_tokens)).may_be_cut
+    miscounted = found(replace(task, loss_weight=lambda batch: losses.num_tokens(batch) + 1))
+    assert miscounted.cause is Cause.WEIGHTS and " by loss_weight)" in miscounted.reason
