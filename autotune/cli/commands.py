@@ -127,9 +127,13 @@ def verify(options: argparse.Namespace) -> int:
     code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds)
     if holds or found is None:
         return code
+    if found.disturbances:
+        failed, advice = "was not reached while other work disturbed it", "verify it on a quiet machine"
+    else:
+        failed, advice = "no longer holds", "search again"
     _warn(
-        f"the answer of {options.against} no longer holds: at most {rate(found.samples_per_s_high)} samples/s, "
-        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {slower:.0%}); search again"
+        f"the answer of {options.against} {failed}: at most {rate(found.samples_per_s_high)} samples/s, "
+        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {slower:.0%}); {advice}"
     )
     return NOTHING_FEASIBLE
 

@@ -40,7 +40,7 @@ from autotune.units import format_seconds, plural
 FIRST = 6  # samples: its halves are of an odd number, and of more than one
 FEWEST = 2
 GROWTH = 4
-MOST_SHAPES, FEWEST_UNPADDED = 128, 4  # samples that are looked at for some of one shape, and how many are needed
+MOST_SHAPES, FEWEST_ALIKE = 128, 4  # samples that are looked at for some of one shape, and how many are needed
 NOISELESS_ERROR = 1e-6  # relative, of a gradient: what is below is rounding
 PERMUTED_ERROR = 1e-3  # where something is drawn among the samples, so that no two runs can be alike
 LOSS_ERROR = 1e-4  # relative, where there is memory for the loss alone
@@ -60,8 +60,8 @@ class Samples(Protocol):
     def halves(self, num_samples: int) -> tuple[Any, StepBatch]:
         """A batch of so many samples, and the same in two micro batches. Raises CannotCutError."""
 
-    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
-        """As `halves`, with at most so many samples that are padded to the same size in any batch; None where none are known."""
+    def of_one_shape(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `halves`, with at most so many samples, each of which alone has the same shapes; None where none are known."""
 
 
 class SamplesOf:
@@ -76,8 +76,8 @@ class SamplesOf:
         whole = split(self._batch, cuts, num_samples)[0]
         return whole, split(whole, cuts, -(-num_samples // 2))
 
-    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
-        """As `Samples.unpadded`: a batch that is cut is not padded again."""
+    def of_one_shape(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `Samples.of_one_shape`: how long samples are is not known once they are a batch."""
         return None
 
 
@@ -102,8 +102,8 @@ class TypicalSamples:
             return SamplesOf(task, whole).halves(num_samples)
         return whole, self._collated(positions)
 
-    def unpadded(self, num_samples: int) -> tuple[Any, StepBatch] | None:
-        """As `Samples.unpadded`: samples that are batches of the same shapes alone."""
+    def of_one_shape(self, num_samples: int) -> tuple[Any, StepBatch] | None:
+        """As `Samples.of_one_shape`."""
         task = self._task
         if task.dataset() is None or self._positions is None:
             return None
@@ -114,7 +114,7 @@ class TypicalSamples:
             if len(alike) == num_samples:
                 break
         most = max(of_shape.values(), key=len)
-        return (task.batch_of(most), self._collated(most)) if len(most) >= FEWEST_UNPADDED else None
+        return (task.batch_of(most), self._collated(most)) if len(most) >= FEWEST_ALIKE else None
 
     def _collated(self, positions: Sequence[int]) -> StepBatch:
         size = -(-len(positions) // 2)
@@ -124,6 +124,16 @@ class TypicalSamples:
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _are_padded_anew(whole: Any, parts: StepBatch, num_samples: int) -> bool:
+    """Whether some rows of samples are longer in the batch than in one of its parts."""
+    for part, size in zip(parts, parts.sizes, strict=True):
+        pairs = zip(_shapes(whole), _shapes(part), strict=False)
+        changes = [[lengths for lengths in zip(*pair, strict=False) if len(set(lengths)) > 1] for pair in pairs]
+        if any((num_samples, size) in changed and len(changed) > 1 for changed in changes):
+            return True
+    return False
 
 
 def find_coupling(
@@ -290,7 +300,7 @@ class _Comparison:
             with self._alike(whole):
                 found = self._judged(whole, parts, num_samples)
                 found = self._drawn_again(found, whole, parts, num_samples)
-                return self._padded(found, samples, num_samples)
+                return self._of_unequal_samples(found, samples, num_samples)
         return why[0]
 
     def of_losses(self, samples: Samples, num_samples: int) -> Coupling | str:
@@ -369,17 +379,24 @@ class _Comparison:
             return Coupling(verdict=Verdict.SEPARABLE, num_samples=num_samples, gradient_error=found.error)
         return self._caused(found, batch, parts, num_samples, blocked=blocked)
 
-    def _padded(self, found: Coupling | str, samples: Samples, num_samples: int) -> Coupling | str:
-        """The same verdict, with padding as its cause where samples that need none do not show it."""
+    def _of_unequal_samples(self, found: Coupling | str, samples: Samples, num_samples: int) -> Coupling | str:
+        """The same verdict, with their unequal sizes as its cause where as many samples of one size do not show it."""
         if isinstance(found, str) or found.cause is not Cause.SAMPLES or found.gradient_error is None:
             return found
-        pair = samples.unpadded(num_samples)
-        if pair is None:
+        alike = samples.of_one_shape(num_samples)
+        if alike is None:
+            may_be_padding = _are_padded_anew(*samples.halves(num_samples), num_samples)
+            return self._coupled(found.cause, num_samples, found.gradient_error, may_be_padding=may_be_padding)
+        num_alike = sum(alike[1].sizes)
+        whole, parts = samples.halves(num_alike)
+        unequal = self._judged(whole, parts, num_alike)
+        again = self._judged(*alike, num_alike)
+        if isinstance(unequal, str) or isinstance(again, str):
             return found
-        again = self._judged(*pair, sum(pair[1].sizes))
-        if isinstance(again, str) or again.verdict is Verdict.COUPLED:
+        if unequal.verdict is not Verdict.COUPLED or again.verdict is Verdict.COUPLED:
             return found
-        return self._coupled(Cause.PADDING, num_samples, found.gradient_error)
+        cause = Cause.PADDING if _are_padded_anew(whole, parts, num_alike) else Cause.TERMS
+        return self._coupled(cause, num_samples, found.gradient_error)
 
     def _drawn_again(self, first: Coupling | str, batch: Any, parts: StepBatch, num_samples: int) -> Coupling | str:
         """What other random numbers show, where a step draws any: a term of some steps alone, partners that were hardly mixed."""
@@ -449,7 +466,15 @@ class _Comparison:
         if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms do not change
             return self._coupled(Cause.SAMPLES, num_samples, found.error)
         if abs(sum(weights) - 1) <= FIT_ERROR:
-            return self._coupled(Cause.WEIGHTS, num_samples, found.error, weights=weights, shares=found.shares)
+            has_loss_weight = self._task.loss_weight is not None
+            return self._coupled(
+                Cause.WEIGHTS,
+                num_samples,
+                found.error,
+                weights=weights,
+                shares=found.shares,
+                has_loss_weight=has_loss_weight,
+            )
         return self._coupled(Cause.SCALE, num_samples, found.error, weights=weights)
 
     def _coupled(self, cause: Cause, num_samples: int, error: float, **details: Any) -> Coupling:
@@ -532,8 +557,14 @@ def words(
     buffer: str = "",
     weights: Sequence[float] = (),
     shares: Sequence[float] = (),
+    may_be_padding: bool = False,
+    has_loss_weight: bool = False,
 ) -> tuple[str, str]:
-    """What was found, and what would allow micro batches, in which `{include}` stands for the option."""
+    """What was found, and what would allow micro batches, in which `{include}` stands for the option.
+
+    Args:
+        may_be_padding: samples are padded to the longest of their batch, and too few are of one length to leave that out.
+    """
     named, small = plural(num_samples, "sample"), plural(-(-num_samples // 2), "sample")
     differs = f"differs by {100 * error:.2g} % from" if math.isfinite(error) else "is finite, and not"
     seen = f"the gradient of {named} {differs} that of the same samples in micro batches of {small}"
@@ -542,9 +573,18 @@ def words(
         return f"the loss draws at random among the samples of a batch ({seen})", asked
     if cause is Cause.PADDING:
         return (
-            f"padding changes the loss: samples that are padded to another length give another one ({seen})",
-            "a model that leaves padding out (a mask, pack_padded_sequence) makes micro batches learn the same; {include} "
-            "allows them as they are",
+            f"the loss of samples of unequal length depends on those beside them, by padding that reaches it or by means over "
+            f"unequal numbers of terms ({seen})",
+            "a model that leaves padding out (a mask, pack_padded_sequence), and a loss that divides all its terms by what "
+            "loss_weight counts, or by the number of samples, make micro batches learn the same; {include} allows them as they "
+            "are",
+        )
+    if cause is Cause.TERMS:
+        return (
+            f"the loss adds means over unequal numbers of terms: samples of unequal size (in boxes, tokens) change each "
+            f"other's share in it ({seen})",
+            "a loss that divides all its terms by what loss_weight counts, or by the number of samples, makes micro batches "
+            "learn the same; {include} allows them as they are",
         )
     if cause is Cause.STATE:
         return (
@@ -555,7 +595,7 @@ def words(
         listed, counted = (" and ".join(f"{value:.3f}" for value in values) for values in (weights, shares))
         return (
             f"the loss is a mean over other terms than are counted (the halves of {named} weigh {listed} in it, and {counted} "
-            "by loss_weight, or by their samples without one)",
+            f"{'by loss_weight' if has_loss_weight else 'without a loss_weight'})",
             "a loss_weight(batch) that returns the number of terms in the mean makes micro batches learn the same; "
             "{include} allows them as they are",
         )
@@ -565,7 +605,12 @@ def words(
             "its halves)",
             "a training_step that returns the mean makes micro batches learn the same; {include} allows them as they are",
         )
-    return f"the loss couples the samples of a batch ({seen}, with equal noise and without dropout)", asked
+    also = ", or padding reaches it" if may_be_padding else ""
+    shows = "a model that leaves padding out (a mask, pack_padded_sequence) shows which of both it is; " if also else ""
+    return (
+        f"the loss couples the samples of a batch{also} ({seen}, with equal noise and without dropout)",
+        shows + asked,
+    )
 
 
 def _sampled(parameter: torch.nn.Parameter, number: int) -> torch.Tensor:

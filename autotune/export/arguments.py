@@ -8,9 +8,14 @@ from typing import Any
 from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.techniques import REGISTRY, trained
-from autotune.techniques.frameworks import BATCH, DATALOADER, EVAL_BATCH
+from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
+_ALIKE = {
+    ACCELERATE,
+    DEEPSPEED,
+    LIGHTNING,
+}  # give the micro batches of a step equal weights; transformers counts labels
 
 
 def arguments(
@@ -27,7 +32,7 @@ def arguments(
         no_words: why a technique that is on and that none of them can say is not said.
 
     Returns:
-        framework -> its arguments; key of the config (or `eval_batch_size`) -> why it is in none of them.
+        framework -> its arguments; key of the config (or `eval_batch_size`, `loss_weight`) -> why it is in none of them.
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
@@ -46,6 +51,11 @@ def arguments(
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
+    if "loss_weight" in result.parts and int(result.config["accumulation_steps"]) > 1 and _ALIKE & {*frameworks}:
+        unsaid["loss_weight"] = (
+            "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
+            "mean number of terms of the step's micro batches"
+        )
     return said, unsaid
 
 

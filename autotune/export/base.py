@@ -17,7 +17,7 @@ class Export:
 
     Attributes:
         text: as it goes into a file, without a newline at its end.
-        unsaid: key of the config -> why it is not in the text.
+        unsaid: key of the config, or what else the answer was trained with -> why it is not in the text.
     """
 
     text: str

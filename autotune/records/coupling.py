@@ -21,6 +21,7 @@ class Cause(StrEnum):
 
     SAMPLES = "samples"  # the loss of a sample depends on the others of its batch
     PADDING = "padding"  # samples are padded to the longest of their batch, and the loss sees how far
+    TERMS = "terms"  # the loss adds means over unequal numbers of terms, of which one weight cannot make a mean
     PARTNERS = "partners"  # they are drawn at random among the samples of the batch
     STATE = "state"  # each forward pass changes something in the model on which the next one depends
     WEIGHTS = "weights"  # the loss is a mean over other terms than are counted

@@ -149,7 +149,10 @@ class Overflow:
         if self.phase == INPUT:
             return f"{self.value} was in what {named} is given: look at the batch, and at the code between modules"
         if self.phase == LOSS:
-            return f"{self.value} was first in the loss, outside of the model's modules: compute it in fp32 (`output.float()`)"
+            return (
+                f"{self.value} was first in the loss, outside of the model's modules: compute it in fp32 (`output.float()`) or, "
+                "where that is done, look for a division by zero, a logarithm or a mean of nothing in it"
+            )
         where = f"{self.phase} pass of {named}" if self.kind else "backward pass, outside of the model's modules"
         by = f" by {self.operator}" if self.operator else ""
         made = f"{self.value} was first made in the {where}{by}"

@@ -111,6 +111,8 @@ def _verdict(result: Result) -> Span:
 def _kept(result: Result) -> str:
     if result.verdict == "undecided":
         return f"Undecided: the evidence is too thin to say that nothing beats what you have; {result.undecided}."
+    if result.probes == 1:
+        return "Keep what you have: nothing else was tried; `autotune show` lists what is not searched, and why."
     return "Keep what you have: nothing beat the baseline beyond the noise."
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.records.result import Result
-from autotune.report.figures import interval, times
+from autotune.report.figures import NOISY, interval, times
 
 PROBABLY = 1.02  # a gain that is not sure is said to be likely from here
 WIDE = 2.0  # the ratio of an interval's ends from which it is a bound
@@ -42,7 +42,8 @@ def said_of(result: Result) -> Said:
     verdict, brief = result.verdict, result.verdict
     single = not result.confirmed or result.num_rounds == 1
     if verdict == "undecided":
-        verdict = "probably faster" if result.speedup > PROBABLY else "undecided whether faster or slower"
+        likely = result.speedup > PROBABLY and not (result.speedup_ci and tells_nothing(*result.speedup_ci))
+        verdict = "probably faster" if likely else "undecided whether faster or slower"
     elif verdict == "same":
         verdict = "as fast as the baseline within the noise"
     elif single:
@@ -50,7 +51,9 @@ def said_of(result: Result) -> Said:
     gain, sure = times(result.speedup), ""
     if (ends := result.speedup_ci) is not None and is_known(*ends):
         sure = f"95% interval {interval(*ends)}"
-        if is_wide(*ends):  # a bound alone would hide what was seen where it may be a gain or a loss
+        if tells_nothing(*ends):
+            sure = "too noisy to tell more"
+        elif is_wide(*ends):  # a bound alone would hide what was seen where it may be a gain or a loss
             is_open = single or ends[0] <= 1 <= ends[1]
             gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")
     elif ends is not None:
@@ -68,11 +71,18 @@ def is_wide(low: float, high: float) -> bool:
     return high > WIDE * low
 
 
+def tells_nothing(low: float, high: float) -> bool:
+    """Whether half the speed and a gain are both within an interval, so that neither of its ends counts."""
+    return is_known(low, high) and low * WIDE < 1 < high
+
+
 def bound(low: float, high: float) -> str:
     """The end of a wide interval that counts: `at least 1.31x`; where all of it is a loss, `at most 0.52x`."""
     return f"at most {times(high)}" if high < 1 else f"at least {times(low)}"
 
 
 def gain_in_table(speedup: float | None, ends: tuple[float, float] | None) -> str:
-    """`1.87x`, `at least 1.31x`, or a dash."""
+    """`1.87x`, `at least 1.31x`, `1.16x noisy`, or a dash."""
+    if ends is not None and tells_nothing(*ends):
+        return f"{times(speedup)} {NOISY}"
     return bound(*ends) if ends is not None and is_known(*ends) and is_wide(*ends) else times(speedup)

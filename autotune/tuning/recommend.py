@@ -292,13 +292,14 @@ def _warn(
     if growth > 0:
         kept = next(filter(None, (o.measurement.kept for o in outcomes if o.measurement)), "")
         search.warn(
-            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: the training code keeps "
+            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: "
             + (
-                f"of every micro batch {kept}"
+                f"the training code keeps of every micro batch {kept}. A long run will run out of memory"
                 if kept
-                else "something from every step (a list of losses with their graphs, say)"
+                else "no tensors were found that the training code keeps. Libraries keep something for each new shape of a "
+                "batch, which ends once all were met; if `autotune verify` with many --steps tells of growth too, a long run "
+                "will run out of memory"
             )
-            + ". A long run will run out of memory"
         )
     if trouble := next((o.measurement.compile_trouble for o in outcomes if o.measurement), ""):
         search.warn(f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where")

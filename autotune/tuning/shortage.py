@@ -66,9 +66,12 @@ def what_was_left(search: Search, left: Config | None) -> str:
     if not search.history.searched or left is None or not may_fit(search, left):
         return ""
     named = describe(left, search.history.space.baseline)
-    return (
-        f"the next to try ({named}) may fit: the same command with a larger --budget, or more --trials, goes on with it"
-    )
+    failed = [trial.outcome for trial in search.history.searched if not trial.outcome.ok]
+    if all(map(search.history.objective.does_not_fit, failed)):
+        left_over = f"the next to try ({named}) may fit"
+    else:  # some failed for other reasons, which say nothing of what fits
+        left_over = f"not all was tried (next: {named})"
+    return f"{left_over}: the same command with a larger --budget, or more --trials, goes on with it"
 
 
 def what_would_fit(search: Search) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 import optuna
 import pytest
 
+from autotune import api
 from autotune.cli import main
+from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.study.reading import load_study
 from tests.report.sample_study import GLOBAL_BATCH, write_study
 
@@ -96,7 +98,41 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     assert told["holds"] and told["expected_samples_per_s"] == pytest.approx(0.095)
     answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
     assert main([*command, "--max-regression", "10%"]) == 1
-    assert "no longer holds" in capsys.readouterr().err
+    assert "the answer of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("disturbances", "told"),
+    [((), "no longer holds"), (("others held the processor for 57% of the time",), "verify it on a quiet machine")],
+)
+def test_an_answer_is_not_said_to_be_outdated_by_a_run_that_other_work_disturbed(
+    study: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    disturbances: tuple[str, ...],
+    told: str,
+) -> None:
+    def slow(*args: object, **asked: object) -> Outcome:
+        found = Measurement(
+            samples_per_s=1.0,
+            samples_per_s_low=0.9,
+            samples_per_s_high=1.1,
+            step_s=1.0,
+            peak_bytes=2**20,
+            block_samples_per_s=(1.0,),
+            num_steps=3,
+            setup_s=0.1,
+            warmup_s=0.1,
+            timed_s=3.0,
+            disturbances=disturbances,
+        )
+        return Outcome(kind=Kind.OK, measurement=found)
+
+    monkeypatch.setattr(api, "verify", slow)
+    answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
+    assert main(["verify", "model.py", "--against", str(study), "--steps", "3"]) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_what_is_asked_of_a_study_needs_a_study(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,78 @@ def test_padding_that_reaches_the_loss_is_told_from_samples_that_do(couples, cau
     assert ("pack_padded_sequence" in result.remedy) == (cause is Cause.PADDING)
 
 
+def test_where_too_few_samples_are_of_one_length_padding_is_not_ruled_out():
+    rows = [torch.randn(1 + position // 3, WIDTH) for position in range(12)]
+    task = Task(
+        build_model=Backwards,
+        train_dataset=lambda: rows,
+        collate_fn=padded,
+        training_step=lambda model, batch: F.cross_entropy(z := model(batch["rows"]), torch.ones(len(z)).long()),
+    )
+    result = found(task, most=6)
+    assert (result.verdict, result.cause) == (Verdict.COUPLED, Cause.SAMPLES)
+    assert "or padding reaches it" in result.reason and "pack_padded_sequence" in result.remedy
+
+
+class Boxes(nn.Module):
+    """Finds one thing for each sample, and another for each of its boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.box = encoder(), encoder()
+
+    def forward(self, images, boxes):
+        return self.image(images).pow(2).mean() + self.box(boxes).pow(2).mean()
+
+
+def pictures(samples):
+    """As detection has it: tuples of tensors, each sample with its own number of boxes."""
+    images, boxes = zip(*samples, strict=True)
+    return {"images": images, "boxes": boxes}
+
+
+def padded_boxes(samples):
+    """The same in one tensor, with a mask."""
+    images, boxes = zip(*samples, strict=True)
+    padded = nn.utils.rnn.pad_sequence(boxes, batch_first=True)
+    known = nn.utils.rnn.pad_sequence([torch.ones(len(box)) for box in boxes], batch_first=True)
+    return {"images": images, "boxes": padded, "known": known > 0}
+
+
+def of_pictures(model, batch):
+    return model(torch.stack(batch["images"]), torch.cat(batch["boxes"]))
+
+
+def of_known_boxes(model, batch):
+    return model(torch.stack(batch["images"]), batch["boxes"][batch["known"]])
+
+
+@pytest.mark.parametrize(("collate_fn", "step"), [(pictures, of_pictures), (padded_boxes, of_known_boxes)])
+def test_means_over_unequal_numbers_of_terms_are_not_called_padding(collate_fn, step):
+    samples = [(torch.randn(WIDTH), torch.randn(1 + position % 5, WIDTH)) for position in range(100)]
+    task = Task(build_model=Boxes, train_dataset=lambda: samples, collate_fn=collate_fn, training_step=step)
+    result = found(task)
+    assert result.cause is Cause.TERMS
+    assert "pad" not in result.reason + result.remedy and "number of samples" in result.remedy
+
+
+def test_pairs_that_as_few_samples_of_one_length_lack_are_not_called_padding():
+    """Two samples couple where they are of one class, as some of many are; there are four of each length, of four classes."""
+
+    def step(model, batch):
+        z, y = model(batch["rows"].sum(1)), batch["y"]
+        alike = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool)
+        return (torch.cdist(z, z) * alike).sum() / len(z) + F.cross_entropy(z, y % CLASSES)
+
+    def collate(samples):
+        rows, classes = zip(*samples, strict=True)
+        return {"rows": nn.utils.rnn.pad_sequence(rows, batch_first=True), "y": torch.tensor(classes)}
+
+    rows = [(torch.randn(2 + position // 4, WIDTH), position % 40) for position in range(100)]
+    task = Task(build_model=encoder, train_dataset=lambda: rows, collate_fn=collate, training_step=step)
+    assert found(task).cause is Cause.SAMPLES
+
+
 def test_what_only_make_batch_can_make_smaller_cannot_be_told():
     def make_batch(n):
         return packed([torch.randn(2 + position % 3, WIDTH) for position in range(n)])
@@ -297,5 +369,8 @@ def test_a_model_that_is_compiled_is_not_compiled_again_for_each_size():
 
 def test_a_loss_weight_that_counts_the_terms_makes_a_mean_over_tokens_separable():
     task = losses.WEIGHTS["mean over the batch's tokens"]
-    assert "loss_weight(batch)" in found(task).remedy
+    plain = found(task)
+    assert "loss_weight(batch)" in plain.remedy and "0.500 without a loss_weight)" in plain.reason
     assert found(replace(task, loss_weight=losses.num_tokens)).may_be_cut
+    miscounted = found(replace(task, loss_weight=lambda batch: losses.num_tokens(batch) + 1))
+    assert miscounted.cause is Cause.WEIGHTS and " by loss_weight)" in miscounted.reason

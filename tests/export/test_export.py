@@ -92,6 +92,16 @@ def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
     assert export(none, "transformers") == export(RESULT, "transformers")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("accelerate", True), ("deepspeed", True), ("lightning", True), ("transformers", False)]
+)
+def test_weights_of_micro_batches_are_listed_where_a_framework_has_none(name: str, told: bool) -> None:
+    weighted = replace(RESULT, parts=(*RESULT.parts, "loss_weight"))
+    assert ("its terms over the mean number" in export(weighted, name).unsaid.get("loss_weight", "")) is told
+    whole = replace(weighted, config={**RESULT.config, "batch_size": 48, "accumulation_steps": 1})
+    assert "loss_weight" not in {**export(whole, name).unsaid, **export(RESULT, name).unsaid}
+
+
 def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

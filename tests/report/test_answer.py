@@ -132,6 +132,13 @@ def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
     assert not any(line.startswith("  baseline") for line in text.splitlines())
 
 
+def test_a_baseline_beside_which_nothing_ran_is_not_said_to_be_unbeaten(result: Result) -> None:
+    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", probes=1)
+    text = _flat(text_of(kept))
+    assert "Keep what you have: nothing else was tried; `autotune show` lists what is not searched" in text
+    assert "nothing beat" not in text
+
+
 def test_the_best_that_did_not_beat_the_baseline_is_told_with_its_interval(result: Result) -> None:
     runner_up = vars(result.finalists[1])
     rival = Rival(**runner_up, speedup=1.03, speedup_ci=(0.98, 1.09))

@@ -62,6 +62,15 @@ def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(r
     assert "Probably faster: 1.98x the baseline's throughput (at least 0.98x)" in _told(single)
 
 
+def test_an_interval_that_holds_half_the_speed_and_a_gain_makes_nothing_probable(result: Result, study: Study) -> None:
+    noisy = replace(result, verdict="undecided", undecided="a quiet machine would do", num_rounds=2)
+    noisy = replace(noisy, speedup=1.16, speedup_ci=(0.003, 450.0))
+    said = "ndecided whether faster or slower: 1.16x the baseline"
+    assert f"U{said}'s throughput (too noisy to tell more), with 0.81x its memory." in _told(noisy)
+    assert str(noisy).startswith(f"u{said} (too noisy to tell more)")
+    assert "1.16x noisy" in as_text(comparison_sections([replace(study, result=noisy)]), 200)
+
+
 def test_faster_without_a_baseline_that_ran_is_said_to_run_where_the_baseline_does_not(result: Result) -> None:
     alone = replace(result, baseline=None, speedup=None, speedup_ci=None)
     assert "Runs where the baseline does not, so the speed-up is unknown. The warnings say why." in _told(alone)

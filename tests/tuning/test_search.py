@@ -705,20 +705,32 @@ def test_where_the_number_of_probes_left_the_question_open_more_of_them_are_aske
     assert "more than --trials 2 would do" in result.undecided
 
 
+class Growing(Staged):
+    """Memory grows with every step."""
+
+    leaks: tuple[Kept, ...] = ()
+
+    def outcome_of(self, config, settings):
+        outcome = super().outcome_of(config, settings)
+        if outcome.measurement is None:
+            return outcome
+        return replace(outcome, measurement=replace(outcome.measurement, growth_bytes_per_step=2e6, leaks=self.leaks))
+
+
+def test_growth_in_which_no_tensors_were_found_is_not_called_the_training_codes(tmp_path):
+    """A recurrent network that meets a new length in every batch: oneDNN keeps a kernel for each."""
+    result = answer(recommender(tmp_path, Growing()))
+    (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
+    assert "no tensors were found that the training code keeps" in warning and "`autotune verify`" in warning
+
+
 def test_a_leak_is_named_by_its_line_in_the_searchs_warning(tmp_path):
     kept = Kept(
         num_tensors=1, num_bytes=4, shape=(), dtype="float32", place="model.py, line 31", in_graph=False, has_graph=True
     )
-
-    class Leaky(Staged):
-        def outcome_of(self, config, settings):
-            outcome = super().outcome_of(config, settings)
-            if outcome.measurement is None:
-                return outcome
-            found = replace(outcome.measurement, growth_bytes_per_step=2e6, leaks=(kept,))
-            return replace(outcome, measurement=found)
-
-    result = answer(recommender(tmp_path, Leaky()))
+    runner = Growing()
+    runner.leaks = (kept,)
+    result = answer(recommender(tmp_path, runner))
     (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
     assert (
         "keeps of every micro batch 1 float32 tensor of shape (), with its autograd graph, made in model.py, line 31"

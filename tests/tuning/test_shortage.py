@@ -3,7 +3,7 @@
 import pytest
 
 from autotune import techniques
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.search import answer
 from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
@@ -75,6 +75,17 @@ def test_where_time_was_up_before_all_that_may_fit_was_tried_it_is_said(tmp_path
         NothingFeasible, match=r"the next to try \(.*\) may fit: the same command with a larger --budget"
     ):
         answer(search)
+
+
+def test_where_no_probe_failed_for_lack_of_memory_nothing_is_said_to_fit(tmp_path):
+    class Nan(ClosedFormRunner):
+        def outcome_of(self, config, settings):
+            return Outcome(kind=Kind.NONFINITE, cause="the loss was nan by optimizer step 1")
+
+    search = make_search(tmp_path, Nan(), inspection=FOUND, sampler="cost-model", num_trials=2)
+    with pytest.raises(NothingFeasible, match=r"the loss was nan .*; not all was tried \(next: ") as raised:
+        answer(search)
+    assert "fit" not in str(raised.value)
 
 
 @pytest.mark.parametrize("sampler", ["cost-model", "gp"])
