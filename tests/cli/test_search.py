@@ -43,10 +43,10 @@ def processes_with(text):
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """One finished search of a tiny model, in a folder of its own."""
+    """One finished search of a small model, in a folder of its own."""
     folder = tmp_path_factory.mktemp("answered")
-    shutil.copy(MODELS / "tiny.py", folder)
-    return folder, search("tiny.py", "--budget", "45s", "--trials", "8", cwd=folder)
+    shutil.copy(MODELS / "steady.py", folder)
+    return folder, search("steady.py", "--budget", "45s", "--trials", "5", cwd=folder)
 
 
 @pytest.fixture(autouse=True)
@@ -112,23 +112,23 @@ def test_the_answers_gradients_were_compared_with_plain_fp32(answered):
 
 def test_the_study_is_where_it_is_said_to_be_and_holds_every_probe(answered):
     folder, result = answered
-    study = autotune.load_study(folder / "studies" / "tiny.db")
-    assert result["storage"].endswith("studies/tiny.db")
+    study = autotune.load_study(folder / "studies" / "steady.db")
+    assert result["storage"].endswith("studies/steady.db")
     assert len(study.frame()) == result["probes"] == sum(result["outcomes"].values())
 
 
 def test_show_prints_the_study_as_text_json_and_csv(answered):
     folder, result = answered
-    assert "samples/s" in run("show", "studies/tiny.db", cwd=folder).stdout
+    assert "samples/s" in run("show", "studies/steady.db", cwd=folder).stdout
     assert (
-        json.loads(run("show", "studies/tiny.db", "--json", cwd=folder).stdout)["result"]["config"] == result["config"]
+        json.loads(run("show", "studies/steady.db", "--json", cwd=folder).stdout)["result"]["config"] == result["config"]
     )
-    assert run("show", "studies/tiny.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
+    assert run("show", "studies/steady.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
 
 
 def test_verify_runs_the_answer_for_as_many_steps_as_asked(answered):
     folder, result = answered
-    done = run("verify", "tiny.py", "--config", json.dumps(result["config"]), "--steps", "30", "--json", cwd=folder)
+    done = run("verify", "steady.py", "--config", json.dumps(result["config"]), "--steps", "30", "--json", cwd=folder)
     outcome = json.loads(done.stdout)
     assert done.returncode == 0
     assert outcome["kind"] == "ok"
@@ -137,7 +137,7 @@ def test_verify_runs_the_answer_for_as_many_steps_as_asked(answered):
 
 def test_prepare_runs_exactly_the_config_of_the_answer(answered):
     folder, result = answered
-    session = autotune.prepare(folder / "tiny.py", result["config"], device="cpu")
+    session = autotune.prepare(folder / "steady.py", result["config"], device="cpu")
     assert session.config.as_dict() == result["config"]
     loss = session.step(next(iter(session.loader)))
     assert loss.isfinite()
@@ -145,19 +145,19 @@ def test_prepare_runs_exactly_the_config_of_the_answer(answered):
 
 def test_the_same_command_goes_on_with_the_study(answered):
     folder, result = answered
-    again = search("tiny.py", "--budget", "15s", "--trials", "2", cwd=folder)
+    again = search("steady.py", "--budget", "15s", "--trials", "2", cwd=folder)
     assert again["probes"] > result["probes"]
 
 
 def test_a_study_of_another_machine_is_refused_and_the_difference_shown(answered):
     folder, _ = answered
     shutil.copytree(folder / "studies", folder / "foreign", dirs_exist_ok=True)
-    with sqlite3.connect(folder / "foreign" / "tiny.db") as database:
+    with sqlite3.connect(folder / "foreign" / "steady.db") as database:
         database.execute(
             'UPDATE study_user_attributes SET value_json = replace(value_json, \'"device": "cpu\', \'"device": "abacus\')'
             " WHERE key = 'fingerprint'"
         )
-    done = run("search", "tiny.py", "--storage", "foreign/tiny.db", "--device", "cpu", cwd=folder)
+    done = run("search", "steady.py", "--storage", "foreign/steady.db", "--device", "cpu", cwd=folder)
     assert done.returncode == 2
     assert "abacus" in done.stderr and "--study" in done.stderr
 

@@ -13,7 +13,7 @@ class Far(nn.Linear):
                 torch.empty(2**50, dtype=torch.uint8)
             except RuntimeError as error:
                 raise ValueError("the layer failed") from error
-        time.sleep(0.01)  # the largest batch is clearly the fastest then, and no play-off takes long
+        time.sleep(0.03)  # the largest batch is clearly the fastest then, and no play-off takes long
         return super().forward(x)
 
 
