@@ -121,7 +121,8 @@ def test_show_prints_the_study_as_text_json_and_csv(answered):
     folder, result = answered
     assert "samples/s" in run("show", "studies/steady.db", cwd=folder).stdout
     assert (
-        json.loads(run("show", "studies/steady.db", "--json", cwd=folder).stdout)["result"]["config"] == result["config"]
+        json.loads(run("show", "studies/steady.db", "--json", cwd=folder).stdout)["result"]["config"]
+        == result["config"]
     )
     assert run("show", "studies/steady.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
 
