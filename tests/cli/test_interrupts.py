@@ -15,6 +15,8 @@ import pytest
 
 import autotune
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 THREAD = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
 HANGS = """

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autotune import techniques
+
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 GOOD = (Path(__file__).parent.parent / "models" / "steady.py").read_text()
 UNTRACEABLE = """

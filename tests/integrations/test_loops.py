@@ -18,6 +18,8 @@ from autotune.techniques import REGISTRY
 from autotune.techniques.frameworks import LOOP
 from tests.arithmetic import needs_bf16_arithmetic
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 CLASSES = 4
 
 
