@@ -4,18 +4,21 @@ No test sees anything of the user's: each runs in an empty folder, below a proje
 and settings that change what the package or the libraries under it do.
 
 Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time; over the played cards of
-`tests/driver` each worker has books of its own, and tests marked `values` are skipped. `avx2` takes a processor's
-arithmetic away. Studies of the tests' own processes are not synced to the disk: a search commits some ten times a probe, at up to
-20 ms each.
+`tests/driver` each worker has books of its own, and tests marked `values` are skipped. `avx2` takes a processor's arithmetic away;
+`measured_once` keeps what a search measured of the machine. Studies of the tests' own processes are not synced to the disk: a search
+commits some ten times a probe, at up to 20 ms each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
+import shutil
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -78,6 +81,13 @@ def an_empty_folder_of_its_modules(tmp_path_factory: pytest.TempPathFactory) -> 
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_its_modules_garbage() -> None:
+    """Collects no garbage among what was imported before: the package collects after each attempt, and torch alone is 0.3 s of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Studies, traces and calibrations are kept below the working folder: each test begins without any."""
@@ -93,6 +103,19 @@ def alone_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         waits = FileLock(tmp_path_factory.getbasetemp().parent / "gpu.lock")
     with waits:
         yield
+
+
+@pytest.fixture
+def measured_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets searches that keep their studies in `tmp_path` measure this machine, which takes 3 s, only where no test before did."""
+    kept = tmp_path_factory.getbasetemp() / "calibrations"
+    folders = [tmp_path / ".calibration", tmp_path / "studies" / ".calibration"]
+    for folder in folders if kept.exists() else ():
+        shutil.copytree(kept, folder)
+    yield
+    for folder in folders:
+        if folder.exists():  # what was measured beside other work is not kept
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
 
 
 @pytest.fixture

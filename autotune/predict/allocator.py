@@ -162,9 +162,10 @@ class _Program:
 
     def reserved_bytes(self, settings: Settings) -> int:
         """What the allocator takes."""
-        allocator = _CachingAllocator(settings)
+        allocator = _CachingAllocator(settings_of(os.environ))
         for size_bytes in self.held_bytes:
             allocator.allocate(size_bytes)
+        allocator.set(settings)
         rounded = [_rounded(size, settings.divisions) if size > 0 else 0 for size in map(int, self.sizes.tolist())]
         living: list[_Block | None] = [None] * len(self.places)
         for place, size_bytes, allocates in zip(self.places, rounded, self.allocates, strict=True):
@@ -220,12 +221,12 @@ class _Pool:
         end: its end; segments that do not grow lie behind each other.
     """
 
-    def __init__(self, smallest_rest_bytes: int, page_bytes: int, max_split_bytes: int | None) -> None:
+    def __init__(self, smallest_rest_bytes: int, page_bytes: int) -> None:
         self.smallest_rest_bytes = smallest_rest_bytes
         self.page_bytes = page_bytes
         self.last: _Block | None = None
         self.end = 0
-        self._max_split_bytes = max_split_bytes
+        self.max_split_bytes: int | None = None
         self._free: list[tuple[int, int, _Block]] = []  # no two at one address, so blocks are never compared
 
     def put(self, block: _Block) -> None:
@@ -240,8 +241,10 @@ class _Pool:
         index = bisect_left(self._free, (size_bytes, 0))
         if index == len(self._free):
             return None
+        if self._free[index][2] is self.last and index + 1 < len(self._free):
+            index += 1  # the end of a segment that grows counts as large as that may become
         block = self._free[index][2]
-        limit = self._max_split_bytes
+        limit = self.max_split_bytes
         if limit is not None:
             too_large = limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES
             if block.size_bytes >= too_large:
@@ -251,17 +254,22 @@ class _Pool:
 
     def may_split(self, block: _Block, size_bytes: int) -> bool:
         """Whether what is left of a block, of which so much is used, becomes a block of its own."""
-        kept_whole = self._max_split_bytes is not None and size_bytes >= self._max_split_bytes
+        kept_whole = self.max_split_bytes is not None and size_bytes >= self.max_split_bytes
         return not kept_whole and block.size_bytes - size_bytes >= self.smallest_rest_bytes
 
 
 class _CachingAllocator:
     def __init__(self, settings: Settings = Settings()) -> None:
         self.reserved_bytes = 0  # segments are kept
+        self._small = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES)
+        self._large = _Pool(_SMALL_BYTES + 1, _LARGE_SEGMENT_BYTES)
+        self.set(settings)
+
+    def set(self, settings: Settings) -> None:
+        """Change the settings from now on, as techniques do once a context and its libraries are there."""
         self._settings = settings
-        rest_bytes = _MIN_BLOCK_BYTES if settings.expandable else _SMALL_BYTES + 1
-        self._small = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES, None)
-        self._large = _Pool(rest_bytes, _LARGE_SEGMENT_BYTES, settings.max_split_bytes)
+        self._large.smallest_rest_bytes = _MIN_BLOCK_BYTES if settings.expandable else _SMALL_BYTES + 1
+        self._large.max_split_bytes = settings.max_split_bytes
 
     def allocate(self, request_bytes: int) -> _Block:
         return self.allocate_rounded(_rounded(request_bytes, self._settings.divisions))

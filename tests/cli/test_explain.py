@@ -35,7 +35,7 @@ def build_model():
     return Model()
 
 def make_batch(batch_size):
-    tokens = torch.randint(8000, (batch_size, 32))
+    tokens = torch.randint(8000, (batch_size, 8))
     return tokens, tokens
 
 def training_step(model, batch):

@@ -65,7 +65,7 @@ def test_a_model_of_billions_of_parameters_takes_no_memory_of_the_host(tmp_path:
 def test_what_has_to_be_built_for_real_and_does_not_fit_the_host_is_told_as_the_hosts(
     tmp_path: Path, gpu: tuple[str, ...]
 ) -> None:
-    done = on_a_host_of(3 * GIB, tmp_path, *gpu, "--config", CONFIG, READS_VALUES="1")
+    done = on_a_host_of(GIB, tmp_path, *gpu, "--config", CONFIG, READS_VALUES="1")
     assert (done.returncode, done.stdout) == (2, "")
     told = " ".join(done.stderr.split())
     assert "the host has too little memory to build the model" in told and "(wide.py, line " in told
@@ -100,7 +100,7 @@ def test_a_batch_that_the_host_cannot_hold_is_told_as_the_hosts(tmp_path: Path) 
 
 
 def test_another_config_in_the_same_folder_is_traced_beside_what_was_kept(tmp_path: Path) -> None:
-    for choices in ({}, {"amp": "fp16"}, {"checkpoint_segments": 2}):
+    for choices in ({}, {"amp": "fp16", "checkpoint_segments": 2}):
         config = json.dumps({"batch_size": 16, **choices})
         arguments = ("--gpu", "T4", "--config", config, "--json")
         done = subprocess.run(

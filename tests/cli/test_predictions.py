@@ -7,12 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autotune import techniques
 
-GOOD = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
+pytestmark = pytest.mark.usefixtures("measured_once")
+
+GOOD = (Path(__file__).parent.parent / "models" / "steady.py").read_text()
 UNTRACEABLE = """
 
 def training_step(model, batch):
+    time.sleep(0.02)
     x, y = batch
     chosen = (y >= 0).nonzero().squeeze(1)  # how many there are depends on the values
     return nn.functional.cross_entropy(model(x[chosen]), y[chosen])
@@ -26,7 +31,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def search(folder: Path, text: str, *options: str, budget: str = "40s") -> subprocess.CompletedProcess[str]:
     (folder / "model.py").write_text(text)
-    common = ("--device", "cpu", "--budget", budget, "--trials", "5", "--storage", "tiny.db")
+    common = ("--device", "cpu", "--budget", budget, "--trials", "3", "--storage", "study.db")
     done = run(folder, "search", "model.py", *common, *options)
     assert done.returncode == 0, done.stderr
     return done
@@ -41,10 +46,10 @@ def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path
     probes = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert all(" [expected " in line for line in probes if " search " in line)
     assert any("samples/s, " in line and "to win]" in line for line in probes)
-    study = json.loads(run(tmp_path, "show", "tiny.db", "--json").stdout)
+    study = json.loads(run(tmp_path, "show", "study.db", "--json").stdout)
     searched = [probe for probe in study["probes"] if probe["stage"] == "search"]
     assert searched and all(probe["prediction"]["peak_bytes"] > 10**8 for probe in searched)
-    assert "expected" in run(tmp_path, "show", "tiny.db").stdout
+    assert "expected" in run(tmp_path, "show", "study.db").stdout
 
 
 def test_traces_are_kept_for_the_next_search_of_the_task(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,10 +43,10 @@ def processes_with(text):
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """One finished search of a tiny model, in a folder of its own."""
+    """One finished search of a small model, in a folder of its own."""
     folder = tmp_path_factory.mktemp("answered")
-    shutil.copy(MODELS / "tiny.py", folder)
-    return folder, search("tiny.py", "--budget", "45s", "--trials", "8", cwd=folder)
+    shutil.copy(MODELS / "steady.py", folder)
+    return folder, search("steady.py", "--budget", "45s", "--trials", "5", cwd=folder)
 
 
 @pytest.fixture(autouse=True)
@@ -114,23 +112,24 @@ def test_the_answers_gradients_were_compared_with_plain_fp32(answered):
 
 def test_the_study_is_where_it_is_said_to_be_and_holds_every_probe(answered):
     folder, result = answered
-    study = autotune.load_study(folder / "studies" / "tiny.db")
-    assert result["storage"].endswith("studies/tiny.db")
+    study = autotune.load_study(folder / "studies" / "steady.db")
+    assert result["storage"].endswith("studies/steady.db")
     assert len(study.frame()) == result["probes"] == sum(result["outcomes"].values())
 
 
 def test_show_prints_the_study_as_text_json_and_csv(answered):
     folder, result = answered
-    assert "samples/s" in run("show", "studies/tiny.db", cwd=folder).stdout
+    assert "samples/s" in run("show", "studies/steady.db", cwd=folder).stdout
     assert (
-        json.loads(run("show", "studies/tiny.db", "--json", cwd=folder).stdout)["result"]["config"] == result["config"]
+        json.loads(run("show", "studies/steady.db", "--json", cwd=folder).stdout)["result"]["config"]
+        == result["config"]
     )
-    assert run("show", "studies/tiny.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
+    assert run("show", "studies/steady.db", "--csv", cwd=folder).stdout.count("\n") == result["probes"] + 1
 
 
 def test_verify_runs_the_answer_for_as_many_steps_as_asked(answered):
     folder, result = answered
-    done = run("verify", "tiny.py", "--config", json.dumps(result["config"]), "--steps", "30", "--json", cwd=folder)
+    done = run("verify", "steady.py", "--config", json.dumps(result["config"]), "--steps", "30", "--json", cwd=folder)
     outcome = json.loads(done.stdout)
     assert done.returncode == 0
     assert outcome["kind"] == "ok"
@@ -139,7 +138,7 @@ def test_verify_runs_the_answer_for_as_many_steps_as_asked(answered):
 
 def test_prepare_runs_exactly_the_config_of_the_answer(answered):
     folder, result = answered
-    session = autotune.prepare(folder / "tiny.py", result["config"], device="cpu")
+    session = autotune.prepare(folder / "steady.py", result["config"], device="cpu")
     assert session.config.as_dict() == result["config"]
     loss = session.step(next(iter(session.loader)))
     assert loss.isfinite()
@@ -147,30 +146,33 @@ def test_prepare_runs_exactly_the_config_of_the_answer(answered):
 
 def test_the_same_command_goes_on_with_the_study(answered):
     folder, result = answered
-    again = search("tiny.py", "--budget", "15s", "--trials", "2", cwd=folder)
+    again = search("steady.py", "--budget", "15s", "--trials", "2", cwd=folder)
     assert again["probes"] > result["probes"]
 
 
 def test_a_study_of_another_machine_is_refused_and_the_difference_shown(answered):
     folder, _ = answered
     shutil.copytree(folder / "studies", folder / "foreign", dirs_exist_ok=True)
-    with sqlite3.connect(folder / "foreign" / "tiny.db") as database:
+    with sqlite3.connect(folder / "foreign" / "steady.db") as database:
         database.execute(
             'UPDATE study_user_attributes SET value_json = replace(value_json, \'"device": "cpu\', \'"device": "abacus\')'
             " WHERE key = 'fingerprint'"
         )
-    done = run("search", "tiny.py", "--storage", "foreign/tiny.db", "--device", "cpu", cwd=folder)
+    done = run("search", "steady.py", "--storage", "foreign/steady.db", "--device", "cpu", cwd=folder)
     assert done.returncode == 2
     assert "abacus" in done.stderr and "--study" in done.stderr
 
 
 def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_path):
     shutil.copy(MODELS / "faulty.py", tmp_path)
-    fix = [part for name in ("amp=off", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)]
+    fixed = ("amp=off", "optimizer_impl=default", "checkpoint_segments=0", "inplace_activations=false")
+    fix = [part for name in fixed for part in ("--fix", name)]
     result = search(
         "faulty.py",
         "--budget",
         "60s",
+        "--trials",
+        "12",
         "--sampler",
         "grid",
         "--probe-timeout",
@@ -187,16 +189,15 @@ def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_pa
 
 def test_an_allocation_of_a_pebibyte_that_fails_does_not_end_the_search(tmp_path):
     shutil.copy(MODELS / "far_allocation.py", tmp_path)
-    result = search("far_allocation.py", "--budget", "25s", "--trials", "6", "--memory-limit", "2GiB", cwd=tmp_path)
+    result = search("far_allocation.py", "--budget", "25s", "--trials", "4", "--memory-limit", "2GiB", cwd=tmp_path)
     assert result["outcomes"].keys() >= {"ok", "oom"}
     assert result["config"]["batch_size"] < 32
 
 
 def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
     shutil.copy(MODELS / "faulty.py", tmp_path)
-    fix = [
-        part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
-    ]
+    fixed = ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0", "inplace_activations=false")
+    fix = [part for name in fixed for part in ("--fix", name)]
     result = search("faulty.py", "--budget", "30s", "--sampler", "grid", "--include", "amp", *fix, cwd=tmp_path)
     assert result["outcomes"]["nonfinite"]
     assert result["config"]["amp"] != "fp16"
@@ -213,48 +214,6 @@ def test_nothing_that_fits_exits_with_1_and_says_by_how_much(tmp_path):
     assert format_bytes(limit) in done.stderr and "--memory-limit" in done.stderr
 
 
-def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path):
-    shutil.copy(MODELS / "tiny.py", tmp_path)
-    arguments = ("search", "tiny.py", "--budget", "40s", "--device", "cpu", "--json", "--memory-limit", "2GiB")
-    process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
-    for line in process.stderr:
-        if "#4" in line:
-            break
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    deadline = time.monotonic() + 10
-    while processes_with(f"autotune.runners.supervisor.*{tmp_path.name}") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    before = len(autotune.load_study(tmp_path / "studies" / "tiny.db").frame())
-    result = search("tiny.py", "--budget", "15s", "--trials", "2", "--memory-limit", "2GiB", cwd=tmp_path)
-    after = autotune.load_study(tmp_path / "studies" / "tiny.db").frame()
-    assert before >= 4
-    assert result["probes"] >= before - 1
-    assert not (after["outcome"] == "running").any()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_is_acknowledged_and_ends_after_the_running_probe_with_the_best_so_far(tmp_path, number):
-    shutil.copy(MODELS / "tiny.py", tmp_path)
-    process = subprocess.Popen(
-        command("search", "tiny.py", "--budget", "60s", "--device", "cpu", "--json"),
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    for line in process.stderr:
-        if "#3" in line:
-            break
-    process.send_signal(number)
-    out, told = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "ending after this probe; " in told and " again to end now" in told
-    result = json.loads(out)
-    assert result["confirmed"] is False
-    assert result["config"]["batch_size"] * result["config"]["accumulation_steps"] == 48
-
-
 def test_a_study_in_use_is_refused(tmp_path):
     from autotune.study.place import locked, place_of
 
@@ -267,7 +226,7 @@ def test_a_study_in_use_is_refused(tmp_path):
 
 def test_a_file_name_with_spaces_and_other_letters_works(tmp_path):
     shutil.copy(MODELS / "tiny.py", tmp_path / "mein größtes Modell 模型.py")
-    result = search("mein größtes Modell 模型.py", "--budget", "8s", "--trials", "2", cwd=tmp_path)
+    result = search("mein größtes Modell 模型.py", "--budget", "8s", "--trials", "1", cwd=tmp_path)
     assert result["study"] == "mein größtes Modell 模型"
 
 
@@ -276,7 +235,7 @@ def test_a_module_that_starts_threads_at_import_is_probed_in_new_interpreters(tm
     text += "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
     text += "torch.randn(1000, 1000) @ torch.randn(1000, 1000)\n"
     (tmp_path / "tiny.py").write_text(text)
-    done = run("search", "tiny.py", "--budget", "25s", "--trials", "2", "--json", "--device", "cpu", cwd=tmp_path)
+    done = run("search", "tiny.py", "--budget", "25s", "--trials", "1", "--json", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "new interpreter" in done.stderr
     assert json.loads(done.stdout)["outcomes"]["ok"]
@@ -295,61 +254,5 @@ GLOBAL_BATCH = None
     fix = [
         part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
     ]
-    result = search("tiny.py", "--budget", "12s", "--trials", "2", "--memory-limit", "4GiB", *fix, cwd=tmp_path)
+    result = search("tiny.py", "--budget", "12s", "--trials", "1", "--memory-limit", "4GiB", *fix, cwd=tmp_path)
     assert any("bytes) per optimizer step" in warning for warning in result["warnings"])
-
-
-def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path):
-    text = (
-        MODELS / "tiny.py"
-    ).read_text() + "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
-    (tmp_path / "kept.py").write_text(text)
-    process = subprocess.Popen(
-        command("search", "kept.py", "--budget", "30s", "--device", "cpu"),
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stderr:
-        if "searching" in line:
-            break
-    supervisors = set(subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split())
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    assert supervisors
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{pid}").exists() for pid in supervisors) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in supervisors)
-
-
-def test_the_second_interrupt_kills_the_running_probe_and_still_gives_the_best_so_far(tmp_path):
-    text = (MODELS / "tiny.py").read_text()
-    text += """
-import time
-def training_step(model, batch):
-    if len(batch[0]) > 4:
-        time.sleep(3600)
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
-    (tmp_path / "tiny.py").write_text(text)
-    process = subprocess.Popen(
-        command("search", "tiny.py", "--budget", "90s", "--device", "cpu", "--json", "--sampler", "grid"),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stderr:
-        if "#0" in line:
-            break
-    time.sleep(2)  # by then a probe hangs
-    process.send_signal(signal.SIGINT)
-    for line in process.stderr:
-        if "ending after this probe" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert json.loads(out)["config"]["batch_size"] <= 4

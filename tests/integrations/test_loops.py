@@ -18,6 +18,8 @@ from autotune.techniques import REGISTRY
 from autotune.techniques.frameworks import LOOP
 from tests.arithmetic import needs_bf16_arithmetic
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 CLASSES = 4
 
 
@@ -105,7 +107,7 @@ def test_the_loader_changes_in_what_the_answer_says_and_in_nothing_else(tmp_path
     sampler = torch.utils.data.SubsetRandomSampler(range(32))
     given = loader(sampler=sampler, drop_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = tuned(tmp_path, model, optimizer, loader=given, fix={"num_workers": 1})
+    found = tuned(tmp_path, model, optimizer, loader=given, fix={"num_workers": 1}, budget="30s")
     made = found.loader
     assert made is not given and made.num_workers == 1 and made.prefetch_factor == 2
     assert made.sampler is sampler and made.drop_last and made.batch_size == 16 and made.dataset is given.dataset

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 MAX_CHANGED = 5
 
 TRAINER = (

@@ -1,5 +1,7 @@
 """Batches of 32 and more ask for a pebibyte, and the failure is wrapped in an exception of the user's own."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -11,6 +13,7 @@ class Far(nn.Linear):
                 torch.empty(2**50, dtype=torch.uint8)
             except RuntimeError as error:
                 raise ValueError("the layer failed") from error
+        time.sleep(0.03)  # the largest batch is clearly the fastest then, and no play-off takes long
         return super().forward(x)
 
 

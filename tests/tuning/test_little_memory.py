@@ -22,6 +22,8 @@ from autotune.tuning.recommend import why_nothing
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 MODEL = """
 import torch
 from torch import nn

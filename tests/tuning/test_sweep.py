@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def swept(folder: Path) -> list[Progress]:
     return seen
 
 
+@pytest.fixture
+def measured(folder: Path, swept: list[Progress], tmp_path: Path) -> None:
+    """Another sweep finds this machine measured, which takes 3 s."""
+    kept = folder / ".calibration"
+    if kept.exists():  # what was measured beside other work is not kept
+        shutil.copytree(kept, tmp_path / ".calibration")
+
+
 def test_every_config_is_measured_once_a_round_in_shuffled_order(swept: list[Progress]) -> None:
     rounds = [[p.row.config for p in swept if p.round == number] for number in range(2)]
     assert len(rounds[0]) == 4 and set(rounds[0]) == set(rounds[1]) and rounds[0] != rounds[1]
@@ -99,7 +108,8 @@ def test_traces_of_the_space_are_written_beside_the_table(folder: Path, swept: l
     assert found.traces is not None and all(found.traces.peak(config) is not None for config in traceable)
 
 
-def test_a_table_that_is_there_is_carried_on(folder: Path, swept: list[Progress], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("measured")
+def test_a_table_that_is_there_is_carried_on(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "tiny.csv"
     copy.write_text("".join((folder / "tiny.csv").read_text().splitlines(keepends=True)[:-3]))
     seen: list[Progress] = []
@@ -107,9 +117,8 @@ def test_a_table_that_is_there_is_carried_on(folder: Path, swept: list[Progress]
     assert [progress.round for progress in seen] == [1, 1, 1]
 
 
-def test_a_round_that_was_taken_out_of_a_table_is_recorded_again(
-    folder: Path, swept: list[Progress], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("measured")
+def test_a_round_that_was_taken_out_of_a_table_is_recorded_again(folder: Path, tmp_path: Path) -> None:
     head, rows = (lines := (folder / "tiny.csv").read_text().splitlines(keepends=True))[:3], lines[3:]
     (tmp_path / "tiny.csv").write_text("".join(head + rows[4:]))  # all but the first round
     seen: list[Progress] = []
@@ -131,6 +140,7 @@ def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "tiny.csv").read_text() == "mine\n"
 
 
+@pytest.mark.usefixtures("measured")
 def test_a_choice_outside_the_space_is_refused_with_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"batch_size=5 cannot be swept.*possible: 1, 2, 3, 4"):
         sweep(TaskSource.of(TINY), options(tmp_path, grid={"batch_size": (5,)}), lambda progress: None)
