@@ -14,6 +14,7 @@ Recurrent layers stay as on a CPU, because what cuDNN keeps for their backward p
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
         for key in ("AutogradCPU", "CPU"):  # both operators are made of others, which have gradients of their own
             library.impl("scaled_dot_product_attention", attention, key)
             library.impl("dropout", _dropout, key)
+            library.impl("group_norm", _group_norm, key)
         yield
 
 
@@ -193,6 +195,22 @@ def _refuse_binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "binary_cross_entropy is unsafe to autocast, and refused on CUDA; use binary_cross_entropy_with_logits instead"
     )
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """In the default memory format, whatever the input's: the kernel of CPUs keeps that (`group_norm.cpp`)."""
+    samples, channels = input.shape[:2]
+    rest = math.prod(input.shape[2:])
+    tensors = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
+    normalised = _aten.native_group_norm(input.contiguous(), *tensors, samples, channels, rest, num_groups, eps)
+    return normalised[0]  # type: ignore[no-any-return]
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

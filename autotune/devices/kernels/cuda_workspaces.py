@@ -121,7 +121,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     """
     grad_output, tensor, weight = args[:3]
     groups = args[9]
-    if groups > 1 or _has_channels_last(tensor):
+    if groups > 1 or _has_channels_last(tensor) or _has_channels_last(weight):
         return _format_copies(tensor, weight, tensors=(grad_output, tensor, weight))
     input_copies = 1 if prod(weight.shape[2:]) == 1 else 2
     return input_copies * _size_bytes(tensor) + _size_bytes(grad_output) + _size_bytes(weight)
