@@ -1,18 +1,30 @@
-"""The buffers of a model, noted before forward passes and put back as they were."""
+"""The buffers of a model and its frozen parameters, noted before forward passes and put back as they were."""
 
 from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 
 
 class Buffers:
-    """The buffers of a model."""
+    """The buffers of a model, and its frozen parameters: a forward pass may move a target network towards the one that is trained.
+
+    Where more is frozen than trained, as below an adapter, that is a base that nothing moves, and is left out.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        frozen, trained = 0, 0
+        for parameter in model.parameters():
+            frozen += 0 if parameter.requires_grad else parameter.numel()
+            trained += parameter.numel() if parameter.requires_grad else 0
         self._all = [
-            _Buffer(f"{path}.{name}".lstrip("."), module, name)
+            _Buffer(f"{path}.{name}".lstrip("."), holder, name)
             for path, module in model.named_modules()
-            for name in module._buffers
+            for holder in (module._buffers, module._parameters)
+            for name, tensor in holder.items()
+            if holder is module._buffers or (tensor is not None and not tensor.requires_grad and frozen <= trained)
         ]
         self._has_learned = False
 
@@ -34,7 +46,7 @@ class Buffers:
 
     def changed(self) -> str:
         """A buffer that has another value than was noted; empty where none has."""
-        return next((buffer.path for buffer in self._all if buffer.has_changed()), "")
+        return next((buffer.path for buffer in self._all if buffer.has_another_value()), "")
 
     def restore(self) -> None:
         """Give every buffer the value that it had."""
@@ -51,9 +63,9 @@ class _Buffer:
     but its version is looked at.
     """
 
-    def __init__(self, path: str, module: torch.nn.Module, name: str) -> None:
+    def __init__(self, path: str, holder: MutableMapping[str, Any], name: str) -> None:
         self.path = path
-        self._module = module
+        self._holder = holder
         self._name = name
         self._changes: bool | None = None  # None before the first step
         self._before: torch.Tensor | None = None
@@ -65,7 +77,7 @@ class _Buffer:
             self._changes = True
         if self._changes is False:
             return
-        self._before = before = self._module._buffers.get(self._name)
+        self._before = before = self._holder.get(self._name)
         self._version = version_of(before)
         self._copy = None
         if before is not None and before.layout is torch.strided and not before.is_nested and not before.is_inference():
@@ -82,11 +94,17 @@ class _Buffer:
     def restore(self) -> None:
         if self._before is not None and self._copy is not None and self._differs():
             self._before.copy_(self._copy)
-        self._module._buffers[self._name] = self._before
+        self._holder[self._name] = self._before
 
     def has_changed(self) -> bool:
         """Whether another tensor stands in its place, or torch saw it change."""
-        return self._module._buffers.get(self._name) is not self._before or version_of(self._before) != self._version
+        return self._holder.get(self._name) is not self._before or version_of(self._before) != self._version
+
+    def has_another_value(self) -> bool:
+        """As `has_changed`, but for one that was changed and put back, where its value is known."""
+        if self._holder.get(self._name) is self._before and self._copy is not None:
+            return self._differs()
+        return self.has_changed()
 
     def _differs(self) -> bool:
         """Whether the noted tensor has another value by now."""

@@ -498,6 +498,25 @@ def with_a_queue(model, batch):
     return F.cross_entropy(logits, torch.zeros(len(a), dtype=torch.int64))
 
 
+class Target(nn.Module):
+    """A network that follows the one that is trained, moved in each forward pass (BYOL)."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = encoder(), encoder().requires_grad_(False)
+
+    def forward(self, a, b):
+        with torch.no_grad():
+            for trained, follows in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                follows.lerp_(trained, 0.1)
+            aim = unit(self.target(b))
+        return (2 - 2 * (unit(self.online(a)) * aim).sum(1)).mean()
+
+
+def towards_a_target(model, batch):
+    return model(*batch)
+
+
 def sinkhorn(model, batch):
     a, b = model(batch[0]), model(batch[1])
     with torch.no_grad():
@@ -555,7 +574,10 @@ PARTNERS = {
     "mixup that hardly mixes": task_of(mixup_that_hardly_mixes),
     "shuffled negatives": task_of(shuffled_negatives, views),
 }
-STATE = {"queue of negatives (MoCo)": task_of(with_a_queue, views, Queue)}
+STATE = {
+    "queue of negatives (MoCo)": task_of(with_a_queue, views, Queue),
+    "target network moved in the forward pass (BYOL)": task_of(towards_a_target, views, Target),
+}
 
 
 def weighted(model, batch):

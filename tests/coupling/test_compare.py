@@ -56,12 +56,13 @@ def test_every_other_loss_is_not_and_it_is_said_why(cause, name):
     assert result.reason and "{include}" in result.remedy
 
 
-def test_the_model_and_everything_random_are_left_as_they_were():
-    model = losses.Queue()
+@pytest.mark.parametrize("name", losses.STATE)
+def test_the_model_and_everything_random_are_left_as_they_were(name):
+    task = losses.STATE[name]
+    model = task.model()
     model.add_module("norm", nn.BatchNorm1d(3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    task = losses.STATE["queue of negatives (MoCo)"]
     torch.manual_seed(3)
     state = torch.get_rng_state()
     drawn = np.random.get_state()[2]

@@ -239,6 +239,15 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, unsigned long long *version_total_r
 
 /* ---- instruments */
 
+/* FP32 cores: 64 of each multiprocessor of a data centre GPU before Hopper and of Turing, 128 of the others */
+int nvmlDeviceGetNumGpuCores(void *handle, unsigned *count) {
+    REACH(handle);
+    const Card *card = &settings.cards[device_of(handle)];
+    int with_64 = card->major == 7 || (card->major == 8 && card->minor == 0);
+    *count = card->num_multiprocessors * (with_64 ? 64 : 128);
+    return 0;
+}
+
 int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *mw) {
     REACH(handle);
     *mw = settings.cards[device_of(handle)].power_limit_mw;

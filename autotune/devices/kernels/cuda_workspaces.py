@@ -12,12 +12,14 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from autotune.devices.kernels.reductions import reduction_bytes
 from autotune.devices.kernels.rules import Workspace
 from autotune.devices.targets import GpuKind
 
 _aten = torch.ops.aten
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FEW_INDICES = 3072  # up to so many rows, the gradient of an embedding is summed without sorting them
 _ROWS_AT_ONCE = 10  # of a segment of equal indices that one thread sums
 
@@ -106,8 +108,15 @@ def _format_copies(tensor: torch.Tensor, weight: torch.Tensor, *, tensors: Seque
     return _copy_bytes(*tensors)
 
 
+def _pooling_backward(args: tuple[Any, ...], result: Any) -> int:
+    """A copy of the gradient in the memory format of the input."""
+    gradient, tensor = args[:2]
+    lies_so = _lies_channels_last(gradient) if _has_channels_last(tensor) else gradient.is_contiguous()
+    return 0 if lies_so else _size_bytes(gradient)
+
+
 def _lies_channels_last(tensor: torch.Tensor) -> bool:
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    layout = _CHANNELS_LAST.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
@@ -128,7 +137,8 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
-    return _lies_channels_last(tensor) and not tensor.is_contiguous()
+    """As torch tells it by the strides, which also says it of kernels of one element."""
+    return tensor.dim() in _CHANNELS_LAST and suggest_memory_format(tensor) is _CHANNELS_LAST[tensor.dim()]
 
 
 # ---------------------------------------------------------------- attention
@@ -143,7 +153,8 @@ def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
     grad_output, query, key, output = args[0], args[1], args[2], args[4]
     batch_size, num_heads, length, head_dim = query.shape
     length = -(-length // 128) * 128
-    head_dim = -(-head_dim // 32) * 32
+    multiple = 32 if head_dim <= 128 else 64
+    head_dim = -(-head_dim // multiple) * multiple
     num_bytes: int = 4 * prod((batch_size, num_heads, length, head_dim + 1))
     if key.shape[1] < num_heads:
         num_bytes += 2 * num_heads // key.shape[1] * _size_bytes(key)
@@ -174,7 +185,8 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
     tiles = -(-length // rows) * -(-head_dim // columns)
     num_bytes = tiles * (4 * rows * columns + 16)
     if is_short and head_dim > 128:
-        num_bytes += 2 * 4 * (-(-num_keys // 128) * 128) * (-(-head_dim // 128) * 128)
+        num_splits = max(1, min(-(-num_keys // 64), 200 // num_heads))  # of the keys, where there are few heads
+        num_bytes += 2 * 4 * num_splits * 64 * (-(-head_dim // 128) * 128)
     row_sums = 4 * num_heads * length
     products = 0 if is_short else 4 * query.numel() + 2 * row_sums
     return int(max(products, row_sums + num_heads * num_bytes)) + _copy_bytes(grad_output.transpose(1, 2))
@@ -225,6 +237,8 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
+    _aten.avg_pool2d_backward.default: _pooling_backward,
+    _aten.max_pool2d_with_indices_backward.default: _pooling_backward,
     _aten.native_layer_norm.default: _copied(0),
     _aten.native_layer_norm_backward.default: _copied(0, 1),
     _aten._softmax.default: _copied(0),
