@@ -13,7 +13,9 @@ from autotune.records.config import Config
 from autotune.records.formats import Record
 from autotune.techniques import Phase
 
-LARGEST_TRACED = 32  # samples: the fit is exact beyond it, too, unless the check shows otherwise
+# Samples: of a dataset, which are read one by one, and of what `make_batch` makes at once. The fit is exact beyond them, too, unless
+# the check shows otherwise, or an operator takes another kernel for many rows.
+LARGEST_READ, LARGEST_MADE = 32, 4096
 MAX_BATCH_BYTES = 64 * 2**20  # of an input batch, which is really made
 MAX_ALLOCATOR_SIZES = 8  # batch sizes at which the caching allocator is simulated
 
@@ -72,7 +74,8 @@ def traced_sizes(largest: int, *, sample_bytes: float, most: int | None) -> tupl
         most: samples that there are; None without end.
     """
     low = 2 if most is None or most > 2 else 1
-    high = max(low + 1, min(largest, LARGEST_TRACED, int(MAX_BATCH_BYTES / max(sample_bytes, 1.0))))
+    largest_traced = LARGEST_MADE if most is None else LARGEST_READ
+    high = max(low + 1, min(largest, largest_traced, int(MAX_BATCH_BYTES / max(sample_bytes, 1.0))))
     return low, high if most is None else min(high, most)
 
 

@@ -44,7 +44,8 @@ def test_a_plan_survives_json():
 @pytest.mark.parametrize(
     ("largest", "sample_bytes", "most", "sizes"),
     [
-        (1024, 100, None, (2, 32)),
+        (1024, 100, None, (2, 1024)),
+        (1024, 100, 50_000, (2, 32)),
         (6, 100, None, (2, 6)),
         (1, 100, None, (2, 3)),
         (1024, 10_000_000, None, (2, 6)),

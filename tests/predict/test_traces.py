@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.predict.traces import ModelTrace, PeakFit, Piece, Traces, UpdateTrace
+from autotune.predict.traces import ModelTrace, PeakFit, Piece, Reserved, Traces, UpdateTrace
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
@@ -87,11 +87,14 @@ def test_a_law_that_is_not_affine_is_unsure_where_it_was_not_traced(batch_size, 
 
 
 def test_on_a_gpu_the_allocator_reserves_more_than_lives():
-    model = replace(PLAIN, reserved=((2, 1.5, 1.5), (8, 1.25, 1.3), (32, 1.125, 1.2)))
+    plain = Reserved(added="", factors=((2, 1.5, 1.5), (8, 1.25, 1.3), (32, 1.125, 1.2)))
+    growing = Reserved(added="expandable_segments:True", factors=((8, 1.0625, 1.125),))
+    model = replace(PLAIN, reserved=(plain, growing))
     traces = replace(TRACES, target="cuda", models={(): model})
     living = TRACES.peak(config(8))
     assert traces.peak(config(8)).peak_bytes == 1.25 * living.peak_bytes
     assert traces.peak(config(8)).uncertainty == 0
+    assert traces.peak(config(8, expandable_segments=True)).peak_bytes == 1.0625 * living.peak_bytes
     between = traces.peak(config(16))
     assert 1.125 < between.peak_bytes / TRACES.peak(config(16)).peak_bytes < 1.25
     assert between.uncertainty > 0.05
@@ -99,7 +102,7 @@ def test_on_a_gpu_the_allocator_reserves_more_than_lives():
 
 def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
     assert TRACES.peak(config(8)).volume_bytes == 100 + 8 * 20
-    model = replace(PLAIN, reserved=((8, 1.25, 1.3),))
+    model = replace(PLAIN, reserved=(Reserved(added="", factors=((8, 1.25, 1.3),)),))
     assert replace(TRACES, models={(): model}).peak(config(8)).volume_bytes == 0
 
 
