@@ -68,7 +68,7 @@ def test_on_a_gpu_libraries_load_kernels_late_so_that_less_is_known_before_any_p
     )
     assert on_cpu is not None and on_gpu is not None
     assert on_gpu.high_bytes > on_cpu.high_bytes + 100 * MIB
-    assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.01)
+    assert on_gpu.peak_bytes < on_cpu.peak_bytes  # a GPU's allocator is simulated, so that nothing is added for it
 
 
 def test_two_probes_correct_every_group(space: Space) -> None:
