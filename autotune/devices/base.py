@@ -101,7 +101,7 @@ class Device(Protocol):
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether a failed allocation was one of the host's memory and not of the device's own."""
-        return False
+        return self.kind != "cpu" and oom.is_hosts(error)
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""

@@ -51,7 +51,7 @@ def arguments(
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
-    if "loss_weight" in result.parts and int(result.config["accumulation_steps"]) > 1 and _ALIKE & {*frameworks}:
+    if "loss_weight" in result.parts and int(result.config.get("accumulation_steps", 1)) > 1 and _ALIKE & {*frameworks}:
         unsaid["loss_weight"] = (
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"

@@ -243,7 +243,14 @@ class Machine:
         card = self.visible[index]
         major, minor = card.capability
         bare = card.uuid.removeprefix("GPU-").removeprefix("MIG-")
-        return SimpleNamespace(name=card.name, uuid=bare, major=major, minor=minor, total_memory=card.total_bytes)
+        return SimpleNamespace(
+            name=card.name,
+            uuid=bare,
+            major=major,
+            minor=minor,
+            total_memory=card.total_bytes,
+            multi_processor_count=132,
+        )
 
     def _set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         self._process().allowed_bytes = int(fraction * self.visible[index].total_bytes)

@@ -168,4 +168,4 @@ def test_a_search_without_a_round_tells_a_disturbed_baseline_with_doubt():
     assert not result.confirmed and result.num_rounds == 0 and result.verdict == "undecided"
     low, high = result.baseline.samples_per_s_ci
     assert low < result.baseline.samples_per_s < high and high > min(work.disturbed[BASE]) * 1.5
-    assert result.speedup > 2 and result.speedup_ci[0] < 1 and "(at least 0." in str(result)
+    assert result.speedup > 2 and result.speedup_ci[0] < 1 and "too noisy to tell more" in str(result)

@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices.kernels import cuda_like as module
 from autotune.devices.kernels.cuda_like import cuda_like
-from autotune.devices.kernels.cuda_workspaces import CUDA_WORKSPACES
+from autotune.devices.kernels.cuda_workspaces import cuda_workspaces
+from autotune.devices.targets import GpuKind
 
 SHAPE = (4, 8, 16, 32)
+RULES = cuda_workspaces(GpuKind())
 
 
 @pytest.fixture(scope="class")
@@ -302,6 +304,6 @@ class _Workspaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in CUDA_WORKSPACES and (size_bytes := CUDA_WORKSPACES[func](args, result)):
+        if (rule := RULES.get(func)) and (size_bytes := rule(args, result)):
             self.sizes.append(size_bytes)
         return result
