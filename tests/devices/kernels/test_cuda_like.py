@@ -240,17 +240,23 @@ class TestWorkspaces:
 
     def test_with_the_channels_last_nothing_is_copied(self, on_fake_card: None) -> None:
         x = torch.rand(2, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
-        weight = torch.rand(5, 4, 3, 3, requires_grad=True)
-        assert _workspaces(lambda: F.conv2d(x, weight).sum()) == []
+        weight = torch.rand(5, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+        assert _workspaces(lambda: F.conv2d(x, weight).pow(2).sum()) == []
+
+    def test_a_weight_that_lies_otherwise_than_its_input_is_copied(self, on_fake_card: None) -> None:
+        x = torch.rand(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        weight = torch.rand(5, 4, 3, 3)
+        assert _workspaces(lambda: F.conv2d(x, weight).sum().requires_grad_()) == [4 * weight.numel()]
 
     def test_grouped_convolutions_are_not_copied(self, on_fake_card: None) -> None:
         x, weight = torch.rand(2, 4, 8, 8, requires_grad=True), torch.rand(4, 1, 3, 3, requires_grad=True)
-        assert _workspaces(lambda: F.conv2d(x, weight, groups=4).sum()) == []
+        assert _workspaces(lambda: F.conv2d(x, weight, groups=4).pow(2).sum()) == []
 
     def test_flash_attention_sums_the_gradient_of_the_query_in_float32(self, on_fake_card: None) -> None:
         query = torch.rand(2, 4, 100, 40, dtype=torch.bfloat16, requires_grad=True)
         rounded = 4 * 2 * 4 * 128 * (64 + 1)
-        assert _workspaces(lambda: F.scaled_dot_product_attention(query, query, query).sum()) == [rounded]
+        copied = 2 * 2 * query.numel()  # the output and its gradient, which lie by heads and not by positions
+        assert _workspaces(lambda: F.scaled_dot_product_attention(query, query, query).sum()) == [rounded + copied]
 
 
 class TestAfterwards:
