@@ -315,6 +315,7 @@ def contention_while_working(seconds):
     return device.contention(), os.getpid() in connection.used_by_process(connection.visible_gpus()[0])
 
 
+@pytest.mark.values
 def test_another_process_on_the_gpu_is_seen_where_the_driver_shows_processes():
     ready = CONTEXT.Event()
     other = CONTEXT.Process(target=hold_gpu, args=(ready,), daemon=True)

@@ -14,7 +14,7 @@ from tests.driver.build import BuildError, build
 from tests.driver.cards import Card, environment
 
 ROOT = Path(__file__).parent.parent.parent
-_OF_THE_DRIVER = ("PLAYED_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+_OF_THE_DRIVER = ("PLAYED_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 def libraries() -> dict[str, str]:

@@ -51,6 +51,7 @@ def test_the_process_wide_setting_can_be_put_back(make_task):
 
 
 @pytest.mark.gpu
+@pytest.mark.values
 def test_matrix_products_on_a_gpu_are_rounded(make_task):
     require((8, 0), "TF32")
     task = make_task(linear)
