@@ -300,7 +300,11 @@ class _Comparison:
             with self._alike(whole):
                 found = self._judged(whole, parts, num_samples)
                 found = self._drawn_again(found, whole, parts, num_samples)
-                return self._of_unequal_samples(found, samples, num_samples)
+                try:
+                    return self._of_unequal_samples(found, samples, num_samples)
+                except Exception:  # the verdict stands, whatever happens to the search for its cause
+                    self._clear()
+                    return found
         return why[0]
 
     def of_losses(self, samples: Samples, num_samples: int) -> Coupling | str:

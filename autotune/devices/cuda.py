@@ -183,7 +183,7 @@ class CudaDevice(Device):
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether it was the host's; page-locking memory fails with the words that the card has, which has room then."""
-        if oom.is_hosts(error):
+        if super().is_of_host(error):
             return True
         with contextlib.suppress(RuntimeError):  # a broken context tells nothing
             return oom.is_drivers(error) and torch.cuda.mem_get_info(self._index)[0] >= _FULL_CARD_BYTES

@@ -231,6 +231,17 @@ def test_pairs_that_as_few_samples_of_one_length_lack_are_not_called_padding():
     assert found(task).cause is Cause.SAMPLES
 
 
+def test_a_verdict_stands_where_its_cause_cannot_be_looked_for():
+    def collate(samples):
+        if len(samples) == 1:
+            raise ValueError("one sample alone is no batch")
+        return packed(samples)
+
+    rows = [torch.randn(2 + position % 3, WIDTH) for position in range(100)]
+    task = Task(build_model=encoder, train_dataset=lambda: rows, collate_fn=collate, training_step=packed_contrastive)
+    assert found(task).cause is Cause.SAMPLES
+
+
 def test_what_only_make_batch_can_make_smaller_cannot_be_told():
     def make_batch(n):
         return packed([torch.randn(2 + position % 3, WIDTH) for position in range(n)])
