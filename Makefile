@@ -11,7 +11,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-all test-avx2 test-cuda notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
+.PHONY: help demo test test-all test-avx2 test-cuda test-cuda-compiled notebooks lint bench bench-searches bench-play-off bench-memory bench-first-contact bench-worth bench-compiled bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -36,6 +36,10 @@ test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic on
 test-cuda: $(VENV_CUDA)/.installed  ## the tests of GPUs, with torch's CUDA build over GPUs that the tests play; needs gcc and no GPU
 	OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m tests.driver $(VENV_CUDA)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadgroup \
 		-m "gpu and not slow" $(PYTEST_ARGS)
+
+test-cuda-compiled: $(VENV_CUDA)/triton  ## the tests of GPUs that compile, with triton, over GPUs that the tests play; minutes
+	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m tests.driver $(VENV_CUDA)/bin/python -m pytest \
+		-m gpu -k compile tests/gpu $(PYTEST_ARGS)
 
 test-peers: $(VENV)/.installed-peers  ## what is exported, run by the peers themselves, DeepSpeed included
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --timeout 900 tests/export/test_peers.py $(PYTEST_ARGS)
@@ -97,6 +101,11 @@ $(VENV_CUDA)/.installed: $(VENV)/.installed-dev constraints.txt
 	$(RUN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 		>"$$($(VENV_CUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@
+
+# The triton that this torch asks for, apart from the rest: where it is found, every search over a GPU compiles.
+$(VENV_CUDA)/triton: $(VENV_CUDA)/.installed
+	$(RUN)/python -m pip install --quiet --no-deps --target $@ "$$(sed -n 's/^Requires-Dist: \(triton==[0-9.]*\).*/\1/p' \
+		$(VENV_CUDA)/lib/python*/site-packages/torch-*.dist-info/METADATA)"
 
 # DeepSpeed is built here, against the torch that is there, and without kernels of its own.
 $(VENV)/.installed-peers: $(VENV)/.installed-dev

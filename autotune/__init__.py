@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autotune.given import give as _give
 from autotune.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -45,6 +47,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+_give(
+    in_short=_later("autotune.report.text", "in_short"),
+    page=_later("autotune.report.text", "page"),
+    export=_later("autotune.export", "of_result"),
+    task_of_loop=_later("autotune.integrations.loops", "task_of"),
+)
 
 if "IPython" in sys.modules:
     importlib.import_module("autotune.notebook").register()

@@ -15,7 +15,7 @@ from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config
@@ -35,7 +35,7 @@ from autotune.records.options import (
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.report.live import watching
+from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
@@ -48,7 +48,7 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
-from autotune.tuning.calibrating import calibrated
+from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import inspection_failed, prediction_failed
@@ -85,7 +85,7 @@ def search(
     total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
     return run_search(
-        TaskSource.of(task), asked, runner=runner, listener=Listeners(watching(listeners)), began_s=began_s
+        TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s
     )
 
 
@@ -121,7 +121,7 @@ def search_command(
     )
     with techniques.REGISTRY.only(runner.switches):
         plain = replace(asked, device="auto", global_batch=None)
-        return run_search(None, plain, runner=runner, listener=Listeners(watching(listeners)), began_s=began_s)
+        return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 
 @takes(ProbeOptions)
@@ -272,7 +272,7 @@ def predict(
 
     with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner.stated)
-        calibration, _ = calibrated(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
+        calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
         inspection = runner.inspect(
             memory_limit_bytes=None,
             timeout_s=left_s(),
@@ -285,8 +285,7 @@ def predict(
             raise prediction_failed(inspection, asked.timeout_s)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
-        target = target_of(info)
-        sizes = [config.batch_size for config in configs]
+        target, sizes = target_of(info), [config.batch_size for config in configs]
         cache = TraceCache(logs, inspection.facts, target, sizes, techniques.trained(space.baseline))
         tracing = Tracing(runner, lambda: configs, target, cache, left_s())
 
@@ -303,17 +302,22 @@ def predict(
                 wall_s=time.monotonic() - started,
             )
 
-        waits_for_first = only is None
-
-        def watch(traces: Traces) -> None:
-            nonlocal waits_for_first
-            if waits_for_first and traces.knows_plain:
-                waits_for_first = False
-                on_first(predicted(traces))
-
-        tracing.advance(tracing.max_s, watch)
+        tracing.advance(tracing.max_s, _once_plain_is_known(lambda traces: on_first(predicted(traces)), only is None))
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")
     return predicted(tracing.traces.merged(Traces(target=target, failures=late)), late=bool(late))
+
+
+def _once_plain_is_known(tell: Callable[[Traces], None], is_asked: bool) -> Callable[[Traces], None]:
+    """Tells once, as soon as plain training is traced, where that is asked for."""
+    waits = is_asked
+
+    def watch(traces: Traces) -> None:
+        nonlocal waits
+        if waits and traces.knows_plain:
+            waits = False
+            tell(traces)
+
+    return watch
 
 
 @takes(ExplainOptions)

@@ -5,6 +5,8 @@ Each message names the value, what was expected and the next step.
 
 from __future__ import annotations
 
+import signal
+
 
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; the name of its type where it says nothing."""
@@ -53,3 +55,11 @@ class OwnFault(AutotuneError):
     """A fault of autotune itself that every probe meets; `frames` hold its traceback."""
 
     frames_of = "autotune itself"
+
+
+def describe_exit(exit_code: int) -> str:
+    """How a process ended, in words: `died of SIGSEGV (segmentation fault)`, `exited with status 1`."""
+    if exit_code < 0:
+        number = signal.Signals(-exit_code)
+        return f"died of {number.name} ({signal.strsignal(number)})"
+    return f"exited with status {exit_code}"

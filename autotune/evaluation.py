@@ -10,7 +10,7 @@ import torch
 
 from autotune.devices.oom import give_back
 from autotune.errors import TaskError
-from autotune.randomness import restored_randomness
+from autotune.randomness import keep_randomness
 from autotune.recovery import Halving
 from autotune.task.batches import CannotCutError, StepBatch, split
 from autotune.techniques.build import Build
@@ -45,7 +45,7 @@ class Evaluator:
         weights: dict[str, float] = {}
         at_the_end: dict[str, float] = {}
         counts = False
-        with restored_randomness(self._device.torch_device), self.mode():
+        with keep_randomness(self._device.torch_device), self.mode():
             for batch in batches:
                 for part, size in self._sized(batch):
                     for values, weight in self._evaluated(part, size):

@@ -22,6 +22,6 @@ else:
     torch = _Lazy("torch")
 
 
-def loaded_torch() -> Any | None:
+def torch_if_imported() -> Any | None:
     """torch's module where this process has imported it, None where it has not. Waits for another thread that imports it now."""
     return importlib.import_module("torch") if "torch" in sys.modules else None

@@ -14,7 +14,7 @@ OWN = "autotune"
 T = TypeVar("T")
 
 
-def found(
+def find_plugins(
     package: str, base: type[T], group: str, required: tuple[str, ...], taken: Mapping[str, str] | None = None
 ) -> dict[str, T]:
     """An instance of every subclass of `base`, by its `name`: the package's own, a file each, then those of others.
@@ -56,7 +56,7 @@ def _of_others(base: type[T], group: str, required: tuple[str, ...]) -> Iterator
         distribution = entry.dist.metadata["Name"] if entry.dist is not None else entry.value
         remedy = f"remove the package with `pip uninstall {distribution}`"
         try:
-            instance = _loaded(entry, base, required)
+            instance = _load(entry, base, required)
         except Exception as error:
             raise ConfigError(
                 f"the {base.__name__.lower()} {entry.name!r} of the package {distribution} ({entry.value}) cannot be used: "
@@ -70,7 +70,7 @@ def _a(base: type) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _loaded(entry: EntryPoint, base: type[T], required: tuple[str, ...]) -> T:
+def _load(entry: EntryPoint, base: type[T], required: tuple[str, ...]) -> T:
     kind: Any = entry.load()
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise TypeError(f"{entry.value} is not a subclass of {base.__module__.removesuffix('.base')}.{base.__name__}")

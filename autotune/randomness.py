@@ -57,7 +57,7 @@ class RandomState:
 
 
 @contextmanager
-def restored_randomness(device: torch.device) -> Iterator[None]:
+def keep_randomness(device: torch.device) -> Iterator[None]:
     """Restore the random states at the end."""
     state = RandomState(device)
     try:

@@ -83,10 +83,17 @@ class Space:
         """The techniques that some config of the space has on."""
         return [t for name, t in techniques.REGISTRY.items() if any(c != t.off for c in self.choices[name])]
 
+    @cached_property
+    def _known(self) -> dict[Config, bool]:
+        return {self.baseline: True}
+
     def contains(self, config: Config) -> bool:
         """Whether a config belongs to the space."""
-        if config == self.baseline:
-            return True
+        if (known := self._known.get(config)) is None:  # a search asks a hundred thousand times
+            known = self._known[config] = self._contains(config)
+        return known
+
+    def _contains(self, config: Config) -> bool:
         return (
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
@@ -329,35 +336,45 @@ def build_space(
             supported[name] = everything
     if optional_here:
         notes.append(f"optional here: {', '.join(optional_here)}; --include NAME adds one (`autotune show` says why)")
+    space = _space_of(inspection, choices, supported, baseline, fixed, stays_whole=ACCUMULATION not in include)
+    if frameworks:
+        space = space.said_in(frameworks, inspection.facts.get("optimizer", ""))
+    return space, notes
+
+
+def _space_of(
+    inspection: Inspection,
+    choices: dict[str, tuple[Choice, ...]],
+    supported: dict[str, tuple[Choice, ...]],
+    baseline: Config,
+    fixed: Mapping[str, Choice],
+    *,
+    stays_whole: bool,
+) -> Space:
+    """The space of some choices, with what the inspection knows of them.
+
+    Raises:
+        ConfigError: no accumulation makes the global batch out of the batch size that was fixed.
+    """
     accumulations = frozenset(choices[ACCUMULATION])
     if inspection.global_batch is not None:  # accumulation follows from the batch size
         del choices[ACCUMULATION]
         supported.pop(ACCUMULATION, None)
         if BATCH_SIZE in fixed:
             _require_accumulation(int(fixed[BATCH_SIZE]), accumulations, inspection)
-    space = Space(
+    support_of = inspection.support.items()
+    return Space(
         choices=choices,
         supported=supported,
         baseline=baseline,
         global_batch=inspection.global_batch,
         accumulations=accumulations,
         fixed=fixed,
-        untraceable={
-            (name, choice): reason
-            for name, support in inspection.support.items()
-            for choice, reason in support.untraceable
-        },
-        stays_whole=inspection.batch.stays_whole and ACCUMULATION not in include,
-        always=frozenset((name, choice) for name, support in inspection.support.items() for choice in support.always),
-        expected_setup_s={
-            (name, choice): seconds
-            for name, support in inspection.support.items()
-            for choice, seconds in support.setup_s
-        },
+        untraceable={(name, choice): reason for name, found in support_of for choice, reason in found.untraceable},
+        stays_whole=inspection.batch.stays_whole and stays_whole,
+        always=frozenset((name, choice) for name, found in support_of for choice in found.always),
+        expected_setup_s={(name, choice): seconds for name, found in support_of for choice, seconds in found.setup_s},
     )
-    if frameworks:
-        space = space.said_in(frameworks, inspection.facts.get("optimizer", ""))
-    return space, notes
 
 
 def _has_words(name: str, frameworks: Sequence[str]) -> bool:

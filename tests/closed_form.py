@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autotune import techniques
-from autotune.predict.traces import TracedPeak
+from autotune.prediction.traces import TracedPeak
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support

@@ -15,6 +15,7 @@ import pytest
 
 from autotune import doctor
 from autotune.doctor import processes, verdicts
+from autotune.doctor.tested import judge_tested
 from autotune.doctor.verdicts import State
 from autotune.report.terminal import as_text
 from autotune.units import GIB, MIB
@@ -121,6 +122,9 @@ PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
             State.UNAVAILABLE,
             "probes",
         ),
+        (judge_tested, {"device_kind": "cpu", "processor": "x86_64"}, State.OK, ""),
+        (judge_tested, {"device_kind": "cpu", "processor": "aarch64"}, State.UNAVAILABLE, "proof for this machine"),
+        (judge_tested, {"device_kind": "cuda", "processor": "x86_64"}, State.UNAVAILABLE, "proof for this GPU"),
         (verdicts.judge_study, {"error": "OSError: [Errno 30] Read-only file system"}, State.DIFFERS, "--storage"),
         (verdicts.judge_compiler, {"missing": "torch.compile needs triton"}, State.UNAVAILABLE, "torch.compile"),
         (
@@ -156,7 +160,7 @@ from autotune.doctor import processes, verdicts
 ForkServerProcess.kill = lambda process: None
 processes.PATIENCE_S, processes.RELEASE_S = 0.0, 0.1
 examined = [doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)]
-examined.append(doctor._line("kill", processes.killed("cpu"), verdicts.judge_release))
+examined.append(doctor._line("kill", processes.kill_and_watch("cpu"), verdicts.judge_release))
 doctor.examine = lambda device, tell: examined
 raise SystemExit(main(["doctor"]))
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +62,57 @@ def test_nothing_outside_the_techniques_imports_ones_file(path: Path) -> None:
     files = {f"autotune.techniques.{file.stem}" for file in TECHNIQUES.glob("*.py")}
     files -= {f"autotune.techniques.{name}" for name in (*PROTOCOL, "__init__", "__main__")}
     assert not [(line, module) for line, module in imports(ast.parse(path.read_text())) if module in files]
+
+
+MODULES = {
+    ".".join(("autotune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imported(module: str) -> set[str]:
+    """The files of the package that a file imports, also inside functions and by strings. A package may name itself."""
+    tree = ast.parse(MODULES[module].read_text())
+    checked = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    for node in checked:  # what only a type checker imports
+        node.body = [ast.Pass()]
+    named = {text for _, text in strings(tree)} | {name for _, name in imports(tree)}
+    parents = {module[:end] for end in range(len(module)) if module[end] == "."}
+    return (named & MODULES.keys()) - {module} - parents
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """`autotune/__init__` imports anything by its name when it is asked for it, and is left out."""
+    try:
+        tuple(
+            graphlib.TopologicalSorter(
+                {module: imported(module) for module in MODULES if module != "autotune"}
+            ).static_order()
+        )
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_string_imports_from_a_room_above() -> None:
+    """The import linter reads import statements alone."""
+    layers = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0][
+        "layers"
+    ]
+    height = {room.strip(): -level for level, rooms in enumerate(layers) for room in rooms.split("|")}
+
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    up = [
+        (module, text)
+        for module in MODULES
+        if module != "autotune"
+        for _, text in strings(ast.parse(MODULES[module].read_text()))
+        if text in MODULES and text != "autotune" and height[room(text)] > height[room(module)]
+    ]
+    assert not up
 
 
 def test_each_technique_has_a_file_a_test_and_nothing_else_in_it() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from autotune import api, prepare
 from autotune.devices import open_device
 from autotune.errors import TaskError
-from autotune.predict.job import trace_plan
-from autotune.predict.plan import plan_traces
+from autotune.prediction.job import trace_plan
+from autotune.prediction.plan import plan_traces
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import NonFiniteError, Run
 from autotune.records.settings import ProbeSettings

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.asked import asked_of
+from autotune.cli.asked import read_options
+from autotune.cli.exit_codes import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.files import read_config, require_other, require_writable, write
-from autotune.cli.main import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.parser import UsageError
 from autotune.errors import ConfigError
 from autotune.records.options import (
@@ -43,7 +43,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.document import document
     from autotune.report.live import live_listener
     from autotune.runners.command import files_of
-    from autotune.task.loading import find_model_file
+    from autotune.task.model_file import find_model_file
     from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
@@ -60,11 +60,11 @@ def search(options: argparse.Namespace) -> int:
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if options.script is not None:
-            asked = asked_of(options, CommandOptions)
+            asked = read_options(options, CommandOptions)
             result = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
             where = _runner(options) or {"began_s": options.began_s}
-            result = api.search(options.model, listeners=listeners, **where, **asked_of(options, SearchOptions))
+            result = api.search(options.model, listeners=listeners, **where, **read_options(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         result, code = error.result, INTERRUPTED
@@ -95,7 +95,7 @@ def probe(options: argparse.Namespace) -> int:
 
     config = read_config(options.config)
     return _show_outcome(
-        api.probe(options.model, config, on_warning=_warn, **asked_of(options, ProbeOptions)), config, options
+        api.probe(options.model, config, on_warning=_warn, **read_options(options, ProbeOptions)), config, options
     )
 
 
@@ -110,7 +110,7 @@ def verify(options: argparse.Namespace) -> int:
             if value is not None:
                 raise UsageError(f"{flag} {value} is for a study's answer; give the study by --against STUDY")
         config = read_config(options.config)
-        asked = asked_of(options, VerifyOptions)
+        asked = read_options(options, VerifyOptions)
         return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
     answer = load_study(options.against, study=options.study).answer()
     if answer.command:
@@ -120,7 +120,7 @@ def verify(options: argparse.Namespace) -> int:
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
     outcome = api.verify(
-        options.model, answer.config, on_warning=_warn, **asked_of(options, VerifyOptions, answer.asked)
+        options.model, answer.config, on_warning=_warn, **read_options(options, VerifyOptions, answer.asked)
     )
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
@@ -187,7 +187,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _warn_of_no_pictures() -> None:
-    from autotune.report.interactive import why_no_pictures
+    from autotune.report.plots import why_no_pictures
 
     if reason := why_no_pictures():
         _warn(f"the page has no pictures: {reason}")
@@ -255,7 +255,7 @@ def export(options: argparse.Namespace) -> int:
 def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
-    from autotune.report.live import summary
+    from autotune.report.progress import summary
     from autotune.techniques.labels import describe
     from autotune.tuning.sweep import Progress
     from autotune.units import plural
@@ -267,7 +267,7 @@ def sweep(options: argparse.Namespace) -> int:
         line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
-    asked = asked_of(options, SweepOptions)
+    asked = read_options(options, SweepOptions)
     interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
     table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
@@ -290,7 +290,7 @@ def predict(options: argparse.Namespace) -> int:
         options.model,
         None if options.config is None else read_config(options.config),
         on_first=lambda first: print(first_words(first), file=sys.stderr, flush=True),
-        **asked_of(options, PredictOptions),
+        **read_options(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
     what = "one config" if options.config is not None else f"{plural(combinations, 'combination')} of techniques"
@@ -321,7 +321,7 @@ def explain(options: argparse.Namespace) -> int:
     explanation = api.explain(
         options.model,
         None if options.config is None else read_config(options.config),
-        **asked_of(options, ExplainOptions),
+        **read_options(options, ExplainOptions),
     )
     print(
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",

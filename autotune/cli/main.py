@@ -11,10 +11,10 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from autotune.cli.exit_codes import ANSWERED, INTERRUPTED, USAGE
 from autotune.cli.parser import UsageError, build_parser
 from autotune.errors import AutotuneError
 
-ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 _NEXT_STEPS = {
     errno.ENOSPC: "free space on that disk",
     errno.EDQUOT: "free space within your quota",

@@ -7,7 +7,7 @@ import difflib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 def _not_one_task(options: argparse.Namespace) -> str:
     """Why a search is of nothing, or of two things; empty where it is of one."""
-    scripts = given(options, CommandOptions).keys() - given(options, SearchOptions).keys()
+    scripts = options_given(options, CommandOptions).keys() - options_given(options, SearchOptions).keys()
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"
     if options.script is None and scripts:
@@ -91,10 +91,181 @@ def _not_one_task(options: argparse.Namespace) -> str:
     return ""
 
 
+def _add_to_search(parser: Parser) -> None:
+    parser.group(RUN).add_argument(
+        "--command",
+        dest="script",
+        metavar="COMMAND",
+        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
+        "{NAME} of each --choices are filled in",
+    )
+    parser.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
+    parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
+    parser.group(OUTPUT).add_argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="NAME[:WHERE]",
+        help="keep every probe and the answer in a tracker, too: tensorboard:DIR, wandb:PROJECT, mlflow:URI",
+    )
+    parser.group(OUTPUT).add_argument("--quiet", action="store_true", help="only warnings on stderr")
+    _add_json(parser)
+
+
+def _add_to_probe(parser: Parser) -> None:
+    parser.group(RUN).add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
+    _add_json(parser)
+
+
+def _add_to_verify(parser: Parser) -> None:
+    verified = parser.group(RUN).add_mutually_exclusive_group(required=True)
+    verified.add_argument("--config", metavar="JSON|FILE", help=CONFIG)
+    verified.add_argument(
+        "--against", metavar="STUDY", help="run its answer, and exit with 1 where it has become slower"
+    )
+    parser.group(RUN).add_argument(
+        "--max-regression",
+        type=_reader(SHARE),
+        metavar="PERCENT",
+        help="how much slower the answer may be than it was (default: 5%%)",
+    )
+    parser.group(RUN).add_argument(
+        "--study", metavar="NAME", help="which study, if the file of --against holds several"
+    )
+    _add_json(parser)
+
+
+def _add_to_show(parser: Parser) -> None:
+    _add_study(parser)
+    forms = parser.group(OUTPUT).add_mutually_exclusive_group()
+    for name in _names_of_forms():
+        forms.add_argument(
+            f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
+        )
+
+
+def _add_to_report(parser: Parser) -> None:
+    _add_study(parser)
+    parser.group(OUTPUT).add_argument(
+        "--html", metavar="FILE", help="the page to write (default: the study's name with .html)"
+    )
+
+
+def _add_to_dashboard(parser: Parser) -> None:
+    parser.add_argument("study_file", metavar="STUDY", help=STUDY)
+    parser.group(OUTPUT).add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen; whoever reaches it may change the study (default: 127.0.0.1, this machine alone)",
+    )
+    parser.group(OUTPUT).add_argument(
+        "--port", type=_reader(PORT), default=8080, metavar=PORT.metavar, help="the port (default: 8080)"
+    )
+
+
+def _add_to_compare(parser: Parser) -> None:
+    parser.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
+    parser.group(KEPT).add_argument(
+        "--study", action="append", metavar="NAME", help="which study of each file, in order; one for all if given once"
+    )
+    _add_json(parser)
+
+
+def _add_to_export(parser: Parser) -> None:
+    _add_study(parser)
+    to = parser.group(OUTPUT).add_argument(
+        "--to",
+        required=True,
+        metavar="NAME",
+        help="the form: json or env, for example; an unknown NAME lists them all",
+    )
+    _complete(to, _names_of_exporters)
+    parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
+    parser.group(OUTPUT).add_argument(
+        "--force", action="store_true", help="also an answer that was not shown to train as plain fp32 does"
+    )
+
+
+def _add_to_predict(parser: Parser) -> None:
+    parser.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
+    _add_json(parser)
+
+
+def _add_to_explain(parser: Parser) -> None:
+    parser.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"{CONFIG}; default: the task's baseline")
+    parser.group(OUTPUT).add_argument("--picture", metavar="FILE", help="draw it, too, as FILE.png, .svg or .pdf")
+    _add_json(parser)
+
+
+def _add_to_sweep(parser: Parser) -> None:
+    parser.group(OUTPUT).add_argument("--quiet", action="store_true", help="no line per probe on stderr")
+
+
+def _add_to_devices(parser: Parser) -> None:
+    parser.group(OUTPUT).add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    _add_json(parser)
+
+
+def _add_to_doctor(parser: Parser) -> None:
+    parser.group(TASK).add_argument(
+        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
+    )
+    _add_json(parser)
+
+
+def _add_to_init(parser: Parser) -> None:
+    parser.add_argument("file", nargs="?", default="model.py", metavar="FILE")
+
+
+def _add_to_completion(parser: Parser) -> None:
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        add_arguments: adds what is its own.
+        options: the table of options of a command that takes a model; None for others.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[Parser], None]
+    options: type[RunOptions] | None = None
+
+
+COMMANDS = (
+    Command("search", "find the best config of a model file, or of a training script", _add_to_search, CommandOptions),
+    Command("probe", "run one config once", _add_to_probe, ProbeOptions),
+    Command("verify", "a long run of one config, with real data", _add_to_verify, VerifyOptions),
+    Command("show", "probes, front and answer of a study, with the reasons", _add_to_show),
+    Command("report", "a study as one HTML page that needs no network", _add_to_report),
+    Command("dashboard", "optuna-dashboard on a study, in a browser, until Ctrl-C", _add_to_dashboard),
+    Command("compare", "the answers of several studies side by side: machines, versions, models", _add_to_compare),
+    Command("export", "the answer in the form that a framework reads", _add_to_export),
+    Command(
+        "predict", "the largest batch that fits, without training and without a GPU", _add_to_predict, PredictOptions
+    ),
+    Command(
+        "explain", "where memory and time go, layer by layer, and what to do about it", _add_to_explain, ExplainOptions
+    ),
+    Command("sweep", "measure a whole space into a table, for comparing searches", _add_to_sweep, SweepOptions),
+    Command("devices", "memory, utilisation, temperature, power, processes", _add_to_devices),
+    Command("doctor", "prove on this machine, in a minute, what a search assumes", _add_to_doctor),
+    Command("init", "write a commented model.py that runs as it is", _add_to_init),
+    Command(
+        "completion", 'a shell\'s completion of these commands: eval "$(autotune completion bash)"', _add_to_completion
+    ),
+)
+
+
 def build_parser() -> Parser:
     """The parser of every command; `command` in the result names the one that was given. It raises UsageError.
 
-    An option of the table that was not given is absent from the result: `given` finds those that were.
+    An option of the table that was not given is absent from the result: `options_given` finds those that were.
     """
     parser = Parser(
         prog="autotune",
@@ -104,123 +275,20 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"autotune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.commands = commands.choices
-
-    def command(name: str, help: str, options: type[RunOptions] | None = None) -> Parser:
-        made: Parser = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
-        if options is not None:
-            nargs = "?" if options is CommandOptions else None
+    for command in COMMANDS:
+        made: Parser = commands.add_parser(command.name, help=command.help, description=command.help, epilog=EXIT_CODES)
+        if command.options is not None:
+            nargs = "?" if command.options is CommandOptions else None
             made.add_argument(
                 "model", metavar="MODEL", help="model.py, or model.py:task for a Task object in it", nargs=nargs
             )
-            _add_table(made, options)
+            _add_table(made, command.options)
         made.group(OUTPUT).add_argument("--debug", action="store_true", help="show tracebacks of autotune's own code")
-        return made
-
-    search = command("search", "find the best config of a model file, or of a training script", CommandOptions)
-    search.group(RUN).add_argument(
-        "--command",
-        dest="script",
-        metavar="COMMAND",
-        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
-        "{NAME} of each --choices are filled in",
-    )
-    search.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
-    search.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
-    search.group(OUTPUT).add_argument(
-        "--track",
-        action="append",
-        default=[],
-        metavar="NAME[:WHERE]",
-        help="keep every probe and the answer in a tracker, too: tensorboard:DIR, wandb:PROJECT, mlflow:URI",
-    )
-    search.group(OUTPUT).add_argument("--quiet", action="store_true", help="only warnings on stderr")
-    _add_json(search)
-    probe = command("probe", "run one config once", ProbeOptions)
-    probe.group(RUN).add_argument("--config", required=True, metavar="JSON|FILE", help=CONFIG)
-    _add_json(probe)
-    verify = command("verify", "a long run of one config, with real data", VerifyOptions)
-    verified = verify.group(RUN).add_mutually_exclusive_group(required=True)
-    verified.add_argument("--config", metavar="JSON|FILE", help=CONFIG)
-    verified.add_argument(
-        "--against", metavar="STUDY", help="run its answer, and exit with 1 where it has become slower"
-    )
-    verify.group(RUN).add_argument(
-        "--max-regression",
-        type=_reader(SHARE),
-        metavar="PERCENT",
-        help="how much slower the answer may be than it was (default: 5%%)",
-    )
-    verify.group(RUN).add_argument(
-        "--study", metavar="NAME", help="which study, if the file of --against holds several"
-    )
-    _add_json(verify)
-    show = command("show", "probes, front and answer of a study, with the reasons")
-    _add_study(show)
-    forms = show.group(OUTPUT).add_mutually_exclusive_group()
-    for name in _names_of_forms():
-        forms.add_argument(
-            f"--{name}", dest="form", action="store_const", const=name, help=f"the study as {name.upper()} on stdout"
-        )
-    report = command("report", "a study as one HTML page that needs no network")
-    _add_study(report)
-    report.group(OUTPUT).add_argument(
-        "--html", metavar="FILE", help="the page to write (default: the study's name with .html)"
-    )
-    dashboard = command("dashboard", "optuna-dashboard on a study, in a browser, until Ctrl-C")
-    dashboard.add_argument("study_file", metavar="STUDY", help=STUDY)
-    dashboard.group(OUTPUT).add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="where to listen; whoever reaches it may change the study (default: 127.0.0.1, this machine alone)",
-    )
-    dashboard.group(OUTPUT).add_argument(
-        "--port", type=_reader(PORT), default=8080, metavar=PORT.metavar, help="the port (default: 8080)"
-    )
-    compare = command("compare", "the answers of several studies side by side: machines, versions, models")
-    compare.add_argument("study_files", nargs="+", metavar="STUDY", help=STUDY)
-    compare.group(KEPT).add_argument(
-        "--study", action="append", metavar="NAME", help="which study of each file, in order; one for all if given once"
-    )
-    _add_json(compare)
-    export = command("export", "the answer in the form that a framework reads")
-    _add_study(export)
-    to = export.group(OUTPUT).add_argument(
-        "--to",
-        required=True,
-        metavar="NAME",
-        help="the form: json or env, for example; an unknown NAME lists them all",
-    )
-    _complete(to, _names_of_exporters)
-    export.group(OUTPUT).add_argument("--out", metavar="FILE", help="write to FILE instead of stdout")
-    export.group(OUTPUT).add_argument(
-        "--force", action="store_true", help="also an answer that was not shown to train as plain fp32 does"
-    )
-    predict = command("predict", "the largest batch that fits, without training and without a GPU", PredictOptions)
-    predict.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"this config alone: {CONFIG}")
-    _add_json(predict)
-    explain = command("explain", "where memory and time go, layer by layer, and what to do about it", ExplainOptions)
-    explain.group(RUN).add_argument("--config", metavar="JSON|FILE", help=f"{CONFIG}; default: the task's baseline")
-    explain.group(OUTPUT).add_argument("--picture", metavar="FILE", help="draw it, too, as FILE.png, .svg or .pdf")
-    _add_json(explain)
-    sweep = command("sweep", "measure a whole space into a table, for comparing searches", SweepOptions)
-    sweep.group(OUTPUT).add_argument("--quiet", action="store_true", help="no line per probe on stderr")
-    devices = command("devices", "memory, utilisation, temperature, power, processes")
-    devices.group(OUTPUT).add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
-    _add_json(devices)
-    doctor = command("doctor", "prove on this machine, in a minute, what a search assumes")
-    doctor.group(TASK).add_argument(
-        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
-    )
-    _add_json(doctor)
-    init = command("init", "write a commented model.py that runs as it is")
-    init.add_argument("file", nargs="?", default="model.py", metavar="FILE")
-    completion = command("completion", 'a shell\'s completion of these commands: eval "$(autotune completion bash)"')
-    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+        command.add_arguments(made)
     return parser
 
 
-def given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str, Any]:
+def options_given(namespace: argparse.Namespace, options: type[RunOptions]) -> dict[str, Any]:
     """The options of the table that the user gave, by name, as text. The Python API takes them so."""
     return {option.name: getattr(namespace, option.name) for option in table(options) if option.name in namespace}
 
@@ -236,7 +304,7 @@ def _add_table(parser: Parser, options: type[RunOptions]) -> None:
         action = parser.group(option.group).add_argument(
             option.flag,
             action="append" if option.kind.repeated else "store",
-            type=_checked(option),
+            type=_check_with(option),
             default=argparse.SUPPRESS,
             required=default is MISSING,
             metavar=option.kind.metavar,
@@ -253,7 +321,7 @@ def _complete(action: argparse.Action, words: Callable[[], Iterable[str]]) -> No
     action.completer = lambda **context: words()  # type: ignore[attr-defined]  # argcomplete's protocol
 
 
-def _checked(option: Option) -> Callable[[str], str]:
+def _check_with(option: Option) -> Callable[[str], str]:
     """An argparse type that refuses what the option's kind cannot read, in its words, and leaves the text as it is."""
     read = _reader(option.kind)
 

@@ -12,7 +12,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
-def held_still(model: torch.nn.Module, run: Callable[[], object]) -> Iterator[None]:
+def hold_still(model: torch.nn.Module, run: Callable[[], object]) -> Iterator[None]:
     """Let each batch normalisation take the statistics that it saw last in `run`, a forward pass, for those of every batch.
 
     What it normalises over is a matter of its own: micro batches of such a model learn otherwise, whatever the loss is.

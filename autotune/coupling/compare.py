@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autotune.coupling.batch_statistics import held_still
+from autotune.coupling.batch_statistics import hold_still
 from autotune.coupling.buffers import Buffers
 from autotune.coupling.dropout_off import dropout_off
 from autotune.coupling.same_draws import SameDraws
 from autotune.devices import Device
 from autotune.devices.oom import attempted_bytes, give_back
 from autotune.errors import in_one_line
-from autotune.randomness import RandomState, restored_randomness
+from autotune.randomness import RandomState, keep_randomness
 from autotune.records.coupling import Cause, Coupling, Verdict
 from autotune.task import Task
 from autotune.task.adapters import uncounted
@@ -327,7 +327,7 @@ class _Comparison:
         """Around a comparison: what the user's code raises is why it shows nothing."""
         why: list[str] = []
         is_short = False
-        with restored_randomness(self._device.torch_device):
+        with keep_randomness(self._device.torch_device):
             try:
                 yield why
             except (CannotCutError, _OutOfTimeError):
@@ -356,7 +356,7 @@ class _Comparison:
                 if "torch._dynamo" in sys.modules:  # what is compiled is compiled again for each size
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(dropout_off(self._model))
-                stack.enter_context(held_still(self._model, lambda: self._loss(whole)))
+                stack.enter_context(hold_still(self._model, lambda: self._loss(whole)))
                 self._buffers = Buffers(self._model)
                 self._buffers.note()
                 yield

@@ -13,7 +13,7 @@ from autotune.devices.base import Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
-from autotune.lazy import loaded_torch
+from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
 
 __all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device", "require_linux"]
@@ -72,7 +72,7 @@ def device_named(name: str) -> Device:
 
 def torch_has_cuda() -> bool:
     """Whether the installed torch was built with CUDA, or with ROCm, which it shows as CUDA. Does not import it."""
-    if (torch := loaded_torch()) is not None:
+    if (torch := torch_if_imported()) is not None:
         return torch.version.cuda is not None or torch.version.hip is not None
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -93,7 +93,7 @@ def _num_gpus() -> int:
         return len(connection.visible_gpus())
     if not torch_has_cuda() or not is_there_a_sign_of_a_gpu():
         return 0
-    torch = loaded_torch()
+    torch = torch_if_imported()
     return len(ask_torch().gpus) if torch is None else int(torch.cuda.device_count())
 
 

@@ -71,6 +71,13 @@ class Device(Protocol):
     def current_bytes(self) -> int:
         """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
 
+    def outside_bytes(self) -> int:
+        """Memory of this process now that is not a model's, on the same scale.
+
+        On a GPU it is what lies outside torch's allocator: workspaces inside are part of what that reserves.
+        """
+        return self.current_bytes()
+
     def held_bytes(self, attempted_bytes: int) -> int:
         """Lower bound of what this process held when an allocation of `attempted_bytes` failed just now; comparable with the limit.
 

@@ -14,7 +14,7 @@ from autotune.devices import cgroup, oom, procfs
 from autotune.devices.base import Device, Telemetry
 from autotune.devices.contention import ProcessorWatch, processors
 from autotune.errors import DeviceError
-from autotune.lazy import loaded_torch, torch
+from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_bytes, plural
 
@@ -183,7 +183,7 @@ def num_threads() -> int:
     torch takes MKL_NUM_THREADS or OMP_NUM_THREADS, or else one thread for each physical core that the process may run on.
     In builds for x86, MKL allows no more threads than cores.
     """
-    if (torch := loaded_torch()) is not None:
+    if (torch := torch_if_imported()) is not None:
         return int(torch.get_num_threads())
     num_cores = _num_physical_cores()
     for variable in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):

@@ -140,6 +140,11 @@ class CudaDevice(Device):
         self._enter()
         return torch.cuda.memory_allocated(self._index) + self._outside_bytes()
 
+    def outside_bytes(self) -> int:
+        """What lies outside the allocator."""
+        self._enter()
+        return self._outside_bytes()
+
     def held_bytes(self, attempted_bytes: int) -> int:
         """What the allocator has reserved now, plus what lies outside it.
 

@@ -9,7 +9,7 @@ from autotune.devices import nvml, procfs
 from autotune.devices.asked import AskedGpu, ask_torch, describe
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
-from autotune.lazy import loaded_torch, torch
+from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
@@ -172,7 +172,7 @@ class Instruments:
 
 def has_context() -> bool:
     """Whether this process uses CUDA through torch."""
-    loaded = loaded_torch()
+    loaded = torch_if_imported()
     return loaded is not None and bool(loaded.cuda.is_initialized())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.devices import cgroup
-from autotune.lazy import loaded_torch, torch
+from autotune.lazy import torch, torch_if_imported
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -141,7 +141,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def _is_failed_allocation(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    loaded = loaded_torch()
+    loaded = torch_if_imported()
     if loaded is not None and isinstance(error, loaded.OutOfMemoryError):
         return True
     text = str(error)

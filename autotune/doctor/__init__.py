@@ -14,6 +14,7 @@ from typing import Any
 from autotune.devices import open_device, require_linux
 from autotune.devices.selftest import Facts
 from autotune.doctor import processes, verdicts
+from autotune.doctor.tested import judge_tested, tested_facts
 from autotune.doctor.training import TASKS, trainings
 from autotune.doctor.verdicts import Judge, State
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
@@ -82,7 +83,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             facts = processes.in_process(test, name)
             yield from (_line(line, facts, judge) for line, judge in judges.items())
         tell("memory after a kill")
-        yield _line("memory after a kill", processes.killed(name), verdicts.judge_release)
+        yield _line("memory after a kill", processes.kill_and_watch(name), verdicts.judge_release)
         tell(f"training of {', '.join(task.name for task in TASKS)}")
         for task, facts in trained:
             judges = TRAINING_CHECKS if task is TASKS[0] else {}
@@ -90,6 +91,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
     yield _line("compiler", processes.compiler(name), verdicts.judge_compiler)
     yield _line("study", processes.study(), verdicts.judge_study)
+    yield _line("tested before", tested_facts(opened.kind), judge_tested)
 
 
 def sections(lines: Iterable[Line]) -> Iterator[Section]:

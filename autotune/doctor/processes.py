@@ -25,13 +25,13 @@ STUCK = {"failure": "the check's process did not end when it was killed: it is s
 
 def in_process(test: str, device: str) -> Facts:
     """The facts of a test, in a process that is killed when it takes too long."""
-    with _started(test, device) as (process, receiving):
-        facts = _received(process, receiving)
+    with _start(test, device) as (process, receiving):
+        facts = _receive(process, receiving)
     return STUCK if process.is_alive() else facts
 
 
 @contextlib.contextmanager
-def _started(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
+def _start(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "autotune.devices.selftest"])
     receiving, sending = context.Pipe(duplex=False)
@@ -46,7 +46,7 @@ def _started(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
         receiving.close()
 
 
-def _received(process: Any, receiving: Connection) -> Facts:
+def _receive(process: Any, receiving: Connection) -> Facts:
     if not receiving.poll(PATIENCE_S):
         return {"failure": f"the check did not end within {format_seconds(PATIENCE_S)}"}
     try:
@@ -68,7 +68,7 @@ def _run(sending: Connection, test: str, device: str) -> None:
         time.sleep(60)
 
 
-def killed(name: str) -> Facts:
+def kill_and_watch(name: str) -> Facts:
     """Kill a process that holds memory of the device, and see when that is back."""
     device = open_device(name)
 
@@ -77,8 +77,8 @@ def killed(name: str) -> Facts:
 
     if used() is None:
         return {"why": "nothing here tells how much of the device's memory is in use"}
-    with _started("hold", name) as (process, receiving):
-        facts = _received(process, receiving)
+    with _start("hold", name) as (process, receiving):
+        facts = _receive(process, receiving)
         if "failure" in facts:
             return facts
         while_bytes = used() or 0.0

@@ -14,7 +14,7 @@ from autotune import techniques
 from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError
-from autotune.predict.memory import MemoryModel
+from autotune.prediction.memory import MemoryModel
 from autotune.records.calibration import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind

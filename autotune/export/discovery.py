@@ -24,7 +24,7 @@ def exporters() -> dict[str, Exporter]:
         ConfigError: another package's cannot be used.
     """
     package = __name__.rpartition(".")[0]
-    return plugins.found(package, Exporter, GROUP, ("name", "summary"))  # type: ignore[type-abstract]
+    return plugins.find_plugins(package, Exporter, GROUP, ("name", "summary"))  # type: ignore[type-abstract]
 
 
 def of_result(result: Result, to: str, *, force: bool = False) -> Export:

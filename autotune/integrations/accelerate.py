@@ -28,7 +28,7 @@ from autotune.integrations.words import read, search
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
-from autotune.report.live import watching
+from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
@@ -91,7 +91,7 @@ def find_executable_config(
         def run(*args: Any, **kwargs: Any) -> T:
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
-                watched_by = watching(listeners)
+                watched_by = listeners_of(listeners)
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
@@ -105,7 +105,7 @@ def find_executable_config(
                     if couplings[0] is not None and not couplings[0].may_be_cut:
                         error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")
                         raise
-                found[0] = _halved(found[0])
+                found[0] = _halve(found[0])
                 gc.collect()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()
@@ -119,7 +119,7 @@ def find_executable_config(
     return decorate
 
 
-def of_this_process() -> dict[str, Choice]:
+def choices_of_accelerator() -> dict[str, Choice]:
     """What the `Accelerator` that exists already does to every loop of this process; nothing where there is none."""
     if (state := _state()) is None:
         return {}
@@ -142,7 +142,7 @@ def _state() -> Any:
     return AcceleratorState() if is_initialized() else None
 
 
-def launched() -> dict[str, Choice]:
+def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
     said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
     return _read(said)
@@ -150,7 +150,7 @@ def launched() -> dict[str, Choice]:
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
     """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
-    if found := of_this_process():
+    if found := choices_of_accelerator():
         words = {name: choice for name, choice in found.items() if name not in options.get("exclude", ())}
         kept = " and ".join(f"{name}={choice}" for name, choice in words.items())
         text = (
@@ -160,14 +160,14 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
         Listeners(listeners).on(Note(text=text, warning=True))
         task = replace(task, baseline={**(task.baseline or {}), **found} or None)
         return task, {**options, "fix": {**options.get("fix", {}), **words}}
-    return replace(task, baseline={**launched(), **(task.baseline or {})} or None), dict(options)
+    return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)
 
 
 def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
     return read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
 
 
-def _halved(config: Executable) -> Executable:
+def _halve(config: Executable) -> Executable:
     plan = BatchPlan(config[BATCH_SIZE], config[ACCUMULATION])
     size = largest_batch_size(plan.batch_size // 2, plan.samples_per_step)
     return Executable({**config, BATCH_SIZE: size, ACCUMULATION: plan.samples_per_step // size})

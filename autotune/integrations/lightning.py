@@ -30,8 +30,8 @@ from autotune.errors import TaskError
 from autotune.export.arguments import arguments
 from autotune.integrations.live import LiveModel
 from autotune.integrations.loops import baseline_of, data_of
-from autotune.integrations.words import changes, read, require_said, search
-from autotune.randomness import restored_randomness
+from autotune.integrations.words import read, require_said, search, words_of_changes
+from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
@@ -227,7 +227,7 @@ class AutotuneCallback:
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
         self.result = _search(task, trainer, options, self._listeners)
-        said = changes(task, self.result, _FRAMEWORKS)
+        said = words_of_changes(task, self.result, _FRAMEWORKS)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
             if parsing.lightning_hasattr(pl_module, attribute):
@@ -269,7 +269,7 @@ def _made_of(module: LightningModule, datamodule: LightningDataModule | None, ho
     owner: Any = module if datamodule is None else datamodule
     if not (overrides(type(owner), hook) or hook in vars(owner)):  # `from_datasets` sets it on the object
         return None
-    with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+    with keep_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
         maker = copy.deepcopy(_alone(owner))
         maker.prepare_data()
         maker.setup("fit")

@@ -26,9 +26,9 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune import techniques
 from autotune.errors import TaskError
-from autotune.integrations.accelerate import device_of_this_process, launched, of_this_process
+from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
 from autotune.integrations.live import LiveModel
-from autotune.integrations.words import changed, changes, read, search
+from autotune.integrations.words import find_changes, read, search, words_of_changes
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.result import Result
@@ -97,7 +97,7 @@ def tune(
             f"{type(model).__name__} is a LightningModule, which a Trainer trains; use "
             "autotune.integrations.lightning.tune(module, datamodule, trainer)"
         )
-    today = {**launched(), **of_this_process(), **(baseline or {})}
+    today = {**choices_of_launcher(), **choices_of_accelerator(), **(baseline or {})}
     task = replace(task_of(model, loader, loss, optimizer, baseline=today), fixed_accumulation=_STAYS)
     if optimizer is None:
         raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
@@ -115,11 +115,11 @@ def tune(
     frameworks = (LOOP, DATALOADER) if type(loader) is DataLoader else (LOOP,)
     device = device_of_this_process() or str(next(model.parameters()).device)
     result = search(task, frameworks, options, listeners, device=device)
-    if said := changes(task, result, frameworks).get(DATALOADER):
+    if said := words_of_changes(task, result, frameworks).get(DATALOADER):
         loader = _changed_loader(loader, said)
     found = {
         name: choice
-        for name, choice in changed(task, result).items()
+        for name, choice in find_changes(task, result).items()
         if name not in own and LOOP in techniques.REGISTRY[name].frameworks
     }
     if found:

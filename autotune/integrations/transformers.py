@@ -23,8 +23,8 @@ from transformers import Trainer, TrainerCallback
 from autotune import techniques
 from autotune.errors import ConfigError, TaskError
 from autotune.integrations.live import LiveModel
-from autotune.integrations.words import changes, plain, read, search
-from autotune.randomness import restored_randomness
+from autotune.integrations.words import plain, read, search, words_of_changes
+from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
 from autotune.techniques.frameworks import TRANSFORMERS
@@ -66,7 +66,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     result = search(task, (TRANSFORMERS,), options, listeners, device=_device(trainer.args))
-    said = changes(task, result, (TRANSFORMERS,))
+    said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 
 
@@ -171,7 +171,7 @@ class LiveTrainer:
     def _trainer(self, model: torch.nn.Module | None = None) -> Any:
         """The trainer of this process, which trains `model` from now on."""
         if self._made is None:
-            with restored_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+            with keep_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
                 args = self._class_of_args(**{**self._args, "use_cpu": not torch.cuda.is_available()})
                 made: Any = object.__new__(self._class)
                 made._move_model_to_device = lambda *_: None

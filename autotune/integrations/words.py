@@ -13,7 +13,7 @@ from autotune.integrations.live import refuse_several_processes
 from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.report.gain import said_of
-from autotune.report.live import watching
+from autotune.report.live import listeners_of
 from autotune.task import Task
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners, Note
@@ -69,29 +69,29 @@ def search(
     named: dict[str, Any] = {"frameworks": tuple(frameworks)}
     if options.get("runner") is None:
         named["device"] = device
-    listeners = watching(listeners)
+    listeners = listeners_of(listeners)
     result = api.search(task, listeners=listeners, **{**named, **options})
     found = said_of(result)
     gain = "".join((f", {found.gain}" if found.gain else "", f" ({found.sure})" if found.sure else ""))
-    told = ", ".join(f"{name}={choice}" for name, choice in changed(task, result).items()) or "nothing to change"
+    told = ", ".join(f"{name}={choice}" for name, choice in find_changes(task, result).items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
     Listeners(listeners).on(Note(text=f"{found.verdict}{gain}: {told}; `autotune show {study}` tells why"))
     return result
 
 
-def changed(task: Task, result: Result) -> dict[str, Choice]:
+def find_changes(task: Task, result: Result) -> dict[str, Choice]:
     """The answer's choices that differ from the baseline's."""
     before = _before(task, result)
     return {name: choice for name, choice in result.config.items() if choice != before[name]}
 
 
-def changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, dict[str, Any]]:
+def words_of_changes(task: Task, result: Result, frameworks: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What the answer changes of the baseline: framework -> arguments.
 
     Raises:
         ConfigError: an option asked for something that none of the frameworks can say.
     """
-    before, found = _before(task, result), changed(task, result)
+    before, found = _before(task, result), find_changes(task, result)
     space = {name: (before[name], choice) for name, choice in found.items()}
     said, unsaid = arguments(replace(result, config=found), space, frameworks, "no argument says it")
     require_said(unsaid)

@@ -15,7 +15,7 @@ from autotune.devices.oom import attempted_bytes
 from autotune.probe.differences import Difference, Run, difference, worst
 from autotune.probe.runs import SEED, Runs
 from autotune.probe.seed import seed_everything
-from autotune.randomness import restored_randomness
+from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check
@@ -65,8 +65,27 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         ConfigError: the config is not valid.
     """
     config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
-    task = techniques.narrowed(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
+    task = techniques.narrow_task(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
     return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size).check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Judged:
+    """What a difference means.
+
+    Attributes:
+        complaints: none where the config passes.
+        notes: what the user should know besides.
+        noise: the model's own, with other random draws where those count.
+        undecided: the model magnifies rounding so far that the comparison tells little.
+        cause: keys of the config that make it fail.
+    """
+
+    complaints: list[str]
+    notes: list[str]
+    noise: Difference
+    undecided: bool
+    cause: tuple[str, ...]
 
 
 class _Comparison:
@@ -92,7 +111,7 @@ class _Comparison:
 
     def check(self) -> Check:
         """Run everything and judge."""
-        with restored_randomness(self.device.torch_device):
+        with keep_randomness(self.device.torch_device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
             runs = Runs(self.task, self.device, batch, self.num_steps, self.same_masks)
@@ -103,38 +122,9 @@ class _Comparison:
             )
             candidate = runs.run(self.config)
             found = difference(plain, candidate)
-            names_equal = plain.names == candidate.names
-            cause: tuple[str, ...] = ()
-            complaints = self.complaints(found, noise)
-            if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
-                draws = RandomDraws()
-                others = difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws))
-                if draws.seen or self.micro_steps > 1:
-                    noise = worst(noise, others)
-                    complaints = self.complaints(found, noise)
-            notes, undecided = [], False
-            if complaints and self.micro_steps > 1 and runs.batch_statistics:
-                notes.append(
-                    "expected: batch normalisation sees one micro batch at a time, so accumulation learns otherwise"
-                )
-            elif complaints and self.exact and (error := self.error_in_double(runs)) <= DOUBLE_ERROR:
-                complaints = []
-                notes.append(
-                    f"the gradient differs by {found.gradient:.1e}, because single roundings decide in this model; "
-                    f"in double precision it differs by {error:.1e}"
-                )
-            elif complaints and not self.exact:
-                rounded = difference(plain, runs.run(self.plain, prepare_model=self.round_parameters))
-                complaints = self.complaints(found, noise, rounded)
-                undecided = not complaints and not (found.gradient <= TELLING_ERROR and found.cosine >= TELLING_COSINE)
-                notes.append(
-                    f"the gradient's cosine with plain fp32 is {found.cosine:.3f}: with parameters rounded as far, plain fp32 "
-                    f"itself has {rounded.cosine:.3f} in this model"
-                )
-                if undecided:
-                    notes.append("so this comparison tells little in this model")
-            if complaints:
-                cause = tuple(self.causes(runs, plain, candidate, noise))
+            judged = self._judge(runs, plain, candidate, found, noise)
+        complaints, notes, noise = judged.complaints, judged.notes, judged.noise
+        names_equal = plain.names == candidate.names
         if self.micro_steps < self.asked_steps:
             notes.append("accumulation is not compared: only the task itself can make smaller batches")
         if not names_equal:
@@ -145,8 +135,8 @@ class _Comparison:
             )
         if noise.gradient > REDUCED_GRADIENT_ERROR:
             notes.append("two plain runs differ as much, so this comparison says little about the technique")
-        if cause and len(self.switched) > 1:
-            complaints.insert(0, self.blamed(cause))
+        if judged.cause and len(self.switched) > 1:
+            complaints.insert(0, self.blamed(judged.cause))
         return Check(
             technique="config",
             choice=", ".join(f"{name}={choice}" for name, choice in self.switched.items()) or "nothing switched on",
@@ -157,10 +147,43 @@ class _Comparison:
             buffer_error=found.buffers,
             names_equal=names_equal,
             noise=noise.gradient,
-            passed=None if undecided and names_equal else not complaints,
-            cause=cause,
+            passed=None if judged.undecided and names_equal else not complaints,
+            cause=judged.cause,
             reason="; ".join([*complaints, *notes]),
         )
+
+    def _judge(self, runs: Runs, plain: Run, candidate: Run, found: Difference, noise: Difference) -> _Judged:
+        """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it."""
+        complaints = self.complaints(found, noise)
+        if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
+            draws = RandomDraws()
+            others = difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws))
+            if draws.seen or self.micro_steps > 1:
+                noise = worst(noise, others)
+                complaints = self.complaints(found, noise)
+        notes, undecided = [], False
+        if complaints and self.micro_steps > 1 and runs.batch_statistics:
+            notes.append(
+                "expected: batch normalisation sees one micro batch at a time, so accumulation learns otherwise"
+            )
+        elif complaints and self.exact and (error := self.error_in_double(runs)) <= DOUBLE_ERROR:
+            complaints = []
+            notes.append(
+                f"the gradient differs by {found.gradient:.1e}, because single roundings decide in this model; "
+                f"in double precision it differs by {error:.1e}"
+            )
+        elif complaints and not self.exact:
+            rounded = difference(plain, runs.run(self.plain, prepare_model=self.round_parameters))
+            complaints = self.complaints(found, noise, rounded)
+            undecided = not complaints and not (found.gradient <= TELLING_ERROR and found.cosine >= TELLING_COSINE)
+            notes.append(
+                f"the gradient's cosine with plain fp32 is {found.cosine:.3f}: with parameters rounded as far, plain fp32 "
+                f"itself has {rounded.cosine:.3f} in this model"
+            )
+            if undecided:
+                notes.append("so this comparison tells little in this model")
+        cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
+        return _Judged(complaints=complaints, notes=notes, noise=noise, undecided=undecided, cause=cause)
 
     def causes(self, runs: Runs, plain: Run, candidate: Run, noise: Difference) -> Iterator[str]:
         """The keys of the config that make it differ: its micro batches, its exact techniques or its reduced precision."""

@@ -13,7 +13,7 @@ from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.coupling import Coupling
-from autotune.records.inspection import Support
+from autotune.records.inspection import BatchSupport, Support
 from autotune.records.progress import COMPARING, Progress
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
@@ -53,20 +53,14 @@ def inspect_task(
         Exception: memory ran out before anything was trained, or because others hold it.
     """
     from autotune import techniques
-    from autotune.devices import open_device
-    from autotune.probe.batch_support import batch_support
-    from autotune.probe.whole_batch import coupling_of, told, uncut
+    from autotune.probe.whole_batch import uncut, warnings_of
     from autotune.task.batches import to_device
-    from autotune.task.facts import gather_facts, uses_batch_statistics
+    from autotune.task.facts import gather_facts
 
-    opened = open_device(device) if isinstance(device, str) else device
-    opened.enter()  # from here on CUDA itself says which GPU this is
-    info = opened.info()
-    if memory_limit_bytes is not None:
-        opened.limit_memory(memory_limit_bytes)
-    outside_bytes = opened.current_bytes()
+    opened = _enter(device, memory_limit_bytes)
+    info, outside_bytes = opened.info(), opened.outside_bytes()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
-    task = techniques.narrowed(task, chosen)
+    task = techniques.narrow_task(task, chosen)
     first = _first_step(task, opened) if untrained is None else FirstStep(samples=_fewest(task))
     if first.shortage:
         gc.collect()
@@ -78,43 +72,19 @@ def inspect_task(
         few = untrained.inputs(few)
     else:
         model, few = model.to(opened.torch_device), to_device(few, opened.torch_device)
-    if untrained is None and comparing_s:
-        report(Progress(stage=COMPARING))
-        coupling = coupling_of(
-            task, model, opened, baseline.plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
-        )
-        report(Progress())
+        if comparing_s:
+            coupling = _compare(task, model, opened, baseline, first, comparing_s, report)
     baseline = uncut(task, baseline, coupling, facts.dataset_size)
-    setting = techniques.Setting(
-        task=task,
-        device=opened,
-        model=model,
-        optimizer=task.optimizer(model),
-        batch=few,
-        baseline=baseline.as_dict(),
-        global_batch=task.global_batch,
-        dataset_size=facts.dataset_size,
-        calibration=Calibration.from_dict(calibration or {}),
-    )
-    batch = batch_support(
-        baseline.plan,
-        global_batch=task.global_batch,
-        dataset_size=facts.dataset_size,
-        normalises=uses_batch_statistics(model),
-        fixed_accumulation=task.fixed_accumulation,
-        whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
-        coupling=coupling,
-    )
+    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
+    batch = _batch_support(setting, baseline, coupling)
     return {
-        "facts": asdict(replace(facts, warnings=(*facts.warnings, *told(batch)))),
+        "facts": asdict(replace(facts, warnings=(*facts.warnings, *warnings_of(batch)))),
         "device": asdict(info),
         "global_batch": task.global_batch,
         "baseline": baseline.as_dict(),
         "baseline_given": BATCH_SIZE in (task.baseline or {}),
         "batch": asdict(batch),
-        "support": {
-            name: asdict(_supported(technique, setting, untrained)) for name, technique in techniques.REGISTRY.items()
-        },
+        "support": {name: asdict(_supported(t, setting, untrained)) for name, t in techniques.REGISTRY.items()},
         "outside_bytes": outside_bytes,
         "step_s": first.seconds,
         "step_samples": first.samples,
@@ -122,6 +92,77 @@ def inspect_task(
         "comparable": not task.takes_whole_steps,
         "coupling": None if coupling is None else asdict(coupling),
     }
+
+
+def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:
+    """The device, entered by this process and limited."""
+    from autotune.devices import open_device
+
+    opened = open_device(device) if isinstance(device, str) else device
+    opened.enter()  # from here on CUDA itself says which GPU this is
+    if memory_limit_bytes is not None:
+        opened.limit_memory(memory_limit_bytes)
+    return opened
+
+
+def _compare(
+    task: Any,
+    model: Any,
+    device: Device,
+    baseline: Config,
+    first: FirstStep,
+    comparing_s: float,
+    report: Callable[[Progress], None],
+) -> Coupling | None:
+    """Find out whether micro batches give the gradient of a whole batch, and tell when that begins and ends."""
+    from autotune.probe.whole_batch import coupling_of
+
+    report(Progress(stage=COMPARING))
+    coupling = coupling_of(
+        task, model, device, baseline.plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
+    )
+    report(Progress())
+    return coupling
+
+
+def _setting(
+    task: Any,
+    device: Device,
+    model: Any,
+    few: Any,
+    baseline: Config,
+    dataset_size: int | None,
+    calibration: dict[str, Any] | None,
+) -> Setting:
+    """What techniques are asked about."""
+    return Setting(
+        task=task,
+        device=device,
+        model=model,
+        optimizer=task.optimizer(model),
+        batch=few,
+        baseline=baseline.as_dict(),
+        global_batch=task.global_batch,
+        dataset_size=dataset_size,
+        calibration=Calibration.from_dict(calibration or {}),
+    )
+
+
+def _batch_support(setting: Setting, baseline: Config, coupling: Coupling | None) -> BatchSupport:
+    """Which batches may be tried, and why others may not."""
+    from autotune.probe.batch_support import batch_support
+    from autotune.task.facts import uses_batch_statistics
+
+    task = setting.task
+    return batch_support(
+        baseline.plan,
+        global_batch=task.global_batch,
+        dataset_size=setting.dataset_size,
+        normalises=uses_batch_statistics(setting.model),
+        fixed_accumulation=task.fixed_accumulation,
+        whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
+        coupling=coupling,
+    )
 
 
 @dataclass(frozen=True)

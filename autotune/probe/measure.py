@@ -22,7 +22,7 @@ from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
 from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
-from autotune.records.outcome import Kept, Measurement
+from autotune.records.outcome import THROTTLED, Kept, Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
@@ -370,7 +370,7 @@ def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: in
     """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
     contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
     throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
-    return (*contended, *(f"clock throttled: {reason}" for reason in throttled))
+    return (*contended, *(f"{THROTTLED}{reason}" for reason in throttled))
 
 
 def is_finite(values: torch.Tensor) -> bool:

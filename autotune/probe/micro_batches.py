@@ -28,7 +28,7 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
     They come from the data loader if there is a dataset, so that loading is timed; else prepared ones are repeated.
     """
     if session.task.dataset() is None:
-        yield from itertools.cycle(_prepared(session))
+        yield from itertools.cycle(_prepare_batches(session))
     found = True
     while found:
         found = False
@@ -42,7 +42,7 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
     )
 
 
-def _prepared(session: Session) -> list[tuple[Any, int]]:
+def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
     """Some batches, few where they are large; for a GPU in page-locked memory, as a data loader that keeps up would hand them over."""
     batches = session.loader.micro_batches()
     first = next(batches)

@@ -66,7 +66,7 @@ class Runs:
     ) -> Run:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
         try:
-            with techniques.restored_settings(), exact_convolutions():
+            with techniques.keep_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model, draws)
         finally:
             give_back(self.device)

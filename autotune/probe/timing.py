@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
+from autotune.records.intervals import NORMAL_95
+
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
@@ -51,7 +53,7 @@ def rate_interval(samples_per_s: Sequence[float]) -> tuple[float, float, float]:
     mean_s, freedom = fmean(times), len(times) - 1
     if freedom == 0:
         return 1 / mean_s, 1 / mean_s, 1 / mean_s
-    z = 1.96
+    z = NORMAL_95
     quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     quantile += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
     half_s = quantile * stdev(times) / math.sqrt(len(times))

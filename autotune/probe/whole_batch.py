@@ -58,7 +58,7 @@ def uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size:
     return baseline if says else baseline.replace(**{BATCH_SIZE: whole, ACCUMULATION: 1})
 
 
-def told(batch: BatchSupport) -> Iterator[str]:
+def warnings_of(batch: BatchSupport) -> Iterator[str]:
     """What of that belongs into every answer."""
     if batch.stays_whole:
         yield batch.reason

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune import techniques
-from autotune.predict import Array
-from autotune.predict.cost_fit import Probes
-from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.time import TimeModel
+from autotune.prediction import Array
+from autotune.prediction.cost_fit import Probes
+from autotune.prediction.memory import MemoryEstimate, MemoryModel
+from autotune.prediction.time import TimeModel
 from autotune.proposers.pairs import pairs_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from autotune.predict.cost_fit import Probes
-from autotune.predict.memory import MemoryModel
-from autotune.predict.roofline import Roofline
-from autotune.predict.time import TimeModel
-from autotune.predict.traces import Traces
+from autotune.prediction.cost_fit import Probes
+from autotune.prediction.memory import MemoryModel
+from autotune.prediction.roofline import Roofline
+from autotune.prediction.time import TimeModel
+from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
 from autotune.records.calibration import NOT_MEASURED, Calibration

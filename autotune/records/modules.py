@@ -28,7 +28,7 @@ class Fold:
         return frozenset(name for block in self.blocks for name in block)
 
 
-def folded(figures: Mapping[str, float]) -> list[Fold]:
+def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
     """Fold modules by the first number in their names, in the order of the names.
 
     A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
@@ -36,10 +36,10 @@ def folded(figures: Mapping[str, float]) -> list[Fold]:
     Args:
         figures: qualified name -> what is told of it. Blocks whose sums differ by more than `ALIKE` stay apart.
     """
-    return list(_folded(figures, 0))
+    return list(_fold_run(figures, 0))
 
 
-def _folded(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
+def _fold_run(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
     blocks: dict[str, list[str]] = {}
     for name in figures:
         blocks.setdefault(_block(name, depth), []).append(name)
@@ -54,7 +54,7 @@ def _folded(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
     for fold in folds:
         names = blocks[fold[0]]
         if len(fold) == 1 and len(names) > 1:
-            inside = list(_folded({name: figures[name] for name in names}, depth + 1))
+            inside = list(_fold_run({name: figures[name] for name in names}, depth + 1))
             if any(len(one.blocks) > 1 and one.blocks[0] != (one.block,) for one in inside):  # layers are no blocks
                 yield from inside
                 continue

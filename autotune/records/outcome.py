@@ -22,6 +22,9 @@ class Kind(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
+THROTTLED = "clock throttled: "  # how a disturbance begins that is the device's own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """Tensors of one kind that each micro batch leaves behind: a leak.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.given import given
 from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
 from autotune.records.formats import Record, require_readable
@@ -270,11 +270,11 @@ class Result(Record):
     format: int = FORMAT
 
     def __repr__(self) -> str:
-        return str(importlib.import_module("autotune.report.text").in_short(self))  # a room above, as below
+        return str(given("in_short")(self))
 
     def summary(self, width: int = 100) -> str:
         """The answer with its reasons, as `autotune search` prints it, in lines of at most `width`."""
-        return str(importlib.import_module("autotune.report.text").page(self, width))
+        return str(given("page")(self, width))
 
     def export(self, to: str, *, force: bool = False) -> Any:
         """The answer in other words, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.
@@ -285,9 +285,7 @@ class Result(Record):
         Raises:
             ConfigError: there is no exporter of that name, the answer is a command line, or there is a `doubt`.
         """
-        return importlib.import_module("autotune.export").of_result(
-            self, to, force=force
-        )  # a room above, asked when it is needed
+        return given("export")(self, to, force=force)
 
     @property
     def doubt(self) -> str:

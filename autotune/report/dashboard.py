@@ -20,7 +20,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.records.trial import Trial
 from autotune.report.figures import counts, expected, measured_rate, times
-from autotune.report.live import advanced, best_speed, introduction, is_best, summary
+from autotune.report.progress import best_speed, describe_progress, introduction, is_best, summary
 from autotune.techniques.labels import describe
 from autotune.tuning.events import (
     Event,
@@ -167,7 +167,7 @@ class Dashboard(Listener):
         running = self._running
         if running is not None:
             elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
-            done = f", {advanced(self._progress)}" if self._progress else ""
+            done = f", {describe_progress(self._progress)}" if self._progress else ""
             head = (f"#{running.number} {running.stage}, {elapsed}{done}  ", "bold cyan")
             grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
             if before := expected(running.prediction):

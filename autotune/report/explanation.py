@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, UPDATE, Advice, Anatomy, Explanation
-from autotune.records.modules import Fold, folded
+from autotune.records.modules import Fold, fold_repeats
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.techniques.labels import describe
@@ -48,7 +48,10 @@ def explanation_sections(explanation: Explanation) -> Iterator[Section]:
 
 
 def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
-    beside = "outside the tensors: the CUDA context, rounding and fragments of the allocator"
+    beside = (
+        "outside the tensors: the CUDA context, handles and loaded kernels of its libraries; rounding and fragments of the "
+        "allocator, workspaces of cuBLAS"
+    )
     if not explanation.on_gpu:
         beside = "beside the tensors: the process, its libraries and what its heap keeps"
     rows: list[tuple[Cell, ...]] = [
@@ -117,7 +120,8 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
         return max(_sum(values, names) / total for (_, values, _), total in zip(figures, totals, strict=True) if total)
 
     folds = sorted(
-        (f for f in folded(main | dict.fromkeys(seconds.keys() - main.keys(), 0.0))), key=lambda f: -share(f.names)
+        (f for f in fold_repeats(main | dict.fromkeys(seconds.keys() - main.keys(), 0.0))),
+        key=lambda f: -share(f.names),
     )
     shown = [fold for fold in folds[:NUM_ROWS] if share(fold.names) >= 0.001]
     rest = folds[len(shown) :]

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.errors import AutotuneError, ConfigError
 from autotune.records.explanation import KINDS, Anatomy, Explanation
-from autotune.records.modules import folded
+from autotune.records.modules import fold_repeats
 from autotune.report.explanation import named
 from autotune.report.plots import COLOURS, GREY
 from autotune.techniques.labels import describe
@@ -27,7 +27,7 @@ def require_form(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise AutotuneError("a picture needs matplotlib; install it: pip install 'autotune-torch[notebook]'") from None
+        raise AutotuneError("a picture needs matplotlib; install it: pip install 'autotune-torch[report]'") from None
 
 
 def draw(explanation: Explanation, memory: Anatomy, path: Path) -> None:
@@ -82,7 +82,7 @@ def _timeline(memory: Anatomy, ax: Any) -> None:
 def bars(memory: Anatomy, ax: Any) -> Any:
     """The axes with a bar for each module or run of equal blocks, by kind; the largest ones."""
     by_name = {module.name: module for module in memory.modules}
-    folds = folded({name: module.total_bytes for name, module in by_name.items()})
+    folds = fold_repeats({name: module.total_bytes for name, module in by_name.items()})
     held = {fold.names: sum(by_name[name].total_bytes for name in fold.names) for fold in folds}
     folds.sort(key=lambda fold: -held[fold.names])
     shown = [fold for fold in folds[:NUM_BARS] if held[fold.names] >= SMALLEST_BAR * memory.peak_bytes]

@@ -18,7 +18,7 @@ _PARTS = (
     ("optim", "optimizer_bytes", "the optimizer's state"),
     ("activ", "activations_bytes", "activations kept for the backward pass"),
     ("temps", "temporaries_bytes", "inputs, results in flight, scratch space"),
-    ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces, kernels"),
+    ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces of libraries"),
     ("outside", "outside_bytes", "outside the allocator: {outside}"),
 )
 SMALLEST_SHARE = 0.005  # of the activations: modules that hold less are left out
@@ -31,7 +31,11 @@ def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
     yield Section(prediction.task, (Paragraph(how),), f"on {prediction.device}: {limit}")
-    outside = "the CUDA context" if prediction.on_gpu else "the process and its libraries"
+    outside = (
+        "the CUDA context, handles and loaded kernels of its libraries"
+        if prediction.on_gpu
+        else "the process and its libraries"
+    )
     if prediction.config is not None:
         yield from _one(prediction, prediction.config, outside)
     else:

@@ -49,7 +49,7 @@ def as_text(sections: Iterable[Section], width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
 
 
-def styled(cell: Cell) -> Text:
+def style(cell: Cell) -> Text:
     """A cell in its colours. Nothing in it is taken for markup."""
     parts = cell if isinstance(cell, tuple) else (cell,)
     return Text.assemble(*((part.text, STYLES[part.tone]) if isinstance(part, Span) else part for part in parts))
@@ -58,7 +58,7 @@ def styled(cell: Cell) -> Text:
 def _section(section: Section, width: int) -> Iterable[RenderableType]:
     yield Text("")
     if section.title:
-        yield styled((Span(section.title, Tone.STRONG), Span(f"  {section.note}" if section.note else "", Tone.NOTE)))
+        yield style((Span(section.title, Tone.STRONG), Span(f"  {section.note}" if section.note else "", Tone.NOTE)))
     for block in section.blocks:
         match block:
             case Paragraph():
@@ -70,8 +70,8 @@ def _section(section: Section, width: int) -> Iterable[RenderableType]:
 
 
 def _paragraph(paragraph: Paragraph, width: int) -> Iterable[Text]:
-    mark = Text("  ").append_text(styled(paragraph.mark)).append(" " if paragraph.mark else "")
-    for number, line in enumerate(styled(paragraph.text).wrap(_MEASURING, max(width - len(mark), 20))):
+    mark = Text("  ").append_text(style(paragraph.mark)).append(" " if paragraph.mark else "")
+    for number, line in enumerate(style(paragraph.text).wrap(_MEASURING, max(width - len(mark), 20))):
         line.rstrip()
         yield (mark if number == 0 else Text(" " * len(mark))) + line
 
@@ -84,7 +84,7 @@ def _table(table: Table) -> RenderableType:
     last = made.columns[-1]
     last.no_wrap, last.overflow = False, "fold"
     for row in table.rows:
-        made.add_row(*map(styled, row))
+        made.add_row(*map(style, row))
     return Padding(made, (0, 0, 0, 2), expand=False)
 
 

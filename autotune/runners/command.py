@@ -14,8 +14,8 @@ from typing import Any
 
 from autotune import techniques
 from autotune.errors import ConfigError
-from autotune.predict.plan import plan_traces
-from autotune.predict.traces import Traces
+from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import NOT_MEASURED, Calibration
@@ -25,7 +25,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import InspectJob, Job, NotCompared, ProbeJob, Stated
-from autotune.task.loading import name_of
+from autotune.task.model_file import name_of
 from autotune.units import plural
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
@@ -34,9 +34,7 @@ _LOSS_NOT_SEEN = (
     "batch), other micro batches learn something else; then write the number in place of "
     "{batch_size}, and give the samples of an optimizer step as --global-batch"
 )
-NO_STEP = (
-    "no step of an optimizer of torch.optim was seen until then; a larger --probe-timeout waits longer for a slow start"
-)
+NO_STEP = "no step of an optimizer of torch.optim was seen until then"
 LARGEST_HASHED_BYTES = 2**20  # of a file that the command names: more is data
 _PLACEHOLDER = re.compile(r"(?<![$\\])( ?)\{([A-Za-z_]\w*)\}")
 

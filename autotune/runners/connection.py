@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.devices.cpu import num_threads
-from autotune.errors import StudyError, TaskError
+from autotune.errors import StudyError, TaskError, describe_exit
 from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
@@ -141,11 +141,3 @@ class Connection:
         raise TaskError(
             f"importing {label} {what}; {see}, and keep long or dangerous work inside functions", frames=tail
         )
-
-
-def describe_exit(exit_code: int) -> str:
-    """How a process ended, in words: `died of SIGSEGV (segmentation fault)`, `exited with status 1`."""
-    if exit_code < 0:
-        number = signal.Signals(-exit_code)
-        return f"died of {number.name} ({signal.strsignal(number)})"
-    return f"exited with status {exit_code}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autotune.devices import Device
 
 
-def failed_job(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
+def outcome_of_failure(error: BaseException, device: Device | None, stage: str, train_s: float = 0.0) -> Outcome:
     """The outcome of a job that raised.
 
     Args:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.predict.traces import Traces
+from autotune.errors import describe_exit
+from autotune.prediction.traces import Traces
 from autotune.records.calibration import Calibration
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPILING, Progress
 from autotune.records.result import Check
-from autotune.runners.connection import describe_exit
 from autotune.runners.runner import AnatomyJob, Job, JobResult, NotCompared, TraceJob
 from autotune.units import format_bytes, format_seconds
 

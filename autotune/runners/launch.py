@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
+from autotune.errors import describe_exit
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
-from autotune.runners.connection import describe_exit
 from autotune.runners.hook import SETTINGS
 from autotune.units import plural
 

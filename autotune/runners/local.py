@@ -18,7 +18,7 @@ from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
@@ -98,7 +98,7 @@ class LocalRunner(Runner):
             self._channel = os.path.join(folder, "channel")
             os.mkfifo(self._channel, 0o600)
             if is_live := self._source is not None and self._source.live is not None:
-                self._source = self._source.handed_over(Path(folder))
+                self._source = self._source.hand_over(Path(folder))
             self._open_logs()
             stack.callback(self._tidy_logs)
             stack.callback(self._disconnect)

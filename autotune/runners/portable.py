@@ -17,12 +17,13 @@ import psutil
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.device import DeviceInfo
 from autotune.records.progress import Progress
 from autotune.runners.in_flight import InFlight
 from autotune.runners.request import arguments_of
 from autotune.runners.runner import AnatomyJob, Finished, InspectJob, Job, ProbeFault, Runner, Stated, TraceJob
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 
 
@@ -51,8 +52,8 @@ class PortableRunner(Runner):
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-")))
             stack.callback(self._end)
             self._logs.mkdir(parents=True, exist_ok=True)
-            task = self._source.load()
-            self._source = self._source.handed_over(self._folder)
+            task = load_source(self._source)
+            self._source = self._source.hand_over(self._folder)
             self._resources = stack.pop_all()
         self.stated = Stated(
             model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,

@@ -12,16 +12,16 @@ from typing import Any
 
 from autotune import techniques
 from autotune.errors import AutotuneError
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo, same_memory
 from autotune.records.formats import Record
 from autotune.records.inspection import BatchSupport, Inspection, Support
+from autotune.records.intervals import NORMAL_95
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
 
-Z95 = 1.96
 # when a sweep goes on
 _NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
 
@@ -208,7 +208,7 @@ def figures_of(rows: Sequence[Row]) -> dict[Config, Figure]:
         figures[config] = Figure(
             kind=next((row.outcome.kind for row in mine if not row.outcome.ok), Kind.OK),
             samples_per_s=math.exp(fmean(values)) if values else 0.0,
-            half_width=Z95 * noise / math.sqrt(len(values)) if values else math.inf,
+            half_width=NORMAL_95 * noise / math.sqrt(len(values)) if values else math.inf,
             peak_bytes=max((row.outcome.measurement or row.outcome).peak_bytes for row in mine),
             num_repeats=len(mine),
         )

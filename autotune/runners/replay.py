@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune import techniques
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from autotune.errors import AutotuneError
-from autotune.predict.plan import Plan, plan_traces
-from autotune.predict.traces import Traces
+from autotune.prediction.plan import Plan, plan_traces
+from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo

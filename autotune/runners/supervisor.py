@@ -82,6 +82,7 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
     from autotune import techniques
     from autotune.errors import AutotuneError
+    from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
     from autotune.units import plural
 
@@ -90,7 +91,8 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     _import_everything()
     before = _num_threads()
     try:
-        task = TaskSource.from_dict(source).load()
+        with _capability_without_cuda():
+            task = load_source(TaskSource.from_dict(source))
     except AutotuneError as error:
         return {"error": str(error), "frames": error.frames}, None
     except BaseException as error:
@@ -146,6 +148,39 @@ def _no_gpu_in_torch() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_available = found
+
+
+@contextlib.contextmanager
+def _capability_without_cuda() -> Iterator[None]:
+    """Let NVML say what a GPU can for a while: packages ask when they are imported, as torchao does, which transformers imports.
+
+    CUDA's own answer would initialise it, and each probe would then import all of them again.
+    """
+    import torch
+
+    asked = torch.cuda.get_device_capability
+
+    def told(device: Any = None) -> tuple[int, int]:
+        known = [] if torch.cuda.is_initialized() else _capabilities()
+        index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index or 0
+        return known[index] if 0 <= index < len(known) else asked(device)
+
+    torch.cuda.get_device_capability = told
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = asked
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """Compute capability of each GPU, in CUDA's order; empty where NVML does not know them all, or not the order."""
+    from autotune.devices import nvml
+
+    connection = nvml.connect()
+    if isinstance(connection, str) or connection.differ():
+        return []
+    known = [connection.capability(gpu) for gpu in connection.visible_gpus()]
+    return [] if (0, 0) in known else known
 
 
 def _has_cuda_context() -> bool:

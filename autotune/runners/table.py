@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.config import Choice
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
 from autotune.runners.recorded import Header, Row, Table, TableError

@@ -7,6 +7,7 @@ have ended, and what a step consists of is not.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import json
@@ -20,6 +21,8 @@ from statistics import median
 from typing import Any, NoReturn
 
 from autotune.devices import Device, device_named
+from autotune.errors import DeviceError
+from autotune.lazy import torch
 from autotune.probe.measure import FAR, LATE, disturbances
 from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.reporter import Reporter
@@ -28,7 +31,7 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
-from autotune.runners.failure import failed_job
+from autotune.runners.failure import outcome_of_failure
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
@@ -105,7 +108,10 @@ class Watch:
         """Tell of an exception that ends the process."""
         if self._device is None and self._kind == "cpu":
             self._enter("cpu")
-        outcome = failed_job(error, self._device, self._reporter.stage, self._reporter.train_s)
+        elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
+            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
+                self._enter(f"cuda:{torch.cuda.current_device()}")
+        outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
         self._report["outcome"] = outcome.to_dict()
         self._report["measurement"] = None
         self._send(self._reporter.progress)

@@ -22,7 +22,7 @@ from autotune.probe.seed import seed_everything
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING, COMPILING, Progress
 from autotune.records.settings import ProbeSettings
-from autotune.runners.failure import failed_job, failure
+from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
         stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
-        outcome = failed_job(error, device, stage, train_s)
+        outcome = outcome_of_failure(error, device, stage, train_s)
         if time.perf_counter() - started < settings.timeout_s / 2:
             outcome = _with_odd_sample(outcome, task, _raises_alone(session, type(error)))
     in_time_s = LATE * settings.timeout_s
@@ -203,9 +203,9 @@ def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[s
     device: Device | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed, compiles=True)
-        return {"compile_s": _prepared(task, arguments, device, settings, lambda progress: None).warm_up()}
+        return {"compile_s": _prepare_run(task, arguments, device, settings, lambda progress: None).warm_up()}
     except BaseException as error:
-        return {"outcome": failed_job(error, device, COMPILING).to_dict()}
+        return {"outcome": outcome_of_failure(error, device, COMPILING).to_dict()}
 
 
 def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -242,15 +242,15 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
         if trains:
             return {"inspection": inspect_task(task, device=device, report=watched, **arguments)}
         device.enter()
-        outside_bytes = device.current_bytes()  # what is imported now, no probe holds
+        outside_bytes = device.outside_bytes()  # what is imported now, no probe holds
         from autotune.devices.host import bound_host_memory
-        from autotune.predict.inspection import inspect_untrained
+        from autotune.prediction.inspection import inspect_untrained
 
         device = AbsentGpu(device.info()) if device.kind == "cuda" else device
         found = inspect_untrained(task, device=device, host_bytes=bound_host_memory(), **arguments)
         return {"inspection": found | {"outside_bytes": outside_bytes}}
     except BaseException as error:
-        return {"outcome": _with_odd_sample(failed_job(error, device, "setup"), task).to_dict()}
+        return {"outcome": _with_odd_sample(outcome_of_failure(error, device, "setup"), task).to_dict()}
 
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         size = enough_samples(task, device, arguments["batch_size"])
         return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=size))}
     except BaseException as error:
-        return {"outcome": failed_job(error, device, "checks").to_dict()}
+        return {"outcome": outcome_of_failure(error, device, "checks").to_dict()}
 
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -277,8 +277,8 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     """
     hide_gpus()  # tracing for a GPU must not touch one
     from autotune.devices.host import bound_host_memory
-    from autotune.predict.job import trace_plan
-    from autotune.predict.plan import Plan
+    from autotune.prediction.job import trace_plan
+    from autotune.prediction.plan import Plan
 
     seed_everything(0)
     host_bytes = bound_host_memory()
@@ -298,7 +298,7 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     hide_gpus()
     from autotune import techniques
     from autotune.devices.host import bound_host_memory
-    from autotune.predict.anatomy import anatomies
+    from autotune.prediction.anatomy import anatomies
 
     seed_everything(0)
     host_bytes = bound_host_memory()
@@ -329,13 +329,13 @@ def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str
     run: Run | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-        run = _prepared(task, arguments, device, settings, report)
+        run = _prepare_run(task, arguments, device, settings, report)
         return {"outcome": Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started)).to_dict()}
     except BaseException as error:
-        return {"outcome": failed_job(error, device, run.stage if run else "setup").to_dict()}
+        return {"outcome": outcome_of_failure(error, device, run.stage if run else "setup").to_dict()}
 
 
-def _prepared(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
+def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
     from autotune.probe.evaluation import EvaluationRun, train_a_step
     from autotune.probe.measure import Run
@@ -403,13 +403,14 @@ def _restore_blas_threads(num_threads: int) -> None:
 
 def main() -> None:
     """Entry of a probe in a new interpreter (the fall-back): loads the task itself. Takes the request's path."""
+    from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
 
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     enter(request)
     # what measures the device forks, which the user's module may not allow
     needs_none = request["source"] is None or request["job"] == "calibrate"
-    task = None if needs_none else TaskSource.from_dict(request["source"]).load()
+    task = None if needs_none else load_source(TaskSource.from_dict(request["source"]))
     run_job(task, request)
 
 

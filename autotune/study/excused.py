@@ -9,7 +9,7 @@ from autotune.records.outcome import Kind
 from autotune.records.trial import Trial
 
 
-def excused(trials: Sequence[Trial]) -> frozenset[int]:
+def find_excused(trials: Sequence[Trial]) -> frozenset[int]:
     """The numbers of the play-off's time-outs that say nothing against their configs.
 
     A config that has run through in the play-off, and is then ended for taking several times as long, is judged by what

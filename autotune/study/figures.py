@@ -9,13 +9,13 @@ from statistics import fmean, median, stdev
 
 from autotune.devices.contention import DISTURBED
 from autotune.records.config import Config
+from autotune.records.intervals import NORMAL_95
 from autotune.records.outcome import Outcome
 from autotune.records.result import Measured
 
 SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
 DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than threads lack in the mean
 MOST_HELD = 0.95  # share of its time that others can have held of a process that took steps
-NORMAL_95 = 1.96
 
 
 def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:

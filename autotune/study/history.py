@@ -11,7 +11,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
-from autotune.study.excused import excused
+from autotune.study.excused import find_excused
 from autotune.study.known_hangs import KnownHangs
 from autotune.study.retry import retryable, what_stands
 from autotune.techniques import REGISTRY, Phase
@@ -112,7 +112,7 @@ class History:
     @property
     def _says_nothing(self) -> frozenset[int]:
         """The numbers of the failures that say nothing against their configs."""
-        return excused(self._trials) | self._retryable
+        return find_excused(self._trials) | self._retryable
 
     @property
     def baseline(self) -> Outcome | None:
@@ -236,7 +236,7 @@ def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]
     Earlier ones failed, else the config would not have been probed again.
     """
     found = list(trials)
-    left_out = excused(found)
+    left_out = find_excused(found)
     by_config: dict[Config, list[Trial]] = {}
     for trial in found:
         if trial.number not in left_out:

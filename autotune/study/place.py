@@ -114,7 +114,7 @@ def place_of(storage: str | None, study: str | None, task: str, version: str = "
 
 
 @contextlib.contextmanager
-def locked(place: Place) -> Iterator[None]:
+def lock_study(place: Place) -> Iterator[None]:
     """Hold the study's lock: one search writes to a study at a time.
 
     Raises:

@@ -15,7 +15,7 @@ from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
 from autotune.devices.targets import CPU
 from autotune.files import drop_oldest, write_whole
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.records.config import Choice
 from autotune.version import __version__
 
@@ -71,4 +71,7 @@ def agrees(plain: Traces, kept: Traces) -> bool:
 
     Sizes and the optimizer may come from the environment or from files, which the task's hash does not cover.
     """
-    return plain.models.items() <= kept.models.items() and plain.updates.items() <= kept.updates.items()
+    models_agree = all(
+        group in kept.models and kept.models[group].holds(model) for group, model in plain.models.items()
+    )
+    return models_agree and plain.updates.items() <= kept.updates.items()

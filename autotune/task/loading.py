@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
+import mmap
 import os
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -18,14 +19,14 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.task import adapters
+from autotune.task.model_file import MODULE_PREFIX, did_you_mean, find_model_file, loaded_modules, name_of
 from autotune.task.source import TaskSource, origin_of
 from autotune.task.task import Task
 from autotune.task.usercode import user_code, user_frames
 from autotune.task.validation import CONSTANTS, SIGNATURES
 
-_MODULE_PREFIX = "autotune_model_"
-_GENERIC_STEMS = frozenset({"model", "train", "main"})
 _NAMES = (*SIGNATURES, *CONSTANTS)
+_SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
 _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of ours
 
 
@@ -40,30 +41,6 @@ def load_task(spec: str | Path) -> Task:
         TaskError: no such file, an exception while it is imported (with the user's frames), or no task in it.
     """
     return load_file(*find_model_file(spec))
-
-
-def find_model_file(spec: str | Path) -> tuple[Path, str]:
-    """The absolute path and the attribute that `spec` names. A file name may contain a colon.
-
-    Raises:
-        TaskError: no such file, or it is not a Python file; the nearest names are offered.
-    """
-    path, attribute = Path(spec).expanduser(), ""
-    if not path.exists() and ":" in str(spec):
-        before, _, after = str(spec).rpartition(":")
-        if after.isidentifier():
-            path, attribute = Path(before).expanduser(), after
-    if path.is_dir():
-        inside = sorted(entry.name for entry in path.glob("*.py"))
-        named = f"; there is {' and '.join(inside[:3])} in it" if inside else ""
-        raise TaskError(
-            f"{path} is a folder; expected a Python file such as {path / (inside or ['model.py'])[0]}{named}"
-        )
-    if not path.exists():
-        raise TaskError(f"there is no file {path}{_near_files(path)}; `autotune init {path}` writes one to start from")
-    if path.suffix != ".py":
-        raise TaskError(f"{path} is not a Python file; expected a model file whose name ends in .py{_near_files(path)}")
-    return Path(os.path.abspath(path)), attribute
 
 
 def load_file(path: Path, attribute: str = "") -> Task:
@@ -87,9 +64,30 @@ def load_file(path: Path, attribute: str = "") -> Task:
     return replace(task, origin=origin_of(task, source, warnings))
 
 
-def loaded_modules() -> list[ModuleType]:
-    """The model files that this process has run, as modules."""
-    return [module for name, module in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)]
+def load_source(source: TaskSource) -> Task:
+    """Make a task in this process. It changes to the source's `cwd` and adds the missing folders of its `sys_path`.
+
+    Raises:
+        TaskError: as `load_task`.
+    """
+    if os.path.isdir(source.cwd):
+        os.chdir(source.cwd)
+    sys.path.extend(entry for entry in source.sys_path if entry not in sys.path)
+    task = load_file(Path(source.path), source.attribute) if source.path else source.live or _unpickle(source)
+    return replace(task, **source.overrides)
+
+
+def _unpickle(source: TaskSource) -> Task:
+    import torch
+
+    # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
+    with (
+        user_code("unpickling the task", "move its functions into a file model.py and give its path"),
+        torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),
+    ):
+        task = torch.load(source.pickled, map_location="cpu", weights_only=False, mmap=_SHARES)
+    assert isinstance(task, Task)
+    return replace(task, origin=origin_of(task, replace(source, overrides={})))
 
 
 class _ModelLoader(importlib.machinery.SourceFileLoader):
@@ -108,7 +106,7 @@ def _run(path: Path) -> ModuleType:
     if sys.path[:1] != [str(folder)]:
         sys.path.insert(0, str(folder))
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-    name = f"{_MODULE_PREFIX}{re.sub(r'[^0-9A-Za-z]', '_', path.stem)}_{digest}"
+    name = f"{MODULE_PREFIX}{re.sub(r'[^0-9A-Za-z]', '_', path.stem)}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_ModelLoader(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -133,7 +131,7 @@ def _forget_siblings(folder: Path) -> None:
     others = tuple(os.path.join(other, "") for other in folders - {str(folder)})
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.startswith(others) and not name.startswith(_MODULE_PREFIX):
+        if isinstance(file, str) and file.startswith(others) and not name.startswith(MODULE_PREFIX):
             top = folder / name.split(".")[0]
             if top.is_dir() or top.with_suffix(".py").is_file():
                 del sys.modules[name]
@@ -144,7 +142,7 @@ def _from_functions(module: ModuleType, build_model: Any) -> Task:
     parts |= {name.lower(): getattr(module, name, None) for name in CONSTANTS}
     if parts["make_batch"] is None and parts["train_dataset"] is None and not adapters.may_have_data(build_model):
         own = [name for name in vars(module) if name not in _NAMES]
-        raise adapters.no_data(build_model, _did_you_mean("make_batch", own) or _did_you_mean("train_dataset", own))
+        raise adapters.no_data(build_model, did_you_mean("make_batch", own) or did_you_mean("train_dataset", own))
     return Task(**parts)
 
 
@@ -187,7 +185,7 @@ def _named(module: ModuleType, attribute: str) -> Task:
     offered = f"; its Task objects are {', '.join(tasks)}" if tasks else ""
     if not hasattr(module, attribute):
         raise TaskError(
-            f"the model file has no {attribute}{_did_you_mean(attribute, tasks)}{offered}; "
+            f"the model file has no {attribute}{did_you_mean(attribute, tasks)}{offered}; "
             f"define `{attribute} = autotune.Task(...)`"
         )
     raise TaskError(
@@ -204,7 +202,7 @@ def _nothing_found(module: ModuleType) -> TaskError:
             f"there is no build_model(), but there is a Task named {tasks[0]}: pass it as "
             f"{Path(str(module.__file__)).name}:{tasks[0]}"
         )
-    near = _did_you_mean("build_model", own)
+    near = did_you_mean("build_model", own)
     return TaskError(
         f"there is no function build_model(){near}; expected build_model() that returns the model, and "
         "make_batch(batch_size) or train_dataset(): `autotune init` writes a file to start from"
@@ -224,20 +222,3 @@ def _misspelt(module: ModuleType) -> tuple[str, ...]:
         for name in own
         for near in difflib.get_close_matches(name, missing, n=1, cutoff=_MISSPELT)
     )
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _near_files(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor a folder {path.parent})"
-    return _did_you_mean(path.with_suffix(".py").name, sorted(entry.name for entry in path.parent.glob("*.py")))
-
-
-def name_of(path: Path, attribute: str = "") -> str:
-    """A task's short name: the file's, or its folder's where the file has a generic one."""
-    stem = path.stem if path.stem not in _GENERIC_STEMS else path.parent.name or path.stem
-    return f"{stem}-{attribute}" if attribute not in ("", "task") else stem

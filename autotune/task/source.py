@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import mmap
 import os
 import re
 import sys
@@ -16,8 +14,9 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from autotune.errors import TaskError
+from autotune.task.model_file import find_model_file, loaded_modules, name_of
 from autotune.task.task import Task
-from autotune.task.usercode import is_user_file, user_code
+from autotune.task.usercode import is_user_file
 
 _PLAIN = frozenset(
     {"global_batch", "baseline", "max_grad_norm", "name"}
@@ -26,7 +25,6 @@ _STARTUP = ("sitecustomize", "usercustomize")  # in every process of an environm
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: another in each process
-_SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
 
 
 @runtime_checkable
@@ -45,7 +43,7 @@ class TaskSource:
         path: the model file, absolute; empty for a Task built in Python.
         attribute: name of the Task object in that file; empty for its functions.
         overrides: constants that were replaced since the file was loaded.
-        pickled: the file that holds a Task built in Python, once `handed_over` has written it; empty for a model file.
+        pickled: the file that holds a Task built in Python, once `hand_over` has written it; empty for a model file.
         digest: of what that task is made of; empty for a model file.
         live: a Task built in Python, in the process that built it.
         sys_path: the folders that modules were imported from.
@@ -72,8 +70,6 @@ class TaskSource:
         """
         place = {"sys_path": tuple(os.path.abspath(entry) for entry in sys.path), "cwd": os.getcwd()}
         if not isinstance(task, Task):
-            from autotune.task.loading import find_model_file
-
             path, attribute = find_model_file(task)
             return TaskSource(path=str(path), attribute=attribute, **place)  # type: ignore[arg-type]
         if task.origin is not None:
@@ -82,7 +78,7 @@ class TaskSource:
                 return replace(task.origin.source, overrides={name: getattr(task, name) for name in sorted(changed)})
         return TaskSource(live=replace(task, origin=None), task_name=task.name, **place)  # type: ignore[arg-type]
 
-    def handed_over(self, folder: Path) -> TaskSource:
+    def hand_over(self, folder: Path) -> TaskSource:
         """The same source for other processes, which find a Task built in Python in a file of `folder`.
 
         Tensors are written once each, whatever shares them. To read those of a GPU takes no GPU.
@@ -119,23 +115,6 @@ class TaskSource:
         """
         return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._living() else "")
 
-    def load(self) -> Task:
-        """Make the task in this process. It changes to `cwd` and adds the missing folders of `sys_path`.
-
-        Raises:
-            TaskError: as `load_task`.
-        """
-        if os.path.isdir(self.cwd):
-            os.chdir(self.cwd)
-        sys.path.extend(entry for entry in self.sys_path if entry not in sys.path)
-        if self.path:
-            from autotune.task.loading import load_file
-
-            task = load_file(Path(self.path), self.attribute)
-        else:
-            task = self.live or self._unpickle()
-        return replace(task, **self.overrides)
-
     def with_global_batch(self, global_batch: int) -> TaskSource:
         """The same task with another global batch."""
         return replace(self, overrides={**self.overrides, "global_batch": global_batch})
@@ -145,8 +124,6 @@ class TaskSource:
         """A short name for the study, known without running the user's code."""
         if not self.path:
             return self.task_name
-        from autotune.task.loading import name_of
-
         return name_of(Path(self.path), self.attribute)
 
     @property
@@ -183,18 +160,6 @@ class TaskSource:
         parts = [] if self.live is None else [getattr(self.live, item.name) for item in fields(self.live)]
         owners = [getattr(part, "__self__", None) for part in parts]
         return [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
-
-    def _unpickle(self) -> Task:
-        import torch
-
-        # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
-        with (
-            user_code("unpickling the task", "move its functions into a file model.py and give its path"),
-            torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),
-        ):
-            task = torch.load(self.pickled, map_location="cpu", weights_only=False, mmap=_SHARES)
-        assert isinstance(task, Task)
-        return replace(task, origin=origin_of(task, replace(self, overrides={})))
 
 
 @dataclass(frozen=True)
@@ -247,8 +212,6 @@ def _files(source: TaskSource) -> dict[str, Path]:
 
 def _imported_files() -> Iterator[tuple[str, Path]]:
     """Name and file of the user's own modules imported so far that belong to the task."""
-    from autotune.task.loading import loaded_modules
-
     others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}
     for name, module in list(sys.modules.items()):
         package = sys.modules.get(name.partition(".")[0], module)
@@ -270,8 +233,6 @@ def _file(module: ModuleType) -> str | None:
 def _save(task: Task, file: Path) -> None:
     import cloudpickle
     import torch
-
-    from autotune.task.loading import loaded_modules
 
     by_value = loaded_modules()
     for module in by_value:  # another process cannot import a model file by name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError, first_line
+from autotune.given import given
 from autotune.lazy import torch
-from autotune.randomness import restored_randomness
+from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
@@ -120,8 +120,8 @@ class Task:
         Raises:
             TaskError: one of them cannot be taken, with the reason.
         """
-        loops = importlib.import_module("autotune.integrations.loops")  # above this room, since it knows techniques
-        return loops.task_of(model, loader, loss, optimizer, **fields)  # type: ignore[no-any-return]
+        task: Task = given("task_of_loop")(model, loader, loss, optimizer, **fields)
+        return task
 
     def with_other_models(self, **changes: Any) -> Task:
         """The same task on the same data whose models are others, by another `build_model` or other `variants`.
@@ -444,7 +444,7 @@ class Task:
         """Facts that a built model tells. Where one has to be built for them, nobody's random numbers change."""
         known = _KNOWN.setdefault(self, _Known())
         if known.last_model is None:
-            with restored_randomness(torch.device("cpu")):
+            with keep_randomness(torch.device("cpu")):
                 self.model()
         return known
 

@@ -59,10 +59,10 @@ __all__ = [
     "complete",
     "declare",
     "is_ordered",
+    "keep_settings",
     "known",
     "label_of",
-    "narrowed",
-    "restored_settings",
+    "narrow_task",
     "setup_s",
     "trained",
     "trained_by",
@@ -143,7 +143,7 @@ def trained_by(task: Task, choices: Mapping[str, Choice]) -> dict[str, Choice]:
     return {name: named[name].named(task, choice) for name, choice in trained(choices).items()}
 
 
-def narrowed(task: Task, choices: Mapping[str, Choice]) -> Task:
+def narrow_task(task: Task, choices: Mapping[str, Choice]) -> Task:
     """The task that trains what a config says, in which nothing else is left to choose of that.
 
     Raises:
@@ -201,7 +201,7 @@ def label_of(name: str, choice: Choice) -> str:
 
 
 @contextmanager
-def restored_settings() -> Iterator[None]:
+def keep_settings() -> Iterator[None]:
     """Put the process-wide settings that techniques change back at the end."""
     with ExitStack() as stack:
         for technique in REGISTRY.values():

@@ -21,7 +21,7 @@ class Registry(Mapping[str, Technique]):
     def _techniques(self) -> dict[str, Technique]:
         package = __name__.rpartition(".")[0]
         taken = dict.fromkeys(BATCH_KEYS, "autotune, for the batch")
-        found = plugins.found(package, Technique, GROUP, _REQUIRED, taken)  # type: ignore[type-abstract]
+        found = plugins.find_plugins(package, Technique, GROUP, _REQUIRED, taken)  # type: ignore[type-abstract]
         ranked = sorted(found.values(), key=lambda technique: (technique.phase, technique.order, technique.name))
         return {technique.name: technique for technique in ranked}
 

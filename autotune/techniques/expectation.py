@@ -26,7 +26,7 @@ UNTOUCHED = Factor()
 class Expectation:
     """What a choice is expected to do, compared with the technique switched off.
 
-    The predictors in `autotune.predict` start from it and correct it by every probe.
+    The predictors in `autotune.prediction` start from it and correct it by every probe.
 
     Attributes:
         compute: the time of forward and backward per sample, once the device is busy.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.lazy import torch
-from autotune.randomness import restored_randomness
+from autotune.randomness import keep_randomness
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
@@ -68,7 +68,7 @@ class InplaceActivations(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch the safe modules on."""
-        with restored_randomness(build.device.torch_device):
+        with keep_randomness(build.device.torch_device):
             try:
                 safe = _safe_in(build, min(_NUM_SAMPLES, build.config.batch_size))
             except Exception:  # so few samples may be an error

@@ -9,7 +9,7 @@ from autotune.records.calibration import CALLED, CONVOLUTION, FP32, Calibration
 from autotune.techniques.build import Setting
 from autotune.units import format_per_s
 
-HOPELESS = 0.25  # of fp32's rate; emulated convolutions reach 0.02 to 0.11, real arithmetic much more
+LEAST_RATE = 0.25  # of fp32's rate; emulated convolutions reach 0.02 to 0.11, real arithmetic much more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def worth(calibration: Calibration, flops: Mapping[str, float], arithmetic: str)
     return Worth(
         gain=gain,
         figures="; ".join(_figures(calibration, work, arithmetic) for work in known),
-        ends=slowest > 0 and known.get(CONVOLUTION, 1.0) >= HOPELESS,
+        ends=slowest > 0 and known.get(CONVOLUTION, 1.0) >= LEAST_RATE,
     )
 
 

@@ -19,7 +19,7 @@ def trackers() -> dict[str, type[Tracker]]:
         ConfigError: another package's cannot be used.
     """
     package = __name__.rpartition(".")[0]
-    found = plugins.found(package, Tracker, GROUP, ("name", "summary", "package", "install"))  # type: ignore[type-abstract]
+    found = plugins.find_plugins(package, Tracker, GROUP, ("name", "summary", "package", "install"))  # type: ignore[type-abstract]
     return {name: type(tracker) for name, tracker in found.items()}
 
 

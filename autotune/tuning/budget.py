@@ -18,7 +18,7 @@ OVERRUN = 1.05  # times the budget that a search may take
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
-HOPELESS = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
+SLOWEST_TIMED = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 UNDO_SHARE = 0.15  # of the time that exploring and play-off share, at most, to tell what the answer's changes do
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
 RECENT = 8  # probes that tell how long the next one takes
@@ -108,7 +108,7 @@ class Budget:
         """The settings of the next probe: its time-out, and the speed below which it is not worth timing."""
         baseline = history.baseline
         if baseline is not None and baseline.measurement is not None:
-            slowest = HOPELESS * baseline.measurement.samples_per_s
+            slowest = SLOWEST_TIMED * baseline.measurement.samples_per_s
             return settings.replace(slowest_samples_per_s=slowest, timeout_s=self.timeout_s(baseline))
         ran = next((trial.outcome for trial in reversed(history.searched) if trial.outcome.ok), None)
         timeout_s = self.timeout_s(ran)

@@ -13,7 +13,7 @@ from autotune.runners.runner import ProbeFault, Runner
 from autotune.study import calibrations
 
 
-def calibrated(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
+def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
     """The calibration of the runner's device, and why there is none, or an empty text.
 
     Args:

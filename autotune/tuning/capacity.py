@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from autotune import techniques
 from autotune.devices.targets import CPU
 from autotune.errors import TaskError
-from autotune.predict.memory import MemoryEstimate, MemoryModel
-from autotune.predict.traces import Traces
+from autotune.prediction.memory import MemoryEstimate, MemoryModel
+from autotune.prediction.traces import Traces
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection

@@ -55,7 +55,7 @@ def confirm(
         share: of the time left, that it may take.
     """
     if search.play_off is None:
-        search.play_off = _opened(search)
+        search.play_off = _open_play_off(search)
     play_off, ranked = search.play_off, _ranked(search)
     playing = list(filter(admit, finalists_of(search)))
     merits = {config: search.history.objective.merit(outcome) for config, outcome in ranked.items()}
@@ -99,7 +99,7 @@ def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool
     return ahead.chance_below(CLOSE) < RISK and admit(best)
 
 
-def _opened(search: Search) -> PlayOff:
+def _open_play_off(search: Search) -> PlayOff:
     """A play-off that goes on with the rounds of earlier searches of the study."""
     history = search.history
     baseline, outcome = history.space.baseline, history.baseline

@@ -99,7 +99,7 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
             return NO_TIME
         if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
             return outcome.cause
-        keep(_evaluated(size, outcome, fits=outcome.ok and not objective.beyond_memory(outcome)))
+        keep(_record(size, outcome, fits=outcome.ok and not objective.beyond_memory(outcome)))
     return ""
 
 
@@ -110,7 +110,7 @@ def _most(search: Search, tried: Sequence[Evaluated]) -> float:
     return min(samples, search.history.longest_step_s * max(speeds, default=math.inf))
 
 
-def _evaluated(size: int, outcome: Outcome, *, fits: bool) -> Evaluated:
+def _record(size: int, outcome: Outcome, *, fits: bool) -> Evaluated:
     found = outcome.measurement
     ran = Evaluated(eval_batch_size=size, kind=str(outcome.kind), fits=fits, cause=outcome.cause)
     if found is None:

@@ -11,7 +11,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.explanation import LOSS, Advice, Anatomy, Explanation, ModuleTimes, Remark
 from autotune.records.inspection import Inspection
-from autotune.records.modules import folded
+from autotune.records.modules import fold_repeats
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.runner import Runner
@@ -230,7 +230,7 @@ def _parts(memory: Anatomy) -> Iterator[tuple[str, Collection[str], Collection[s
         yield f"the results of the last layer `{last}` and of the loss", {last, LOSS}, IN_FLIGHT
     else:
         yield "the results of the loss", {LOSS}, IN_FLIGHT
-    for fold in folded({module.name: module.total_bytes for module in memory.modules}):
+    for fold in fold_repeats({module.name: module.total_bytes for module in memory.modules}):
         names = fold.names - {last, LOSS}
         yield f"the activations of `{fold.label}`", names, IN_FLIGHT
         yield f"the parameters of `{fold.label}` with their gradients and optimizer state", fold.names, OF_PARAMETERS

@@ -17,7 +17,9 @@ from autotune.units import format_bytes, format_seconds, plural
 LARGER_HOST = "build and load less in the model file, or use a host with more memory"
 
 
-def inspected(runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int) -> Inspection | Outcome:
+def inspect_within(
+    runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int
+) -> Inspection | Outcome:
     """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
     to try a technique takes as much as plain training does.
     """
@@ -50,8 +52,7 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"one training step of a few samples failed: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} "
-        "holds its output",
+        f"one training step of a few samples failed: {outcome.cause}{_slow(outcome)}{_printed(outcome)}",
         frames=outcome.detail,
     )
 
@@ -76,6 +77,18 @@ def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> Autot
     if outcome.kind is Kind.ERROR:
         return why.as_error(outcome)
     return TaskError(
-        f"the task could not be inspected: {outcome.cause}; `{Path(outcome.log).name}` in {Path(outcome.log).parent} holds its output",
+        f"the task could not be inspected: {outcome.cause}{_printed(outcome)}",
         frames=outcome.detail,
     )
+
+
+def _slow(outcome: Outcome) -> str:
+    """What gives more time to one that was not ready when its time was up; empty for others."""
+    ended = outcome.kind is Kind.TIMEOUT and outcome.bound is None
+    return "; a larger --budget, or --probe-timeout, gives it more time" if ended else ""
+
+
+def _printed(outcome: Outcome) -> str:
+    """Where its output is; empty for one that printed nothing."""
+    log = Path(outcome.log)
+    return f"; `{log.name}` in {log.parent} holds its output" if outcome.log else ""

@@ -24,21 +24,21 @@ from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
-from autotune.space import build_space, require_possible, trained_beside
+from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
-from autotune.study.place import LIMITED_BESIDE, RANKED_BESIDE, Place, locked, place_of
+from autotune.study.place import LIMITED_BESIDE, RANKED_BESIDE, Place, lock_study, place_of
 from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning import setting_up
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
-from autotune.tuning.calibrating import calibrated
+from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
-from autotune.tuning.inspecting import inspected, inspection_failed, too_little_memory
+from autotune.tuning.inspecting import inspect_within, inspection_failed, too_little_memory
 from autotune.tuning.interruption import interruptible
-from autotune.tuning.resuming import asked_again, fingerprint, known_early, memory_limit, place_within
+from autotune.tuning.resuming import early_fingerprint, fingerprint, memory_limit, options_to_repeat, place_within
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
 from autotune.units import plural
@@ -52,7 +52,7 @@ OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, 
 
 
 @contextlib.contextmanager
-def opened(
+def open_search(
     source: TaskSource | None,
     options: SearchOptions,
     runner: Runner | None,
@@ -69,37 +69,17 @@ def opened(
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    if options.sampler not in sampler_names():
-        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
-    if unknown := {*options.frameworks} - {*FRAMEWORKS}:
-        raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
-    fixed = require_possible(options.fix, options.include, options.exclude)  # before anything takes seconds
-    if runner is not None and options.device != "auto":
-        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    task_name = runner.task_name if runner is not None else _required(source).name
+    fixed = _require_known(options, runner)  # before anything takes seconds
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        version = _required(source).version if runner is None else ""
-        study = options.study or (runner.default_study if runner is not None else None)
-        plain = place_of(options.storage, study, task_name, version)
-        place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
-        stack.enter_context(locked(plain))
-        stack.enter_context(storage_errors(place))
-        plain = place_within(options, plain, place)
-        place = plain.training(place.trained)
-        if plain.beside:
-            text = (
-                f"the study {plain.beside} has another memory limit; this search is kept beside it, in {place.study!r}"
-            )
-            listener.on(Note(text=text))
+        plain, place = stack.enter_context(_lock_places(source, options, runner, fixed, listener))
         if runner is None:
-            patience_s = max(MIN_TIMEOUT_S, options.budget_s)
             runner = LocalRunner(
                 _required(source),
                 device=options.device,
                 logs=place.logs,
-                import_timeout_s=patience_s,
+                import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
                 compiled=place.compiled,
             )
         waited_s = time.monotonic() - began_s if began_s is not None else 0.0
@@ -111,7 +91,7 @@ def opened(
             limit_bytes = memory_limit(options, place if stored else plain, earlier, device.free_bytes)
             if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
                 shutil.rmtree(place.compiled, ignore_errors=True)
-            require_comparable(place, stored, **known_early(options, limit_bytes, runner))
+            require_comparable(place, stored, **early_fingerprint(options, limit_bytes, runner))
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
@@ -120,28 +100,28 @@ def opened(
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
-            calibration, why_none = calibrated(runner, device, place.folder)
+            calibration, why_none = calibrate_device(runner, device, place.folder)
             if why_none:
                 listener.on(Note(text=f"the device could not be measured: {why_none}", warning=True))
         shared = _Shared(
             runner=runner,
             limit_bytes=limit_bytes,
             calibration=calibration,
-            asked=asked_again(options, source, earlier),
+            asked=options_to_repeat(options, source, earlier),
             listener=listener,
             interrupted=interruption,
         )
-        search = stack.enter_context(_over(shared, place, options, budget))
+        search = stack.enter_context(_open_over(shared, place, options, budget))
         interruption.is_ready = True
         yield search
 
 
 @contextlib.contextmanager
-def opened_beside(search: Search, choice: Mapping[str, Choice], budget_s: float) -> Iterator[Search]:
+def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: float) -> Iterator[Search]:
     """Another search of the same task by the same runner, in which `choice` is trained. Its study is in the same file.
 
     Raises:
-        TaskError, ConfigError, StudyError: as `opened`.
+        TaskError, ConfigError, StudyError: as `open_search`.
     """
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
     own = search.store.place
@@ -151,13 +131,13 @@ def opened_beside(search: Search, choice: Mapping[str, Choice], budget_s: float)
         runner=search.runner,
         limit_bytes=memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
         calibration=search.calibration,
-        asked={**search.asked, **asked_again(options, None, stored)},
+        asked={**search.asked, **options_to_repeat(options, None, stored)},
         listener=search.listener,
         interrupted=search.interrupted,
     )
     with (
         storage_errors(place),
-        _over(shared, place, options, _budget(options, search.runner, search.listener), own) as other,
+        _open_over(shared, place, options, _budget(options, search.runner, search.listener), own) as other,
     ):
         yield other
 
@@ -175,7 +155,7 @@ class _Shared:
 
 
 @contextlib.contextmanager
-def _over(
+def _open_over(
     shared: _Shared, place: Place, options: SearchOptions, budget: Budget, own: Place | None = None
 ) -> Iterator[Search]:
     """A search over an open runner.
@@ -184,81 +164,37 @@ def _over(
         own: where the search is kept beside which this one makes a ranking; None for the user's own.
     """
     runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
-    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
-
-    def inspect(limit_bytes: int) -> Inspection | Outcome:
-        return runner.inspect(
-            memory_limit_bytes=limit_bytes,
-            timeout_s=budget.first_timeout_s,
-            calibration=shared.calibration,
-            trained=trained,
-            comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
-        )
-
-    with contextlib.ExitStack() as stack:
-        with budget.split("inspection"):
-            inspection = inspected(runner, inspect, limit_bytes)
-        if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit_bytes)
-        if options.global_batch not in (None, inspection.global_batch):
-            raise ConfigError(
-                f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
-                f"{inspection.global_batch or 'none'}; leave the option out"
-            )
-        budget.keeps_checks = inspection.comparable
-        if inspection.shortage:
-            listener.on(Note(text=too_little_memory(inspection, limit_bytes), warning=True))
-        train_samples = _train_samples(options, inspection)
-        inspection = setting_up.with_what_is_cheap(inspection, options.budget_s, train_samples, options.include)
-        wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
-        space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
-        others = trained_beside(inspection, **wanted) if own is None else []
-        if others:
-            budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
-        attributes = {
-            "task": inspection.facts["name"],
-            "model": runner.stated.model,
-            "asked": dict(shared.asked),
-            "objective": options.objective,
-            "memory_limit_bytes": limit_bytes,
-            "headroom": options.headroom,
-            "space": {name: list(choices) for name, choices in space.choices.items()},
-            "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
-            "baseline_config": space.baseline.as_dict(),
-            **({LIMITED_BESIDE: place.beside} if place.beside else {}),
-            **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
-        }
-        early = known_early(options, limit_bytes, runner)
-        store = Store(place, {**fingerprint(inspection), **early}, attributes)
-        objective = Objective(
-            name=options.objective,
-            memory_limit_bytes=limit_bytes,
-            headroom=options.headroom,
-            train_samples=train_samples,
-        )
-        history = History(
-            space,
-            objective,
-            store.trials(),
-            budget.timeout_s,
-            longest_step_s=STEP_SHARE * budget.budget_s,
-            setup_left_s=budget.setup_left_s,
-        )
-        listener.on(_started(place, inspection, history, options, limit_bytes, budget.budget_s))
-        warnings = [text for text in inspection.facts.get("warnings", ()) if text not in _allowed(inspection, options)]
-        for note in notes if own is None else ():  # beside it they would be told again
+    inspection = _inspect(shared, options, budget)
+    train_samples = _train_samples(options, inspection)
+    inspection = setting_up.drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
+    wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
+    space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
+    others = trained_beside(inspection, **wanted) if own is None else []
+    if others:
+        budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
+    kept = {**fingerprint(inspection), **early_fingerprint(options, limit_bytes, runner)}
+    store = Store(place, kept, _attributes(shared, place, options, own, inspection, space))
+    objective = Objective(
+        name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
+    )
+    history = History(
+        space,
+        objective,
+        store.trials(),
+        budget.timeout_s,
+        longest_step_s=STEP_SHARE * budget.budget_s,
+        setup_left_s=budget.setup_left_s,
+    )
+    listener.on(_describe_start(place, inspection, history, options, limit_bytes, budget.budget_s))
+    warnings = [text for text in inspection.facts.get("warnings", ()) if text not in _allowed(inspection, options)]
+    if own is None:  # beside it they would be told again
+        for note in notes:
             listener.on(Note(text=note))
-        for text in warnings if own is None else ():
+        for text in warnings:
             listener.on(Note(text=text, warning=True))
-        sizes = [int(size) for size in space.choices["batch_size"]]
-        target = target_of(inspection.device)
-        trained = techniques.trained(space.baseline)
-        cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
-        if is_asked_for(options, inspection):
-            budget.keep_for_evaluation(EVALUATION_SHARE)
-        max_trace_s = MAX_TRACE_SHARE * budget.budget_s
-        tracing = Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
-        stack.enter_context(tracing)
+    if is_asked_for(options, inspection):
+        budget.keep_for_evaluation(EVALUATION_SHARE)
+    with _tracing(runner, place, inspection, history, MAX_TRACE_SHARE * budget.budget_s) as tracing:
         yield Search(
             runner=runner,
             store=store,
@@ -282,6 +218,109 @@ def _over(
             others=others,
             warnings=warnings,
         )
+
+
+def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspection:
+    """Inspect the task, and tell where it is short of memory.
+
+    Raises:
+        TaskError, DeviceError: it cannot be inspected.
+        ConfigError: the runner's task has another global batch than the one asked for.
+    """
+    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
+
+    def inspect(limit_bytes: int) -> Inspection | Outcome:
+        return shared.runner.inspect(
+            memory_limit_bytes=limit_bytes,
+            timeout_s=budget.first_timeout_s,
+            calibration=shared.calibration,
+            trained=trained,
+            comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
+        )
+
+    with budget.split("inspection"):
+        inspection = inspect_within(shared.runner, inspect, shared.limit_bytes)
+    if isinstance(inspection, Outcome):
+        raise inspection_failed(inspection, shared.limit_bytes)
+    if options.global_batch not in (None, inspection.global_batch):
+        raise ConfigError(
+            f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
+            f"{inspection.global_batch or 'none'}; leave the option out"
+        )
+    budget.keeps_checks = inspection.comparable
+    if inspection.shortage:
+        shared.listener.on(Note(text=too_little_memory(inspection, shared.limit_bytes), warning=True))
+    return inspection
+
+
+def _attributes(
+    shared: _Shared, place: Place, options: SearchOptions, own: Place | None, inspection: Inspection, space: Space
+) -> dict[str, Any]:
+    """What a study says of its search beside the trials."""
+    return {
+        "task": inspection.facts["name"],
+        "model": shared.runner.stated.model,
+        "asked": dict(shared.asked),
+        "objective": options.objective,
+        "memory_limit_bytes": shared.limit_bytes,
+        "headroom": options.headroom,
+        "space": {name: list(choices) for name, choices in space.choices.items()},
+        "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
+        "baseline_config": space.baseline.as_dict(),
+        **({LIMITED_BESIDE: place.beside} if place.beside else {}),
+        **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
+    }
+
+
+def _tracing(
+    runner: Runner, place: Place, inspection: Inspection, history: History, max_trace_s: float
+) -> contextlib.AbstractContextManager[Tracing]:
+    """Tracing beside the probes, with what earlier searches have traced."""
+    sizes = [int(size) for size in history.space.choices["batch_size"]]
+    target = target_of(inspection.device)
+    trained = techniques.trained(history.space.baseline)
+    cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
+    return Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
+
+
+@contextlib.contextmanager
+def _lock_places(
+    source: TaskSource | None,
+    options: SearchOptions,
+    runner: Runner | None,
+    fixed: Mapping[str, Choice],
+    listener: Listener,
+) -> Iterator[tuple[Place, Place]]:
+    """Where the user's own search is kept, and where this one is: beside it where it trains something else."""
+    task_name = runner.task_name if runner is not None else _required(source).name
+    version = _required(source).version if runner is None else ""
+    study = options.study or (runner.default_study if runner is not None else None)
+    plain = place_of(options.storage, study, task_name, version)
+    place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
+    with lock_study(plain), storage_errors(place):
+        plain = place_within(options, plain, place)
+        place = plain.training(place.trained)
+        if plain.beside:
+            text = (
+                f"the study {plain.beside} has another memory limit; this search is kept beside it, in {place.study!r}"
+            )
+            listener.on(Note(text=text))
+        yield plain, place
+
+
+def _require_known(options: SearchOptions, runner: Runner | None) -> dict[str, Choice]:
+    """What is fixed, once every name that the user gave is known.
+
+    Raises:
+        ConfigError: one is not, or options contradict each other.
+    """
+    if options.sampler not in sampler_names():
+        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    if unknown := {*options.frameworks} - {*FRAMEWORKS}:
+        raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
+    if runner is not None and options.device != "auto":
+        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
+    return require_possible(options.fix, options.include, options.exclude)
 
 
 def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
@@ -318,7 +357,7 @@ def _settings(seed: int, limit_bytes: int, budget: Budget) -> ProbeSettings:
     )
 
 
-def _started(
+def _describe_start(
     place: Place,
     inspection: Inspection,
     history: History,

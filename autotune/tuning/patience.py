@@ -128,11 +128,11 @@ def patience_for(
         begin_s=slowest_start * set_up_s + first_s + COMPILING_PATIENCE * setup_s,
         warmup_s=max((grown * found.warmup_s for grown, (_, found, _) in zip(larger, ran, strict=True)), default=0.0),
         most_s=most_s,
-        front=front_of(history.feasible),
+        front=rates_on_front(history.feasible),
     )
 
 
-def front_of(feasible: dict[Config, Outcome]) -> Front:
+def rates_on_front(feasible: dict[Config, Outcome]) -> Front:
     """Peak and throughput of each measured config that no other beats in both."""
     points = [
         (float(o.measurement.peak_bytes), o.measurement.samples_per_s) for o in feasible.values() if o.measurement

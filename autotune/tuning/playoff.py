@@ -13,12 +13,13 @@ from statistics import fmean
 
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
+from autotune.records.intervals import NORMAL_95
 from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Measured
 from autotune.records.trial import PLAY_OFF, Trial
-from autotune.study.excused import excused
-from autotune.study.figures import NORMAL_95, ratio_interval, times_as_fast, unrest
+from autotune.study.excused import find_excused
+from autotune.study.figures import ratio_interval, times_as_fast, unrest
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.told import within_measured
@@ -251,7 +252,7 @@ class PlayOff:
                 self._disturbed.add(number)
             if not run.feasible:
                 self._fail(entrant, outcome, substitutes)
-        passing = excused(self._runs)
+        passing = find_excused(self._runs)
         for entrant, run in late:
             if run.number in passing:
                 self._disturbed.add(number)

@@ -12,7 +12,7 @@ from autotune.errors import AutotuneError
 from autotune.records.config import Choice
 from autotune.records.result import Ranking, Result
 from autotune.study.store import NO_ANSWER
-from autotune.tuning.opening import opened_beside
+from autotune.tuning.opening import open_search_beside
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.state import Search
 from autotune.units import format_seconds
@@ -21,7 +21,7 @@ MIN_SHARE_S = 1.0  # of the time, below which a ranking is not begun
 Answer = Callable[[Search], Result]
 
 
-def with_rankings(search: Search, answer: Answer) -> Result:
+def add_rankings(search: Search, answer: Answer) -> Result:
     """The answer to what the user trains, and beside it a ranking for each of `search.others`, in the time that is left.
 
     Raises:
@@ -89,7 +89,7 @@ def _beside(search: Search, choice: Mapping[str, Choice], answer: Answer, share_
         return replace(none, failure=f"the budget was spent; give a larger --budget, or search it alone with {alone}")
     search.tell(f"{in_words(changed)}: a ranking of its own within {format_seconds(share_s)}, in the study {study}")
     try:
-        with opened_beside(search, changed, share_s) as other:
+        with open_search_beside(search, changed, share_s) as other:
             none = _ranking(other, choice, None, "")
             try:
                 return _ranking(other, choice, answer(other), "")

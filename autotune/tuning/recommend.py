@@ -5,34 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from statistics import median
+from typing import Any
 
-from autotune import techniques
 from autotune.errors import AutotuneError
-from autotune.predict.roofline import Roofline
+from autotune.prediction.roofline import Roofline
 from autotune.records.config import Config
 from autotune.records.front import front_of
 from autotune.records.outcome import Outcome
 from autotune.records.result import Measured, Result, Rival
-from autotune.study.excused import excused
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.tuning import shortage, why
-from autotune.tuning.clearance import Clearance, Finding
+from autotune.tuning.cautions import Answer, cautions
+from autotune.tuning.clearance import Clearance
 from autotune.tuning.effects import effects
-from autotune.tuning.entrant import Ratio, Standing, failure
+from autotune.tuning.entrant import Ratio, Standing
 from autotune.tuning.evaluation import evaluation_of
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.state import Search
 from autotune.tuning.verdict import verdict_of
-from autotune.units import format_bytes, plural
 
-FEW_ROUNDS = 2  # of the play-off
 UNCHECKED = "its gradients were not compared with plain fp32 before the search ended; run the same command again, and it goes on"
-BATCH_RULES = (
-    "the answer takes {samples} per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
-    "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
-)
 
 
 class NothingFeasible(AutotuneError):
@@ -94,13 +87,50 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         return None
     baseline, speedup = _baseline(search, standing, measured, outcomes)
     is_baseline = answer == history.space.baseline
-    rival = _rival(standing) if is_baseline else None
-    played = standing if confirmed is not None else None
-    verdict, undecided = verdict_of(search, played, speedup, kept=is_baseline)
+    verdict, undecided = verdict_of(search, standing if confirmed is not None else None, speedup, kept=is_baseline)
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
-    _warn(search, found, unchecked, standing, answer, outcomes, baseline)
-    evaluation = evaluation_of(search, answer)
+    known = Answer(
+        search=search,
+        config=answer,
+        compared=found,
+        unchecked=unchecked,
+        standing=standing,
+        outcomes=outcomes,
+        baseline=baseline,
+    )
+    for caution in cautions(known):
+        search.warn(caution)
+    return Result(
+        config=answer.as_dict(),
+        samples_per_s=measured.samples_per_s,
+        samples_per_s_ci=measured.samples_per_s_ci,
+        peak_bytes=measured.peak_bytes,
+        baseline=baseline,
+        speedup=1.0 if is_baseline else speedup[0] if speedup else None,
+        speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
+        verdict=verdict,
+        confirmed=confirmed is not None,
+        rival=_rival(standing) if is_baseline else None,
+        num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
+        undecided=undecided,
+        finalists=_finalists(standing),
+        effects=effects(answer, history.space.baseline, history.trials),
+        checks=() if found is None or found.check is None else (found.check,),
+        unchecked=unchecked,
+        compile_cold_s=history.compile_cold_s(answer) or None,
+        places=next((o.measurement.places for o in outcomes if o.measurement), {}),
+        command=search.runner.command(answer),
+        evaluation=evaluation_of(search, answer),
+        **_explain(search, standing, answer, measured),
+        **_of_the_study(search),
+        warnings=tuple(search.warnings),
+    )
+
+
+def _explain(search: Search, standing: Standing | None, answer: Config, measured: Measured) -> dict[str, Any]:
+    """The fields of a result that say why the answer is as fast as it is, and what else there is."""
+    history = search.history
     ran_through = [*_ran_through(standing)]
     known, searched = (why.figures(trials, ran_through) for trials in (history.trials, history.searched))
     own = history.known[answer].measurement if answer in history.known else None
@@ -108,58 +138,42 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     roofline = Roofline.of(search.calibration, traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
     break_even = _break_even(search, searched, answer)
-    limit = why.limiting(answer, own, history.searched, history.objective, use) if own else ""
-    spent_s = search.budget.spent_s
     tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
-    return Result(
-        config=answer.as_dict(),
-        samples_per_s=measured.samples_per_s,
-        samples_per_s_ci=measured.samples_per_s_ci,
-        peak_bytes=measured.peak_bytes,
-        memory_limit_bytes=history.objective.memory_limit_bytes,
-        headroom=history.objective.headroom,
-        baseline=baseline,
-        speedup=1.0 if is_baseline else speedup[0] if speedup else None,
-        speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
-        verdict=verdict,
-        objective=history.objective.name,
-        confirmed=confirmed is not None,
-        rival=rival,
-        num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
-        undecided=undecided,
-        finalists=_finalists(standing),
-        front=front_of(known.values()),
-        effects=effects(answer, history.space.baseline, history.trials),
-        checks=() if found is None or found.check is None else (found.check,),
-        unchecked=unchecked,
-        limit=limit,
-        use=use,
-        peak_by_kind={role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
-        tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
-        compile_cold_s=history.compile_cold_s(answer) or None,
-        break_even_steps=break_even and break_even[0],
-        break_even_s=break_even and break_even[1],
-        train_samples=history.objective.train_samples,
-        outcomes=dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
-        probes=len(history.trials),
-        wall_s=search.budget.elapsed_s,
-        first_probe_s=search.budget.first_probe_s,
-        split_s={**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())},  # they add up to `wall_s`
-        train_s=sum(trial.outcome.spent_training_s for trial in history.trials),
-        storage=search.store.place.storage,
-        study=search.store.place.study,
-        device=search.inspection.device.name,
-        optimizer=search.inspection.facts.get("optimizer", ""),
-        asked=dict(search.asked),
-        model=search.runner.stated.model,
-        parts=tuple(search.inspection.facts.get("parts", ())),
-        places=next((o.measurement.places for o in outcomes if o.measurement), {}),
-        warnings=tuple(search.warnings),
-        command=search.runner.command(answer),
-        trained=dict(search.store.place.trained),
-        evaluation=evaluation,
-        coupling=search.inspection.coupling,
-    )
+    return {
+        "front": front_of(known.values()),
+        "limit": why.limiting(answer, own, history.searched, history.objective, use) if own else "",
+        "use": use,
+        "peak_by_kind": {role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
+        "tokens_per_s": tokens_per_sample and tokens_per_sample * measured.samples_per_s,
+        "break_even_steps": break_even and break_even[0],
+        "break_even_s": break_even and break_even[1],
+    }
+
+
+def _of_the_study(search: Search) -> dict[str, Any]:
+    """The fields of a result that tell of the search and of what was searched."""
+    history, facts, spent_s = search.history, search.inspection.facts, search.budget.spent_s
+    return {
+        "memory_limit_bytes": history.objective.memory_limit_bytes,
+        "headroom": history.objective.headroom,
+        "objective": history.objective.name,
+        "train_samples": history.objective.train_samples,
+        "outcomes": dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
+        "probes": len(history.trials),
+        "wall_s": search.budget.elapsed_s,
+        "first_probe_s": search.budget.first_probe_s,
+        "split_s": {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())},  # they add up to `wall_s`
+        "train_s": sum(trial.outcome.spent_training_s for trial in history.trials),
+        "storage": search.store.place.storage,
+        "study": search.store.place.study,
+        "device": search.inspection.device.name,
+        "optimizer": facts.get("optimizer", ""),
+        "asked": dict(search.asked),
+        "model": search.runner.stated.model,
+        "parts": tuple(facts.get("parts", ())),
+        "trained": dict(search.store.place.trained),
+        "coupling": search.inspection.coupling,
+    }
 
 
 def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None:
@@ -239,98 +253,3 @@ def _processes(search: Search, config: Config, outcome: Outcome) -> list[Outcome
     """
     played = (trial.outcome for trial in search.history.trials if trial.in_play_off and trial.config == config)
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
-
-
-def _asked_and_never_run(search: Search, answer: Config) -> list[str]:
-    """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
-    asked = techniques.REGISTRY.keys() if search.runner.command(answer) else search.options.include
-    return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
-
-
-def _warn(
-    search: Search,
-    compared: Finding | None,
-    unchecked: str,
-    standing: Standing | None,
-    answer: Config,
-    outcomes: list[Outcome],
-    baseline: Measured | None,
-) -> None:
-    """Warn the user about the answer where needed."""
-    history, inspection = search.history, search.inspection
-    if baseline is None:
-        search.warn(f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(search)}")
-    if (standing is None or standing.answer is None) and search.store.attributes().get("result", {}).get("confirmed"):
-        search.warn("the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it")
-    if compared is not None and not compared.comparable:
-        search.warn(f"the answer's gradients were not compared with plain fp32: {compared.reason}")
-    if unchecked:
-        search.warn(f"this is the best so far and no recommendation: {unchecked}")
-    if not inspection.baseline_given:
-        of_command = bool(search.runner.command(answer))
-        if search.runner.stated.baseline:
-            unsaid, today = "the baseline names no batch_size", "what it names"
-        elif of_command:
-            unsaid, today = "no --baseline is given", "the first choices"
-        else:
-            unsaid, today = "the model file sets no BASELINE", "plain fp32"
-        search.warn(
-            f"{unsaid}, so the gain is over {today} with batch {history.space.baseline.batch_size}; "
-            f"{'give --baseline batch_size=N' if of_command else 'set BASELINE to what you run today'} for a meaningful gain"
-        )
-    old, new = history.space.baseline.samples_per_step, answer.samples_per_step
-    if inspection.global_batch is None and new != old:
-        search.warn(
-            BATCH_RULES.format(samples=plural(new, "sample"), old=old, linear=new / old, root=(new / old) ** 0.5)
-        )
-    trained_otherwise = history.space.fixed.keys() & techniques.trained({})
-    for name in (*answer.differences(history.space.baseline), *sorted(trained_otherwise)):
-        if note := inspection.support_of(name).note:
-            search.warn(f"{name}: {note}")
-    growths = [o.measurement.growth_bytes_per_step for o in outcomes if o.measurement]
-    growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
-    if growth > 0:
-        kept = next(filter(None, (o.measurement.kept for o in outcomes if o.measurement)), "")
-        search.warn(
-            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: "
-            + (
-                f"the training code keeps of every micro batch {kept}. A long run will run out of memory"
-                if kept
-                else "no tensors were found that the training code keeps. Libraries keep something for each new shape of a "
-                "batch, which ends once all were met; if `autotune verify` with many --steps tells of growth too, a long run "
-                "will run out of memory"
-            )
-        )
-    if trouble := next((o.measurement.compile_trouble for o in outcomes if o.measurement), ""):
-        search.warn(f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where")
-    for named, failed in why.never_ran(history.trials, history.space.baseline).items():
-        *_, last = failed
-        log = f"; {last.log} holds what it printed" if last.log else ""
-        search.warn(f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}")
-    if answer != history.space.baseline and (never := _asked_and_never_run(search, answer)):  # else the verdict says it
-        search.warn(f"never run, though you asked for it: {', '.join(never)}; a larger --budget leaves time for it")
-    overflows = Counter(trial.outcome.overflow for trial in history.trials if trial.outcome.overflow)
-    for overflow, number in overflows.items():
-        search.warn(f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}")
-    both = [trial.outcome for trial in history.trials if trial.config in (answer, history.space.baseline)]
-    if any(outcome.disturbances for outcome in both) or excused(history.trials):
-        search.warn("other work disturbed the machine; a quiet one gives narrower intervals")
-    if crowded := sum(trial.outcome.crowded for trial in history.trials):
-        search.warn(
-            f"{plural(crowded, 'probe')} found memory taken by other processes that was free when the search began, so "
-            f"larger configs may fit than were tried; search again on a free {inspection.device.name}, or leave the others "
-            "their memory with --memory-limit"
-        )
-    if standing is not None and 0 < standing.num_rounds <= FEW_ROUNDS:
-        search.warn(
-            f"the budget left time for only {plural(standing.num_rounds, 'round')} of the play-off; "
-            "a larger --budget gives a more certain answer"
-        )
-
-
-def _baseline_failure(search: Search) -> str:
-    """Why the baseline has no figures."""
-    again = search.history.failed_again.get(search.history.space.baseline)
-    if again is not None:
-        return f"in the play-off, {failure(again)}"
-    return failure(search.history.baseline) if search.history.baseline is not None else "it was not measured"

@@ -51,7 +51,9 @@ def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any]
     return earlier
 
 
-def asked_again(options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]) -> dict[str, str | int]:
+def options_to_repeat(
+    options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]
+) -> dict[str, str | int]:
     """The options that must be given again to run the answer, without defaults."""
     asked = options.asked()
     if source is not None and source.overrides.get("global_batch") is not None:
@@ -60,7 +62,7 @@ def asked_again(options: SearchOptions, source: TaskSource | None, stored: Mappi
     return {"memory_limit": earlier, **asked} if earlier is not None else asked
 
 
-def known_early(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
+def early_fingerprint(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
     """What else must be equal, and is known before the model is imported."""
     asked = {"memory_limit_bytes": limit_bytes, "headroom": options.headroom, "objective": options.objective}
     lengths = {"train_steps": options.train_steps, "train_epochs": options.train_epochs}

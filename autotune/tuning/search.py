@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autotune.errors import AutotuneError
+from autotune.proposers.base import Proposer
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
 from autotune.runners.runner import Runner
@@ -20,8 +23,8 @@ from autotune.tuning.explore import (
     tell_of_large_batches,
     undo_changes,
 )
-from autotune.tuning.opening import opened
-from autotune.tuning.rankings import with_rankings
+from autotune.tuning.opening import open_search
+from autotune.tuning.rankings import add_rankings
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
 from autotune.tuning.state import Search
 
@@ -48,8 +51,8 @@ def search(
         NothingFeasible: no config ran within the limits.
         Interrupted: by Ctrl-C; carries the best so far.
     """
-    with opened(source, options, runner, listener or Listener(), began_s) as search:
-        return with_rankings(search, answer)
+    with open_search(source, options, runner, listener or Listener(), began_s) as search:
+        return add_rankings(search, answer)
 
 
 def answer(search: Search) -> Result:
@@ -81,49 +84,106 @@ def answer(search: Search) -> Result:
 
 
 def find(search: Search, clearance: Clearance) -> Standing | None:
-    """Measure the baseline, explore, undo the best's changes, bar what does not train as plain fp32 does, and confirm the best.
+    """Measure the baseline; then explore, check and play off in turns, while there is time and something to learn.
 
-    Exploring and the play-off take turns while there is time and something to learn: where all of the best fail, and where
-    exploring was ended for lack of time that the play-off did not need. Where nothing beats the baseline, what was not
-    tried is.
+    Another turn follows where all of the best fail in the play-off, where exploring was ended for lack of time that the
+    play-off did not need, and, over what was not tried, where nothing beats the baseline.
 
     Returns:
-        How the play-off ended; None if no round was completed, because of an interrupt or for lack of time.
+        How the last play-off ended; None if no round of it was completed, because of an interrupt or for lack of time.
 
     Raises:
         NothingFeasible: no config ran within the limits.
     """
-    history, proposer, standing = search.history, search.proposer(), None
-    was_held = nothing_won = was_short = False
     clearance.bar_known()
+    _baseline(search)
+    proposer, last = search.proposer(), _NONE
+    while not search.interrupted():
+        num_searched = len(search.history.searched)
+        search.budget.keeps_checks = search.inspection.comparable
+        _explore(search, proposer, untried=last.baseline_won)
+        proposer = _check(search, clearance, proposer)
+        search.budget.keeps_checks = False
+        if search.interrupted() or (last.is_settled and len(search.history.searched) == num_searched):
+            break
+        if search.history.best is None:
+            raise NothingFeasible(why_nothing(search))
+        last = _play_off(search, clearance, last)
+        if last.all_failed:
+            proposer = search.proposer()  # it learns from that
+    return _require_played(search, clearance, last.standing)
+
+
+@dataclass(frozen=True)
+class _PlayOff:
+    """What came of one play-off.
+
+    Attributes:
+        standing: how it ended; None if no round was completed.
+        all_failed: those that played failed, and the search goes on with what it learned.
+        was_early: time was left to explore when it was held.
+        baseline_won: nothing beat the baseline, or no round was completed.
+    """
+
+    standing: Standing | None = None
+    all_failed: bool = False
+    was_early: bool = False
+    baseline_won: bool = False
+    was_held: bool = True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another play-off could only tell the same, unless other configs were probed meanwhile."""
+        return self.was_held and not self.all_failed and not self.was_early
+
+
+_NONE = _PlayOff(was_held=False)
+
+
+def _baseline(search: Search) -> None:
+    """Measure the baseline, and share what is left of the budget."""
     measure_baseline(search)
     tell_of_large_batches(search)
     search.budget.shared_from_s, search.budget.kept_probes = search.budget.elapsed_s, UNDONE
-    while not search.interrupted():
-        known = len(history.searched)
-        search.budget.keeps_checks = search.inspection.comparable
+
+
+def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
+    """Probe what the proposer proposes; the baseline again where nothing came near it; with `untried` what is left, too."""
+    explore(search, proposer)
+    if not search.interrupted() and measure_baseline_again(search):
         explore(search, proposer)
-        if not search.interrupted() and measure_baseline_again(search):
-            explore(search, proposer)
-        if nothing_won:
-            explore(search, search.untried())
+    if untried:
+        explore(search, search.untried())
+    undo_changes(search)
+
+
+def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer:
+    """Bar what does not train as plain fp32 does, and explore again without it. Returns the proposer to go on with."""
+    while clearance.bar_failing_finalists():
+        proposer = search.proposer()  # what it knows to be settled no longer is
+        explore(search, proposer)
         undo_changes(search)
-        while clearance.bar_failing_finalists():
-            proposer = search.proposer()  # what it knows to be settled no longer is
-            explore(search, proposer)
-            undo_changes(search)
-        search.budget.keeps_checks = False
-        if search.interrupted() or (was_held and not was_short and len(history.searched) == known):
-            break
-        if history.best is None:
-            raise NothingFeasible(why_nothing(search))
-        was_short = not was_held and search.budget.allows_a_probe(history) and any(search.untried().left(history))
-        num_failed = len(history.failed_again)
-        standing, was_held = confirm(search, clearance.clear, share=SHARE if was_short else 1.0), True
-        search.budget.shared_from_s = search.budget.elapsed_s
-        nothing_won = standing is None or standing.answer is standing.baseline
-        if standing is not None and standing.answer is None and len(history.failed_again) > num_failed:
-            proposer, was_held = search.proposer(), False  # the search has learned from that, and continues
+    return proposer
+
+
+def _play_off(search: Search, clearance: Clearance, last: _PlayOff) -> _PlayOff:
+    """Let the best play against the baseline; for a part of the time left where there is more to explore."""
+    history = search.history
+    is_first = not last.was_held or last.all_failed
+    early = is_first and search.budget.allows_a_probe(history) and any(search.untried().left(history))
+    num_failed = len(history.failed_again)
+    standing = confirm(search, clearance.clear, share=SHARE if early else 1.0)
+    search.budget.shared_from_s = search.budget.elapsed_s
+    return _PlayOff(
+        standing=standing,
+        all_failed=standing is not None and standing.answer is None and len(history.failed_again) > num_failed,
+        was_early=early,
+        baseline_won=standing is None or standing.answer is standing.baseline,
+    )
+
+
+def _require_played(search: Search, clearance: Clearance, standing: Standing | None) -> Standing | None:
+    """The standing, unless something that did not play is better by now."""
     if standing is not None and overtaken(search, standing, clearance.clear):
         search.warn("the answer was found too late to play against the others; give a larger --budget to confirm it")
         return None

@@ -12,7 +12,7 @@ SHARE = 0.1  # of the budget, that one config may be expected to take before its
 MOST_GAIN = 0.25  # of the time of a training, which such a choice is taken to win back at the most
 
 
-def with_what_is_cheap(
+def drop_slow_setups(
     inspection: Inspection, budget_s: float, train_samples: float | None, included: Collection[str]
 ) -> Inspection:
     """The inspection with optional choices among the usual ones where only their price had made them optional, and it is low.
@@ -28,13 +28,13 @@ def with_what_is_cheap(
         if won_s < allowed_s:
             allowed_s, unless = won_s, "the training is too short to win that back"
     support = {
-        name: _judged(name, found, allowed_s, unless) if found.setup_s and name not in included else found
+        name: _judge(name, found, allowed_s, unless) if found.setup_s and name not in included else found
         for name, found in inspection.support.items()
     }
     return replace(inspection, support=support)
 
 
-def _judged(name: str, support: Support, allowed_s: float, unless: str) -> Support:
+def _judge(name: str, support: Support, allowed_s: float, unless: str) -> Support:
     cheap = [choice for choice, seconds in support.setup_s if seconds <= allowed_s]
     dear_s = [seconds for _, seconds in support.setup_s if seconds > allowed_s]
     reason = support.reason

@@ -12,15 +12,15 @@ from autotune.techniques.labels import describe
 from autotune.tuning.state import Search
 from autotune.units import format_bytes
 
-HOPELESS = 0.03  # predicted chance to fit
-MOST_HOPELESS = 3  # probes that are run all the same: a prediction may be wrong
+UNLIKELY_TO_FIT = 0.03  # predicted chance to fit
+MOST_UNLIKELY = 3  # probes that are run all the same: a prediction may be wrong
 TELLING = 2.0  # from the lower to the upper bound of a prediction that is told
 
 
 def may_fit(search: Search, config: Config) -> bool:
     """Whether there is any hope that a config fits."""
     prediction = search.cost_model.predict(search.history, config)
-    return prediction is None or prediction.chance_to_fit >= HOPELESS
+    return prediction is None or prediction.chance_to_fit >= UNLIKELY_TO_FIT
 
 
 def is_hopeless(search: Search) -> bool:
@@ -32,10 +32,10 @@ def is_hopeless(search: Search) -> bool:
         trial
         for trial in history.searched
         if trial.prediction is not None
-        and trial.prediction.chance_to_fit < HOPELESS
+        and trial.prediction.chance_to_fit < UNLIKELY_TO_FIT
         and history.objective.does_not_fit(trial.outcome)
     ]
-    if len(foreseen) < MOST_HOPELESS:
+    if len(foreseen) < MOST_UNLIKELY:
         return False
     safest = search.cost_model.propose(history)
     return safest is not None and not may_fit(search, safest.config)

@@ -24,7 +24,7 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
-from autotune.tuning.calibrating import calibrated
+from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.inspecting import inspection_failed
 from autotune.version import __version__
 
@@ -52,7 +52,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         TableError: the file is not a table, or records something else.
     """
     require_possible({}, (*options.grid, *options.include), options.exclude)
-    _trained(options.grid)
+    _trained_choices(options.grid)
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
@@ -71,18 +71,18 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
-        calibration, _ = calibrated(runner, runner.device(), options.out.parent)
+        calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
         inspection = runner.inspect(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,
             calibration=calibration,
-            trained=_trained(options.grid),
+            trained=_trained_choices(options.grid),
             comparing_s=COMPARING_S,
         )
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
-        space = _restricted(space, options.grid)
+        space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
         if recorded.traces is None:
             traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S)
@@ -103,7 +103,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     return table.read(options.out)
 
 
-def _trained(grid: Mapping[str, Sequence[Any]]) -> dict[str, Choice]:
+def _trained_choices(grid: Mapping[str, Sequence[Any]]) -> dict[str, Choice]:
     """What the grid says is trained. Raises ConfigError where it says several: a table is of configs that compare."""
     asked = {name: grid[name] for name in techniques.trained({}) if name in grid}
     for name, wanted in asked.items():
@@ -130,7 +130,7 @@ def _run(runner: Runner, config: Config, settings: ProbeSettings) -> Outcome:
     return calmer(outcome, runner.probe(config, settings)) if disturbed else outcome
 
 
-def _restricted(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
+def _restrict(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
     """The space restricted to the grid's choices. Every grid includes the baseline's choices.
 
     Raises:

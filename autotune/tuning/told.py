@@ -31,10 +31,10 @@ def within_measured(
     least, most = measured[base]
     for config, gain in gains.items():
         edges = [edge - gain for edge in measured[config]]
-        least, most = (_clipped(edge, (least, most)) for edge in edges)  # the nearest, where no level suits both
-    level = _clipped(level, (least, most))
-    return {base: level} | {config: _clipped(level + gain, measured[config]) for config, gain in gains.items()}
+        least, most = (_clip(edge, (least, most)) for edge in edges)  # the nearest, where no level suits both
+    level = _clip(level, (least, most))
+    return {base: level} | {config: _clip(level + gain, measured[config]) for config, gain in gains.items()}
 
 
-def _clipped(value: float, within: Range) -> float:
+def _clip(value: float, within: Range) -> float:
     return min(max(value, within[0]), within[1])

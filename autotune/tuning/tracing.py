@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Self
 
 from autotune import techniques
-from autotune.predict.plan import plan_traces
-from autotune.predict.traces import Traces
+from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.runners.runner import ProbeFault, Runner, TraceJob

@@ -161,19 +161,26 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
 def never_ran(probed: Sequence[Trial], baseline: Config) -> dict[str, tuple[Outcome, ...]]:
     """The choices, `name=choice`, whose every probe ended in an error or a crash, while probes without them ran: what came of each.
 
-    A batch larger than the training set says nothing of the choices beside it.
+    Choices that failed together alone are named together, and one whose failures all have a choice that failed without it is
+    not named. A batch larger than the training set says nothing of the choices beside it.
     """
-    ended: dict[str, list[Outcome]] = {}
-    for probe in probed:
-        if probe.outcome.too_few_samples:
-            continue
-        for name, choice in probe.config.differences(baseline).items():
-            if name not in BATCH_KEYS:
-                ended.setdefault(f"{name}={choice}", []).append(probe.outcome)
+    told = [probe for probe in probed if not probe.outcome.too_few_samples]
     broken = {Kind.ERROR, Kind.CRASHED}
     if all(probe.outcome.kind in broken for probe in probed):
         return {}
-    return {named: tuple(each) for named, each in ended.items() if {one.kind for one in each} <= broken}
+
+    def changes(probe: Trial) -> list[str]:
+        differences = probe.config.differences(baseline).items()
+        return [f"{name}={choice}" for name, choice in differences if name not in BATCH_KEYS]
+
+    ran = {named for probe in told if probe.outcome.kind not in broken for named in changes(probe)}
+    suspects = [(probe.outcome, frozenset(changes(probe)) - ran) for probe in told if probe.outcome.kind in broken]
+    ended: dict[str, list[Outcome]] = {}
+    for outcome, together in suspects:
+        least = [other for _, other in suspects if other and other <= together]
+        for blamed in {other for other in least if not any(less < other for less in least)}:
+            ended.setdefault(" with ".join(sorted(blamed)), []).append(outcome)
+    return {named: tuple(each) for named, each in ended.items()}
 
 
 def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Objective) -> str:
@@ -206,12 +213,12 @@ def _named(config: Config, baseline: Config) -> str:
 
 
 def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
-    """By how much the smallest failed config exceeded the limit, as far as that is known."""
+    """By how much the smallest config that failed exceeded the limit, as far as that is known."""
     needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
     smallest = min(needs, default=0)
     if smallest <= limit_bytes:
-        return f"every config ran out of memory within a limit of {format_bytes(limit_bytes)}"
+        return f"every config that was tried ran out of memory within a limit of {format_bytes(limit_bytes)}"
     return (
-        f"the smallest config needs at least {format_bytes(smallest)}, "
+        f"the smallest config that was tried needs at least {format_bytes(smallest)}, "
         f"{format_bytes(smallest - limit_bytes)} more than the limit of {format_bytes(limit_bytes)}"
     )

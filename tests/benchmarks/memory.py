@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from autotune.devices.targets import CPU, CUDA
-from autotune.predict.memory import MemoryModel
-from autotune.predict.traces import Traces
+from autotune.prediction.memory import MemoryModel
+from autotune.prediction.traces import Traces
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.runners import table
@@ -98,7 +98,7 @@ def count(recorded: Table, num: int) -> None:
 
 
 def _count_one(job: tuple[Path, Config]) -> tuple[Config, int]:
-    from tests.predict.real_memory import real_peak_bytes
+    from tests.prediction.real_memory import real_peak_bytes
 
     file, config = job
     return config, real_peak_bytes(load_task(file), config)

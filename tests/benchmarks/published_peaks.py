@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune import Task, techniques
-from autotune.predict.job import trace_plan
-from autotune.predict.plan import Plan
-from autotune.predict.traces import Traces
+from autotune.prediction.job import trace_plan
+from autotune.prediction.plan import Plan
+from autotune.prediction.traces import Traces
 from autotune.units import MIB
 
 PUBLISHED = Path(__file__).with_name("timm_a100_memory.csv")

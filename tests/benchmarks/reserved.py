@@ -1,6 +1,6 @@
 """What torch's caching allocator reserves for whole training steps, recorded over the played cards, against its prediction.
 
-    python -m tests.driver python -m tests.benchmarks.reserved record      in an environment with torch's CUDA build
+    PLAYED_CUDNN_WORKSPACE_MIB=0 python -m tests.driver python -m tests.benchmarks.reserved record     with torch's CUDA build
     python -m tests.benchmarks.reserved                                    anywhere
 
 The allocator's figures are torch's own; no GPU has any part in them. cuDNN's workspaces are unknown to a played card, so
@@ -9,6 +9,7 @@ networks of convolutions train with the channels last, where torch makes no gues
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,12 +25,13 @@ from torch.nn import functional as F
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.devices.targets import Target, target_of
-from autotune.predict.anatomy import anatomies
-from autotune.predict.job import trace_plan
-from autotune.predict.memory import ON_GPU
-from autotune.predict.plan import plan_traces
-from autotune.predict.traces import Traces
+from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.targets import Target, gpu_of, target_of
+from autotune.prediction.anatomy import anatomies
+from autotune.prediction.job import trace_plan
+from autotune.prediction.memory import ON_GPU
+from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import Traces
 from autotune.recovery import RAISE
 from autotune.runners.worker import hide_gpus
 from autotune.session import prepare
@@ -138,6 +140,7 @@ def _resnet() -> Callable[[], nn.Module]:
 
 TASKS: Mapping[str, Callable[[], Task]] = {
     "gpt": lambda: load_task(STUDIES / "gpt" / "model.py"),
+    "digits": lambda: load_task(STUDIES / "digits" / "model.py"),
     "GPT-2": lambda: Task(build_model=_gpt2(), make_batch=tokens, training_step=of_labels),
     "BERT": lambda: Task(build_model=_bert(), make_batch=tokens, training_step=of_labels),
     "ViT": lambda: Task(build_model=_vit(), make_batch=images, training_step=of_classes),
@@ -153,6 +156,7 @@ TASKS: Mapping[str, Callable[[], Task]] = {
 }
 SIZES = {
     "gpt": (12, 48),
+    "digits": (48, 192),
     "GPT-2": (8, 32),
     "BERT": (8, 32),
     "ViT": (16, 64),
@@ -160,7 +164,8 @@ SIZES = {
     "U-Net": (8, 32),
     "recommender": (512, 4096),
 }
-CONVOLUTIONS = ("ResNet", "U-Net")
+CONVOLUTIONS = ("ResNet", "U-Net", "digits")
+FIXED_STEPS = ("gpt", "digits")  # of as many samples at any batch size: the smaller one accumulates
 CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"amp": "bf16"},
@@ -173,15 +178,34 @@ OF_BLOCKS: tuple[dict[str, Any], ...] = (
     {"checkpoint_segments": 2, "amp": "bf16"},
     {"checkpoint_segments": 2, "expandable_segments": True},
 )
+# of the larger batch alone: what a search combines
+PAIRS: tuple[dict[str, Any], ...] = (
+    {"optimizer_impl": "for-loop"},
+    {"amp": "bf16", "optimizer_impl": "fused"},
+    {"amp": "bf16", "optimizer_impl": "fused", "expandable_segments": True},
+    {"accumulation_steps": 2},
+    {"amp": "bf16", "accumulation_steps": 2, "expandable_segments": True},
+)
+PAIRS_OF_BLOCKS: tuple[dict[str, Any], ...] = (
+    {"checkpoint_segments": 4},
+    {"checkpoint_segments": 2, "amp": "bf16", "optimizer_impl": "fused"},
+    {"checkpoint_segments": 4, "amp": "bf16", "optimizer_impl": "fused", "expandable_segments": True},
+)
 
 
 def configs_of(model: str) -> Iterator[dict[str, Any]]:
     """Config dicts that are recorded of a model."""
-    blocks = () if model in ("recommender", "U-Net") else OF_BLOCKS
+    has_blocks = model not in ("recommender", "U-Net", "digits")
+    every_size = (*CHOICES, *(OF_BLOCKS if has_blocks else ()))
+    pairs = [*PAIRS, *(PAIRS_OF_BLOCKS if has_blocks else ())]
+    if model in FIXED_STEPS:
+        pairs = [choices for choices in pairs if "accumulation_steps" not in choices]
     layout = {"channels_last": True} if model in CONVOLUTIONS else {}
-    for batch_size in SIZES[model]:
-        for choices in (*CHOICES, *blocks):
-            yield {"batch_size": batch_size, **layout, **choices}
+    small, large = SIZES[model]
+    for batch_size, choices in itertools.product((small, large), every_size):
+        yield {"batch_size": batch_size, **layout, **choices}
+    for choices in pairs:
+        yield {"batch_size": large, **layout, **choices}
 
 
 def measured(model: str, config: dict[str, Any]) -> Row:
@@ -202,19 +226,34 @@ def measured(model: str, config: dict[str, Any]) -> Row:
     )
 
 
-def predicted(model: str, rows: list[Row]) -> list[tuple[int, int]]:
-    """For each row what `predict` and a search expect the allocator to reserve before any probe, and what `explain` says."""
+class Predicted(NamedTuple):
+    """Of one row, in bytes.
+
+    Attributes:
+        reserved_bytes: what `predict` and a search expect the allocator to reserve before any probe.
+        explained_bytes: the same by `explain`, which traces the config itself.
+        requested_bytes: the most that is asked of the allocator at once, also by `explain`.
+    """
+
+    reserved_bytes: int
+    explained_bytes: int
+    requested_bytes: int
+
+
+def predicted(model: str, rows: list[Row]) -> list[Predicted]:
+    """The predictions of a model's rows."""
     task = TASKS[model]()
     configs = [techniques.complete(row.config, global_batch=task.global_batch) for row in rows]
     traces = Traces(target=rows[0].target)
     for message in trace_plan(task, plan_traces(configs), rows[0].target):
         if "traces" in message:
             traces = traces.merged(Traces.from_dict(json.loads(json.dumps(message["traces"]))))
-    found = []
+    found, held_bytes = [], sum(workspaces(gpu_of(rows[0].target)))
     for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target), strict=True):
         peak = traces.peak(config)
         assert peak is not None and not isinstance(anatomy, str), (model, config, traces.failures, anatomy)
-        found.append((round(ON_GPU.total_bytes(peak)), anatomy.reserved_bytes))
+        expected = round(ON_GPU.total_bytes(peak))
+        found.append(Predicted(expected, anatomy.reserved_bytes, anatomy.peak_bytes + held_bytes))
     return found
 
 
@@ -248,24 +287,35 @@ def record() -> None:
 
 
 def show() -> None:
-    """Print each row with the two predictions of it."""
+    """Print each row with its predictions, and what they come to."""
     hide_gpus()
-    errors = []
+    errors: list[tuple[float, float, float]] = []
     for model in TASKS:
         rows = [row for row in recorded() if row.model == model]
-        for row, (expected, explained) in zip(rows, predicted(model, rows), strict=True):
-            error = expected / row.reserved_bytes - 1
-            errors.append(error)
-            print(
-                f"{model:12} {json.dumps(row.config):95} {row.reserved_bytes / MIB:8.0f} MiB, predicted "
-                f"{expected / MIB:8.1f} ({error:+.1%}), explained {explained / MIB:8.1f} "
-                f"({explained / row.reserved_bytes - 1:+.1%})"
+        of_model = []
+        for row, found in zip(rows, predicted(model, rows), strict=True):
+            error = (
+                found.reserved_bytes / row.reserved_bytes - 1,
+                found.explained_bytes / row.reserved_bytes - 1,
+                found.requested_bytes / row.requested_bytes - 1,
             )
-    sizes = sorted(map(abs, errors))
-    print(
-        f"{len(errors)} rows: median {sizes[len(sizes) // 2]:.2%}, 95 % within {sizes[int(0.95 * len(sizes))]:.2%}, "
-        f"lowest {min(errors):+.2%}"
-    )
+            of_model.append(error)
+            print(
+                f"{model:12} {json.dumps(row.config):120} {row.reserved_bytes / MIB:6.0f} MiB, predicted {error[0]:+.1%}, "
+                f"explained {error[1]:+.1%}, requested {error[2]:+.2%}"
+            )
+        _sum_up(model, of_model)
+        errors += of_model
+    _sum_up("all", errors)
+
+
+def _sum_up(name: str, errors: list[tuple[float, float, float]]) -> None:
+    for what, found in zip(("predicted", "explained", "requested"), zip(*errors, strict=True), strict=True):
+        sizes = sorted(map(abs, found))
+        print(
+            f"{name}, {len(found)} rows, {what}: median {sizes[len(sizes) // 2]:.2%}, 95 % within "
+            f"{sizes[int(0.95 * len(sizes))]:.2%}, from {min(found):+.2%} to {max(found):+.2%}"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import autotune
 from autotune.cli import main
 from autotune.errors import TaskError
 from autotune.runners.local import LocalRunner
-from autotune.study.place import locked, place_of
+from autotune.study.place import lock_study, place_of
 from autotune.task.source import TaskSource
 
 TINY = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
@@ -127,7 +127,7 @@ def test_a_study_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_another_search_of_the_same_study(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with locked(place_of(None, None, folder.name)):
+    with lock_study(place_of(None, None, folder.name)):
         said = refused(*SEARCH, capsys=capsys)
     assert "in use by another search" in said and "--study NAME" in said
 

@@ -43,7 +43,7 @@ def answer_with(study: Path, samples_per_s: float, **asked: int) -> None:
 def test_a_report_is_a_page_named_after_the_study_or_as_one_says(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(study)]) == 0
     assert capsys.readouterr() == ("gpt.html\n", "")
@@ -53,18 +53,18 @@ def test_a_report_is_a_page_named_after_the_study_or_as_one_says(
     assert "--html nowhere/mine.html cannot be written" in capsys.readouterr().err
 
 
-def test_without_plotly_the_page_is_written_without_pictures_and_says_how_to_get_them(
+def test_without_matplotlib_the_page_is_written_without_pictures_and_says_how_to_get_them(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["report", str(study), "--html", "page.html"]) == 0
     told = capsys.readouterr()
     assert told.out == "page.html\n"
-    assert "the page has no pictures: plotly" in told.err and "pip install 'autotune-torch[report]'" in told.err
+    assert "the page has no pictures: matplotlib" in told.err and "pip install 'autotune-torch[report]'" in told.err
     assert main(["show", str(study), "--html"]) == 0
     shown = capsys.readouterr()
     assert shown.out == Path("page.html").read_text() and shown.err == told.err
-    assert "No pictures: plotly" in shown.out and "Faster: 1.7" in shown.out and "<script" not in shown.out
+    assert "No pictures: matplotlib" in shown.out and "Faster: 1.7" in shown.out and "<script" not in shown.out
 
 
 def test_answers_are_compared_as_a_table_or_as_json(study: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,10 +215,10 @@ def test_nothing_that_fits_exits_with_1_and_says_by_how_much(tmp_path):
 
 
 def test_a_study_in_use_is_refused(tmp_path):
-    from autotune.study.place import locked, place_of
+    from autotune.study.place import lock_study, place_of
 
     shutil.copy(MODELS / "tiny.py", tmp_path)
-    with locked(place_of(str(tmp_path / "studies" / "tiny.db"), None, "tiny")):
+    with lock_study(place_of(str(tmp_path / "studies" / "tiny.db"), None, "tiny")):
         done = run("search", "tiny.py", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 2
     assert "in use" in done.stderr and "--study" in done.stderr

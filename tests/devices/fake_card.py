@@ -1,6 +1,9 @@
 """A machine's GPUs on paper, as driver and torch show them to one process after another, in all the ways seen in the field.
 
-NVML is `fake_nvml`'s; of `torch.cuda` the functions that autotune uses stand in, over `autotune.predict.allocator`.
+What the driver of `tests/driver` plays is tested over it (`test_cuda.py`, `tests/gpu`). It keeps right books, lists every
+process, and does not sample what each takes of a card: books as of containers and WSL, neighbours that are hidden or busy, and
+whole searches that step through them in milliseconds are here. NVML is `fake_nvml`'s; of `torch.cuda` the functions that
+autotune uses stand in, over `autotune.prediction.allocator`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 from autotune.devices import asked, cuda
-from autotune.predict.allocator import _Block, _CachingAllocator
+from autotune.prediction.allocator import _Block, _CachingAllocator
 from autotune.units import GIB, MIB
 from tests.devices.fake_nvml import FakeNvml, install
 

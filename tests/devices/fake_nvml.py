@@ -1,4 +1,8 @@
-"""A stand-in for the module `pynvml`: GPUs on paper, and errors where the real library has them."""
+"""A stand-in for the module `pynvml`: GPUs on paper, and errors where the real library has them.
+
+It shows what the driver of `tests/driver` does not: instruments that a GPU lacks, older names of calls, errors that are no
+NVMLError, several instances on a board. And how its answers are read is to be tested on machines without gcc or torch's CUDA build.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune import techniques
 from autotune.devices.cuda import CudaDevice
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.probe.measure import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
@@ -19,7 +19,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
-from autotune.runners.failure import failed_job
+from autotune.runners.failure import outcome_of_failure
 from autotune.runners.instant import InstantRunner
 from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
 from autotune.tuning.search import search
@@ -60,7 +60,7 @@ def train(
         for key in activations:
             machine.process.free(key)
     except Exception as error:
-        return replace(failed_job(error, device, "warmup"), wall_s=0.1)
+        return replace(outcome_of_failure(error, device, "warmup"), wall_s=0.1)
     speed = 1000 * batch_size / (batch_size + 8)
     measured = measurement(config, speed, device.peak_bytes())
     contention = device.contention()
@@ -130,7 +130,7 @@ class FakeCardRunner(InstantRunner):
             self.during(job, len(self.crowded[job.name]))
             process.allocate(MODEL_BYTES + 2 * SAMPLE_BYTES)
         except Exception as error:
-            result = failed_job(error, device, "setup")
+            result = outcome_of_failure(error, device, "setup")
         self.crowded[job.name].append(isinstance(result, Outcome) and result.crowded)
         self.machine.process_of(self.index)
         return result

@@ -1,23 +1,44 @@
 """The CUDA device on a real GPU, each scenario in a process of its own."""
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from autotune import prepare
-from autotune.devices import nvml, open_device
-from autotune.devices.oom import attempted_bytes
+from autotune.devices import device_named, nvml, open_device
+from autotune.devices.instruments import Instruments
+from autotune.devices.oom import attempted_bytes, give_back
 from autotune.errors import DeviceError
+from autotune.runners.failure import outcome_of_failure
 from autotune.task import Task
 from tests.devices.processes import CONTEXT, in_process
+from tests.driver.played import Played
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
+STATE = "PLAYED_STATE"  # conftest.py gives each worker its own, and is not to be run again in a process of a test
+
+
+def played():
+    """A hand on the played cards that this process sees."""
+    return Played(Path(os.environ[STATE]))
+
+
+@pytest.fixture
+def no_neighbour():
+    """Lets a neighbour that a test brings go."""
+    yield
+    if STATE in os.environ:
+        played().set_neighbour(0)
+
 
 # prints what the driver books on this process while it has asked for everything that needs no context
 WITHOUT_CONTEXT = """
@@ -221,20 +242,28 @@ def peak_after_free():
     block = torch.ones(GIB, dtype=torch.uint8, device=device.torch_device)
     held_bytes = device.current_bytes()
     del block
-    torch.cuda.empty_cache()
-    return before_bytes, held_bytes, device.peak_bytes(), device.current_bytes()
+    after_bytes = device.current_bytes()  # while the allocator keeps it
+    give_back(device)
+    return before_bytes, held_bytes, device.peak_bytes(), after_bytes, torch.cuda.memory_reserved()
 
 
-def test_freed_memory_still_counts_in_the_peak():
-    before_bytes, held_bytes, peak_bytes, after_bytes = in_process(peak_after_free)
+def test_freed_memory_still_counts_in_the_peak_and_no_longer_as_held_now():
+    before_bytes, held_bytes, peak_bytes, after_bytes, reserved_bytes = in_process(peak_after_free)
     assert peak_bytes - before_bytes == pytest.approx(GIB, rel=0.05)
     assert held_bytes - after_bytes == pytest.approx(GIB, rel=0.05)
+    assert reserved_bytes < GIB  # once it was given back
 
 
-def raise_without_memory(name):
-    """Take the whole card, then make a library allocate for itself."""
+def raise_without_memory(name, limit_bytes, beside):
+    """Take the whole card, or all that a limit or a neighbour leaves, then make a library allocate for itself."""
     device = open_device("cuda")
     device.enter()
+    convolution = torch.nn.Conv2d(8, 16, 3).to(device.torch_device)
+    images = torch.ones(2, 8, 30, 16, device=device.torch_device)
+    if limit_bytes:
+        device.limit_memory(limit_bytes)
+    if beside:
+        played().set_neighbour(device.info().free_bytes - 64 * MIB)
     block_bytes, blocks = 256 * MIB, []
     while block_bytes >= MIB:
         try:
@@ -246,19 +275,27 @@ def raise_without_memory(name):
             with ThreadPoolExecutor(1) as another_thread:  # which needs a handle of its own
                 another_thread.submit(torch._C._cuda_getCurrentBlasHandle).result()
         else:
-            convolution = torch.nn.Conv2d(64, 64, 3).to(device.torch_device)
-            convolution(torch.ones(64, 64, 128, 128, device=device.torch_device)).sum().backward()
+            convolution(images).sum().item()
     except Exception as error:
-        return device.is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        return type(error).__name__, device.is_out_of_memory(error), str(error)
     return None
 
 
-@pytest.mark.parametrize("name", ["cublas", "cudnn"])
-def test_what_libraries_raise_on_a_full_card_is_out_of_memory(name):
-    outcome = in_process(raise_without_memory, name)
+@pytest.mark.parametrize(
+    ("name", "limit_bytes", "beside"),
+    [
+        ("cublas", None, False),
+        ("cudnn", None, False),
+        ("cudnn", 4 * GIB, False),
+        pytest.param("cudnn", None, True, marks=pytest.mark.played),
+    ],
+)
+def test_what_libraries_raise_on_a_full_card_or_at_the_limit_is_out_of_memory(name, limit_bytes, beside, no_neighbour):
+    outcome = in_process(raise_without_memory, name, limit_bytes, beside)
     if outcome is None:
         pytest.skip(f"{name} needed no memory")
-    is_oom, message = outcome
+    kind, is_oom, message = outcome
+    assert kind != "OutOfMemoryError", "the library's own error is wanted"
     assert is_oom, message
 
 
@@ -356,8 +393,107 @@ def test_memory_of_another_process_is_not_counted():
         other.join()
 
 
+def outside_over_time(knows):
+    """What lies outside the allocator as the driver's books or the card's use tell it: at first, grown, and as the peak in the end."""
+    if knows == "the card's use":  # as in a container, whose books are empty
+        booked = Instruments.booked_bytes
+        Instruments.booked_bytes = lambda self: (None, booked(self)[1])
+    if knows == "torch":
+        nvml._connections[os.getpid()] = "no NVIDIA driver is installed"
+    device = device_named("cuda:0")
+    device.limit_memory(8 * GIB)
+    first_bytes = device.current_bytes() - torch.cuda.memory_allocated()
+    cudart, address = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+    cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(300 * MIB))
+    grown_bytes = device.current_bytes() - torch.cuda.memory_allocated()
+    cudart.cudaFree(address)
+    device.current_bytes()
+    peak_bytes = device.memory_detail()["outside_bytes"]
+    played().set_neighbour(GIB)
+    beside_bytes = device.current_bytes() - torch.cuda.memory_allocated()
+    return [found_bytes // MIB for found_bytes in (first_bytes, grown_bytes, peak_bytes, beside_bytes)]
+
+
+@pytest.mark.played
+@pytest.mark.parametrize(
+    ("knows", "first_mib", "beside_mib"),
+    [
+        ("the driver's books", 528, 528),
+        ("the card's use", 528, 528),
+        ("torch", 512, 1024),  # a typical context, and a neighbour that nobody sees is taken for late kernels
+    ],
+)
+def test_memory_outside_the_allocator_is_followed_by_whatever_tells_of_it(knows, first_mib, beside_mib, no_neighbour):
+    expected = [first_mib, first_mib + 300, first_mib + 300, beside_mib]
+    assert in_process(outside_over_time, knows) == expected
+
+
+def judge_in_a_broken_context():
+    """What is said once a kernel has broken the context, where CUDA alone could tell of the card, and answers no more."""
+    nvml._connections[os.getpid()] = "no NVIDIA driver is installed"
+    device = device_named("cuda:0")
+    device.limit_memory(4 * GIB)
+    numbers = torch.zeros(9, device=device.torch_device)
+    played().fail_launch()
+    try:
+        numbers.add_(1)
+        device.synchronize()
+    except RuntimeError as error:
+        outcome = outcome_of_failure(error, device, "warmup")
+    give_back(device)
+    later = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`")
+    pinning = RuntimeError("CUDA error: out of memory")
+    return str(outcome.kind), outcome.cause, device.is_out_of_memory(later), device.is_of_host(pinning)
+
+
+@pytest.mark.played
+def test_in_a_broken_context_the_error_that_broke_it_is_told_and_none_is_lack_of_memory():
+    kind, cause, is_oom, is_of_host = in_process(judge_in_a_broken_context)
+    assert (kind, is_oom, is_of_host) == ("error", False, False)
+    assert "illegal memory access" in cause
+
+
+def is_asked_anew_after_a_fork():
+    before = nvml.connect()
+    if not (pid := os.fork()):
+        os._exit(int(nvml.connect() is before))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_has_a_connection_to_the_driver_of_its_own():
+    assert in_process(is_asked_anew_after_a_fork)
+
+
 def describe():
     return open_device("cuda").info().free_bytes, torch.cuda.is_initialized()
+
+
+def crowded_beside(neighbour_bytes, attempted_bytes):
+    """Fill a card whose neighbour comes once the limit, all that was free, is set."""
+    device = open_device("cuda")
+    device.limit_memory(device.info().free_bytes)
+    played().set_neighbour(neighbour_bytes)
+    blocks = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            blocks.append(torch.empty(GIB, dtype=torch.uint8, device=device.torch_device))
+    return device.is_crowded(attempted_bytes)
+
+
+@pytest.mark.played
+@pytest.mark.parametrize(
+    ("neighbour_bytes", "attempted_bytes", "crowded"),
+    [
+        (0, GIB, False),  # alone
+        (30 * MIB, 50 * MIB, False),  # a desktop's window
+        (8 * GIB, 2 * GIB, True),
+        (8 * GIB, 60 * GIB, False),  # would not fit without it
+    ],
+)
+def test_a_neighbour_is_blamed_for_what_it_took_and_the_config_for_the_rest(
+    neighbour_bytes, attempted_bytes, crowded, no_neighbour
+):
+    assert in_process(crowded_beside, neighbour_bytes, attempted_bytes) is crowded
 
 
 def test_opening_and_describing_a_gpu_leaves_a_process_able_to_fork():

@@ -284,37 +284,3 @@ def test_with_process_numbers_of_another_namespace_nobody_is_said_to_be_another_
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr("autotune.devices.instruments.describe", lambda torch, index: seen_by_torch("NVIDIA H200", "1"))
     assert tuple(other for other, _, _ in device.telemetry().processes) == others
-
-
-@pytest.fixture
-def allocator(monkeypatch):
-    """Says what torch's CUDA allocator has reserved, now and at most, and lets no call reach CUDA."""
-    import torch
-
-    def install(*, reserved_bytes, most_bytes):
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved_bytes)
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: most_bytes)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        device = CudaDevice(0)
-        monkeypatch.setattr(device, "_entered", True)
-        return device
-
-    return install
-
-
-def test_what_is_held_when_memory_runs_out_leaves_out_the_cache_that_was_given_back(monkeypatch, allocator):
-    install(monkeypatch, FakeGpu("GPU-1", processes=[(os.getpid(), 4 * GIB)]))
-    device = allocator(reserved_bytes=3 * GIB, most_bytes=7 * GIB)
-    assert device.held_bytes(2 * GIB) == 4 * GIB
-    assert device.peak_bytes() == 8 * GIB
-
-
-def test_a_gpu_becomes_the_current_one_also_after_another_one_was(monkeypatch, allocator):
-    import torch
-
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    device = allocator(reserved_bytes=0, most_bytes=0)
-    device.enter()
-    device.enter()
-    assert chosen == [0, 0]

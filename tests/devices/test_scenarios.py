@@ -324,49 +324,6 @@ def test_settling_waits_for_what_an_ended_process_held_and_then_accepts_what_oth
     assert not looks
 
 
-def test_the_default_limit_leaves_out_what_the_context_needs_of_the_torch_that_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = Machine(monkeypatch, Card(total_bytes=16 * GIB))
-    outcome = train(machine, 16 * GIB, 16)
-    assert outcome.measurement is not None
-    assert machine.process is not None and machine.process.allowed_bytes == pytest.approx(
-        16 * GIB - CONTEXT_BYTES, abs=1
-    )
-
-
-def test_memory_outside_the_allocator_that_grows_later_is_in_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for books in ("right", "zero", "empty list"):
-        machine = Machine(monkeypatch, Card(books=books))
-
-        def load_more(machine: Machine = machine) -> None:
-            assert machine.process is not None
-            machine.process.outside_bytes += 300 * MIB
-
-        outcome = train(machine, 100 * GIB, 8, meanwhile=load_more)
-        assert outcome.measurement is not None
-        assert outcome.measurement.peak_bytes == pytest.approx(ALONE + 300 * MIB, abs=32 * MIB), books
-
-
-def test_a_hidden_neighbours_growth_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for books in ("zero", "host pid", "empty list"):
-        card = Card(books=books)
-        machine = Machine(monkeypatch, card)
-
-        def grow(card: Card = card) -> None:
-            card.neighbours.append(Neighbour(used_bytes=40 * GIB))
-
-        outcome = train(machine, 90 * GIB, 8, meanwhile=grow)
-        assert outcome.measurement is not None
-        assert outcome.measurement.peak_bytes <= ALONE + 544 * MIB, books
-
-
-def test_a_card_without_room_for_a_context_is_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, Card(total_bytes=16 * GIB, neighbours=[Neighbour(used_bytes=16 * GIB - MIB)]))
-    outcome = train(machine, 15 * GIB, 8)
-    assert (outcome.kind, outcome.crowded) == (Kind.OOM, True)
-
-
 def test_retries_and_ooms_count_from_the_end_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, Card())
     device = CudaDevice(0)

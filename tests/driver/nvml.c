@@ -239,12 +239,27 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, unsigned long long *version_total_r
 
 /* ---- instruments */
 
-/* FP32 cores: 64 of each multiprocessor of a data centre GPU before Hopper and of Turing, 128 of the others */
+/* FP32 cores: 64 of each multiprocessor of a data centre GPU before Hopper and of Turing, 128 of the others. A slice's board has more
+ * of them in proportion to its memory. */
 int nvmlDeviceGetNumGpuCores(void *handle, unsigned *count) {
     REACH(handle);
     const Card *card = &settings.cards[device_of(handle)];
     int with_64 = card->major == 7 || (card->major == 8 && card->minor == 0);
-    *count = card->num_multiprocessors * (with_64 ? 64 : 128);
+    uint64_t slices = settings.mig ? card->board_bytes / card->total_bytes : 1;
+    *count = card->num_multiprocessors * slices * (with_64 ? 64 : 128);
+    return 0;
+}
+
+/* Of a slice alone: how many multiprocessors it has, six counts of engines and slices, and its memory in MiB */
+int nvmlDeviceGetAttributes_v2(void *handle, unsigned *attributes) {
+    REACH(handle);
+    if (!is_slice(handle))
+        return INVALID_ARGUMENT;
+    const Card *card = &settings.cards[device_of(handle)];
+    memset(attributes, 0, 40);
+    attributes[0] = card->num_multiprocessors;
+    attributes[6] = attributes[7] = 1;
+    ((unsigned long long *)attributes)[4] = card->total_bytes / MIB;
     return 0;
 }
 

@@ -26,7 +26,7 @@ from autotune.recovery import RAISE
 from autotune.session import prepare
 from autotune.task import load_task
 from autotune.task.facts import gather_facts
-from autotune.techniques import REGISTRY, complete, restored_settings
+from autotune.techniques import REGISTRY, complete, keep_settings
 from autotune.techniques import compile as techniques_compile
 from tests.report.sample_study import answer
 from tests.techniques.test_frameworks import CHOICES
@@ -172,7 +172,7 @@ class Case:
 
 def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
     task = load_task(model)
-    with restored_settings():
+    with keep_settings():
         torch.manual_seed(0)
         session = prepare(task, config, device="cpu", on_oom=RAISE)
         torch.manual_seed(1)

@@ -15,15 +15,18 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.devices import nvml, open_device
+from autotune.devices import nvml, open_device, selftest
 from autotune.devices.compiler import why_not_on
 from autotune.devices.targets import target_of
+from autotune.doctor import verdicts
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.command import Command, CommandRunner
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.units import GIB, MIB
+from tests.devices.processes import in_process
 
 pytestmark = pytest.mark.gpu
 
@@ -118,6 +121,10 @@ def test_the_peak_includes_what_lies_outside_the_allocator(prober):
     assert measured.peak_bytes > measured.memory["reserved_bytes"] > 0
 
 
+def test_workspaces_are_booked_with_what_the_allocator_reserves_alone(prober, outside_bytes):
+    assert abs(outside_bytes - run(prober).measurement.memory["outside_bytes"]) < 8 * MIB
+
+
 def test_the_memory_limit_makes_a_config_run_out_of_memory(prober, outside_bytes):
     config = techniques.complete({"batch_size": 48}, global_batch=48)
     outcome = prober.probe(config, SETTINGS.replace(memory_limit_bytes=outside_bytes + 256 * MIB))
@@ -150,6 +157,15 @@ def test_a_search_ends_with_a_confirmed_answer(tmp_path):
 def test_a_module_that_asks_whether_cuda_is_there_can_still_be_forked(tmp_path):
     model = tmp_path / "asks.py"
     model.write_text(gpt_after("import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n"))
+    with LocalRunner(TaskSource.of(model), device="cuda:0", logs=tmp_path) as prober:
+        assert prober.notes == ()
+        assert run(prober).kind is Kind.OK
+
+
+def test_a_module_that_asks_what_the_gpu_can_is_told_and_can_still_be_forked(tmp_path):
+    """As torchao does when transformers imports it."""
+    model, found = tmp_path / "asks.py", open_device("cuda:0").info().capability
+    model.write_text(gpt_after(f"import torch\nassert torch.cuda.get_device_capability() == {found}\n"))
     with LocalRunner(TaskSource.of(model), device="cuda:0", logs=tmp_path) as prober:
         assert prober.notes == ()
         assert run(prober).kind is Kind.OK
@@ -316,7 +332,7 @@ def test_after_an_error_that_breaks_the_context_the_next_probe_is_good(tmp_path)
 
 
 def test_predicted_reserved_memory_is_near_what_is_measured(prober):
-    from autotune.predict.memory import MemoryModel
+    from autotune.prediction.memory import MemoryModel
     from autotune.space import build_space
 
     inspection = prober.inspect(memory_limit_bytes=8 * GIB, timeout_s=120)
@@ -328,6 +344,28 @@ def test_predicted_reserved_memory_is_near_what_is_measured(prober):
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = run(prober, batch_size=48).measurement
     assert estimate.low_bytes <= measured.peak_bytes <= estimate.high_bytes
+
+
+GREEDY = """
+import sys, torch
+model = torch.nn.Linear(512, 512, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(10**6):
+    model(torch.ones(int(sys.argv[1]), 512, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_memory_limit_holds_for_a_command_on_a_gpu(tmp_path):
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    command = Command(f"{sys.executable} {tmp_path / 'greedy.py'} {{batch_size}}", {})
+    with (
+        CommandRunner(command, logs=tmp_path / "logs", device="cuda:0") as runner,
+        techniques.REGISTRY.only(runner.switches),
+    ):
+        limited = SETTINGS.replace(memory_limit_bytes=2 * GIB)
+        outcome = runner.probe(techniques.complete({"batch_size": 10**6}), limited)  # 2 GB a batch, and its product
+    assert (outcome.kind, outcome.crowded) == (Kind.OOM, False), outcome
 
 
 def test_training_on_the_cpu_leaves_cuda_alone(tmp_path):
@@ -350,6 +388,22 @@ def test_training_on_the_cpu_leaves_cuda_alone(tmp_path):
         watching.set()
         watcher.join()
     assert max(seen) <= before_bytes + 64 * MIB
+
+
+def test_what_the_doctor_looks_at_holds_of_a_gpu():
+    limit = in_process(selftest.memory_limit, "cuda:0")
+    other, books, clock = (
+        in_process(test, "cuda:0") for test in (selftest.other_error, selftest.books, selftest.clock)
+    )
+    judged = [
+        verdicts.judge_limit(limit),
+        verdicts.judge_recognition(limit),
+        verdicts.judge_other_error(other),
+        verdicts.judge_peak(books),
+        verdicts.judge_books(books),
+    ]
+    assert {state for state, _, _ in judged} <= {verdicts.State.OK, verdicts.State.UNAVAILABLE}, judged
+    assert 0 < clock["device_s"] <= clock["wall_s"]
 
 
 @pytest.mark.values

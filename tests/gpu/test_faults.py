@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.units import MIB
+from autotune.units import GIB, MIB
 from tests.driver.cards import A100, H100_SLICE, LAPTOP, Card
 from tests.driver.played import Played
 from tests.driver.run import variables
@@ -39,22 +39,37 @@ def training_step(model, batch):
 """
 
 
+TOO_HOT = 0x40  # of NVML's reasons for a low clock
+NOT_LOADED = 9  # NVML_ERROR_DRIVER_NOT_LOADED
+SECOND = "GPU-91a7edca-4d00-4000-8000-000000000001"
+
+
+def fill_the_first(played: Played) -> None:
+    played.set_neighbour(A100.total_bytes - 100 * MIB)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What happens, and what the search ends with.
 
     Attributes:
         settings: of the driver, for each process's whole life.
+        cards: how many of the card, and `environment` what else their users set.
         stage: changes the played cards before the search begins; `later` once its first probe has begun.
-        exit_code: of the command, with `says` on its last line but whitespace.
+        budget: of the search, which ends before it is spent where all goes well.
+        exit_code: of the command, with `says` on its last line but whitespace, and `mentions` anywhere before.
     """
 
     card: Card = A100
+    cards: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     stage: Callable[[Played], None] | None = None
     later: Callable[[Played], None] | None = None
+    budget: str = "40s"
     exit_code: int = 0
     says: str = ""
+    mentions: str = ""
 
 
 FAULTS = {
@@ -85,8 +100,48 @@ FAULTS = {
     "memory that a killed process holds for another second": Fault(
         stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
     ),
+    "a comparison with plain fp32 that breaks the context": Fault(
+        settings={"kernel_error": "700:1:AUnaryFunctorIlll"},  # integers that only a comparison multiplies
+        budget="2m",
+        says="--device cuda",
+        mentions="the comparison did not run (error: AcceleratorError: CUDA error",
+    ),
+    "a small card, alone, that the model fills": Fault(
+        card=replace(LAPTOP, total_bytes=780 * MIB),
+        exit_code=1,
+        says="the smallest config needs at least",
+    ),
     "a slice of a card": Fault(card=H100_SLICE, says="--device cuda"),
     "a small card with a neighbour": Fault(card=LAPTOP, says="--device cuda"),
+    "a neighbour that comes in the middle and leaves room": Fault(
+        later=lambda played: played.set_neighbour(2 * GIB), says="--device cuda"
+    ),
+    "a neighbour that goes in the middle": Fault(
+        stage=lambda played: played.set_neighbour(20 * GIB),
+        later=lambda played: played.set_neighbour(0),
+        says="--device cuda",
+        mentions="1 other process holds 20.0 GiB of cuda:0",
+    ),
+    "a card that is too hot": Fault(
+        stage=lambda played: played.set_throttle_reasons(TOO_HOT),
+        says="--device cuda",
+        mentions="the clock of cuda:0 was throttled (temperature (hardware))",
+    ),
+    "no driver that NVML finds": Fault(
+        settings={"nvml_error": NOT_LOADED}, exit_code=2, says="no NVIDIA driver is installed"
+    ),
+    "no plan in cuDNN": Fault(
+        stage=lambda played: played.remove_cudnn_plans(), exit_code=2, says="unable to find an engine"
+    ),
+    "the second of two cards by its number, the first full": Fault(
+        cards=2, stage=fill_the_first, environment={"CUDA_VISIBLE_DEVICES": "1"}, says="--device cuda"
+    ),
+    "the second of two cards by its UUID, the first full": Fault(
+        cards=2, stage=fill_the_first, environment={"CUDA_VISIBLE_DEVICES": SECOND}, says="--device cuda"
+    ),
+    "a number that no card has": Fault(
+        environment={"CUDA_VISIBLE_DEVICES": "3"}, exit_code=2, says="CUDA_VISIBLE_DEVICES='3' hides every GPU"
+    ),
 }
 
 
@@ -94,7 +149,7 @@ FAULTS = {
 def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     (tmp_path / "net.py").write_text(MODEL)
-    environment = variables(tmp_path / "books", fault.card, **fault.settings)
+    environment = variables(tmp_path / "books", fault.card, fault.cards, **fault.settings) | fault.environment
     subprocess.run([sys.executable, "-c", "import torch; torch.cuda.device_count()"], env=environment, check=False)
     played = Played(tmp_path / "books")
     if fault.stage is not None:
@@ -110,7 +165,7 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
             "--device",
             "cuda",
             "--budget",
-            "40s",
+            fault.budget,
             "--trials",
             "3",
         ]
@@ -118,12 +173,13 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
         if fault.later is not None:
             _when(lambda: "baseline" in log.read_text() or "searching" in log.read_text(), search)
             fault.later(played)
-        exit_code = search.wait(120)
+        exit_code = search.wait(180)
     said = log.read_text()
     assert exit_code == fault.exit_code, said
     assert fault.says in said.strip().splitlines()[-1], said
+    assert fault.mentions in said, said
     assert "a fault of autotune itself" not in said
-    assert not played.processes()
+    assert not any(played.processes(device) for device in range(fault.cards))
 
 
 def _when(happened: Callable[[], bool], search: subprocess.Popen[bytes]) -> None:

@@ -117,6 +117,7 @@ def test_prefetched_batches_are_on_the_gpu_and_unchanged() -> None:
 def test_a_search_on_a_gpu_has_them(runner: Any) -> None:
     support = runner.inspect(memory_limit_bytes=8 * 2**30, timeout_s=120).support
     assert True in support["expandable_segments"].choices
+    assert support["optimizer_impl"].choices == ("default", "for-loop", "fused")  # the task's own is foreach
     assert len(support["attention"].choices) > 1
     assert support[DevicePrefetch.name].reason  # no dataset
 

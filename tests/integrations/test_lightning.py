@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from autotune.errors import TaskError
 from autotune.session import prepare
 from autotune.task import Task
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
 from tests.integrations.test_live import CLASSES, FEATURES, dataset, net
@@ -79,7 +80,7 @@ def trainer_of(folder: Path, **changes: Any) -> Any:
 
 
 def in_a_probe(task: Task, folder: Path) -> Task:
-    return TaskSource.of(task).handed_over(folder).load()
+    return load_source(TaskSource.of(task).hand_over(folder))
 
 
 @pytest.mark.parametrize("cls", [Module, Manual])

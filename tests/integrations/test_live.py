@@ -19,6 +19,7 @@ from autotune.devices import cgroup
 from autotune.errors import TaskError
 from autotune.runners.local import LocalRunner
 from autotune.session import prepare
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from autotune.units import GIB
 
@@ -94,7 +95,7 @@ def test_a_copy_steps_as_the_loop_does(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     loader = DataLoader(dataset(), batch_size=64)
     task = autotune.Task.from_loader(model, loader, loss, optimizer)
-    task = TaskSource.of(task).handed_over(tmp_path).load()
+    task = load_source(TaskSource.of(task).hand_over(tmp_path))
     session = prepare(task, {"batch_size": 16}, device="cpu")
     assert session.config.accumulation_steps == 4 and session.optimizer.defaults["momentum"] == 0.9
     session.step(next(iter(session.loader)))
@@ -126,7 +127,7 @@ def test_an_optimizer_keeps_its_own_attributes(tmp_path: Path, handed_over: bool
     loader = DataLoader(dataset(), batch_size=64)
     task = autotune.Task.from_loader(model, loader, loss, optimizer)
     if handed_over:
-        task = TaskSource.of(task).handed_over(tmp_path).load()
+        task = load_source(TaskSource.of(task).hand_over(tmp_path))
     session = prepare(task, {"batch_size": 64}, device="cpu")
     before = model[0].weight.clone()  # type: ignore[index]
     session.step(next(iter(session.loader)))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from autotune.errors import TaskError
 from autotune.session import prepare
 from autotune.task import load_task
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
 from tests.integrations.test_lightning import QUIET
@@ -126,7 +127,7 @@ def test_a_probe_takes_the_step_that_the_trainer_takes(tmp_path: Path) -> None:
     """Every sample is in the one step."""
     module, data = Module(), Data(batch_size=16, number=64)
     trainer = trainer_of(tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.05)
-    task = TaskSource.of(integration.task_of(module, data, trainer)).handed_over(tmp_path).load()
+    task = load_source(TaskSource.of(integration.task_of(module, data, trainer)).hand_over(tmp_path))
     session = prepare(task, task.baseline or {}, device="cpu")
     session.step(next(iter(session.loader)))
     trainer.fit(module, data)

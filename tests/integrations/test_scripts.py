@@ -31,7 +31,7 @@ print("done", trainer.state.global_step, trainer.args.train_batch_size * trainer
 """,
     {
         "import torch\n": "import torch\nfrom autotune.integrations.transformers import AutotuneCallback\n",
-        "train_dataset=dataset)": 'train_dataset=dataset, callbacks=[AutotuneCallback(budget="60s", trials=1)])',
+        "train_dataset=dataset)": 'train_dataset=dataset, callbacks=[AutotuneCallback(budget="30s", trials=1)])',
     },
     "done 16 8",
 )
@@ -75,7 +75,7 @@ print("done", trainer.global_step, data.batch_size * trainer.accumulate_grad_bat
 """,
     {
         "import torch\n": "import torch\nfrom autotune.integrations.lightning import AutotuneCallback\n",
-        "enable_checkpointing=False)": 'enable_checkpointing=False, callbacks=[AutotuneCallback(budget="60s", trials=1)])',
+        "enable_checkpointing=False)": 'enable_checkpointing=False, callbacks=[AutotuneCallback(budget="30s", trials=1)])',
     },
     "done 8 32",
 )
@@ -116,7 +116,7 @@ inner_training_loop()
         "from accelerate.utils import find_executable_batch_size": "import autotune.integrations.accelerate",
         "@find_executable_batch_size(starting_batch_size=32)": (
             "@autotune.integrations.accelerate.find_executable_config(lambda: autotune.Task.from_loader("
-            'get_model(), DataLoader(dataset, batch_size=32), loss_function), device="cpu", budget="60s", trials=1)'
+            'get_model(), DataLoader(dataset, batch_size=32), loss_function), device="cpu", budget="30s", trials=1)'
         ),
         "inner_training_loop(batch_size)": "inner_training_loop(config)",
         "Accelerator(cpu=True)": "Accelerator(cpu=True, **config.accelerator)",
@@ -162,7 +162,7 @@ print("done", steps, len(training_data) // steps)
         "from torch import nn\n": "from torch import nn\nfrom autotune.integrations.loops import tune\n",
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n": (
             "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
-            'train_dataloader = tune(model, train_dataloader, loss_fn, optimizer, budget="60s", trials=1).loader\n'
+            'train_dataloader = tune(model, train_dataloader, loss_fn, optimizer, budget="30s", trials=1).loader\n'
         ),
     },
     "done 8 32",
@@ -195,7 +195,7 @@ print("done", steps, len(dataset) // steps)
     {
         "import torch\n": "import torch\nfrom autotune.integrations.loops import tune\n",
         "model, optimizer, train_dataloader, lr_scheduler =": (
-            'train_dataloader = tune(model, train_dataloader, loss_function, optimizer, budget="60s", trials=1).loader\n'
+            'train_dataloader = tune(model, train_dataloader, loss_function, optimizer, budget="30s", trials=1).loader\n'
             "model, optimizer, train_dataloader, lr_scheduler ="
         ),
     },

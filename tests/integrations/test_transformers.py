@@ -15,6 +15,7 @@ from autotune import prepare
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
 
@@ -80,7 +81,7 @@ def trainer_of(folder: Path, cls: Any = None, *, args: dict[str, Any] | None = N
 
 def in_a_probe(trainer: Any, folder: Path) -> Task:
     """The task as the process of a probe has it."""
-    return TaskSource.of(integration.task_of(trainer)).handed_over(folder).load()
+    return load_source(TaskSource.of(integration.task_of(trainer)).hand_over(folder))
 
 
 class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]

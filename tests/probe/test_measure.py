@@ -18,7 +18,7 @@ from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
 from autotune.probe.timing import MIN_BLOCKS, Blocks
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.failure import failed_job
+from autotune.runners.failure import outcome_of_failure
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import compile as techniques_compile
@@ -142,7 +142,7 @@ def test_a_stream_that_gives_no_batch_as_large_is_an_error_of_its_own():
 
     with pytest.raises(batches.TooFewSamplesError, match="gives no batch of 8 samples") as raised:
         run_of(task_of(make_batch=None, train_dataset=Stream), {"batch_size": 8}).measure(0.0)
-    outcome = failed_job(raised.value, None, "warmup")
+    outcome = outcome_of_failure(raised.value, None, "warmup")
     assert outcome.kind is Kind.ERROR and outcome.too_few_samples
 
 
@@ -239,7 +239,7 @@ def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where)
     session = SimpleNamespace(
         loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
     )
-    assert batches._prepared(session) == [(where, 4)] * 4
+    assert batches._prepare_batches(session) == [(where, 4)] * 4
 
 
 def test_timing_stops_when_something_is_surely_faster_in_no_more_memory():
@@ -271,7 +271,7 @@ def traced_only(monkeypatch):
     monkeypatch.setattr(techniques_compile, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with techniques.restored_settings():
+    with techniques.keep_settings():
         yield
 
 

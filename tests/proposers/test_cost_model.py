@@ -11,9 +11,9 @@ from statistics import median
 
 import pytest
 
-from autotune.predict.memory import MemoryModel
-from autotune.predict.time import TimeModel
-from autotune.predict.traces import Traces
+from autotune.prediction.memory import MemoryModel
+from autotune.prediction.time import TimeModel
+from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Choice, Config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune import api
-from autotune.cli.parser import UsageError, build_parser, given
+from autotune.cli.parser import UsageError, build_parser, options_given
 from autotune.errors import ConfigError
 from autotune.records import option_kinds as kinds
 from autotune.records.options import (
@@ -153,7 +153,7 @@ def test_the_command_line_and_the_python_function_take_the_options_of_one_table(
     assert all(f"\n        {name}: " in function.__doc__ for name in names)
     parsed = build_parser().parse_args([command, "model.py", *NEEDED.get(command, [])])
     required = {option.name for option in table(COMMANDS[command]) if f"--{option.name}" in NEEDED.get(command, [])}
-    assert given(parsed, COMMANDS[command]).keys() == required
+    assert options_given(parsed, COMMANDS[command]).keys() == required
 
 
 def test_the_signature_has_the_defaults_of_the_options() -> None:
@@ -177,7 +177,7 @@ def test_what_was_given_on_the_command_line_is_what_the_options_are_made_of() ->
         "7",
     ]
     parsed = build_parser().parse_args([*line, "--include", "amp", "--replay", "table.csv"])
-    options = SearchOptions.of(given(parsed, SearchOptions))
+    options = SearchOptions.of(options_given(parsed, SearchOptions))
     assert options == SearchOptions(
         memory_limit_bytes=GIB, fix={"amp": "bf16", "num_workers": 2}, seed=7, include=("amp",)
     )
@@ -186,7 +186,7 @@ def test_what_was_given_on_the_command_line_is_what_the_options_are_made_of() ->
 
 def test_a_switch_has_no_value_on_the_command_line() -> None:
     parsed = build_parser().parse_args(["search", "model.py", "--eval"])
-    assert SearchOptions.of(given(parsed, SearchOptions)).eval and not of().eval
+    assert SearchOptions.of(options_given(parsed, SearchOptions)).eval and not of().eval
 
 
 def test_what_was_asked_of_a_search_is_written_as_words_of_a_command_line() -> None:

@@ -18,7 +18,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.trial import Trial
 from autotune.report.dashboard import Dashboard
-from autotune.report.live import Lines, best_speed, live_listener
+from autotune.report.live import Lines, live_listener
+from autotune.report.progress import best_speed
 from autotune.tuning.events import (
     Event,
     Listener,

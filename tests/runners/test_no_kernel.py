@@ -11,7 +11,7 @@ from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from tests.room import limit_bytes
 
-MODEL = Path(__file__).parent.parent / "predict" / "models" / "recurrent.py"
+MODEL = Path(__file__).parent.parent / "prediction" / "models" / "recurrent.py"
 
 
 def test_an_lstm_in_bf16_is_unsupported_with_avx2(avx2, tmp_path):

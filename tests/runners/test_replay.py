@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.api import search
-from autotune.predict.traces import Traces, UpdateTrace
+from autotune.prediction.traces import Traces, UpdateTrace
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind

@@ -99,3 +99,12 @@ def test_memory_of_the_host_that_a_gpus_job_lacked_is_told_as_the_hosts(monkeypa
     told = str(inspection_failed(outcome, 8 * GIB))
     assert told.startswith("the host's memory ran out, not the GPU's: an allocation of 2.00 GiB failed")
     assert "--memory-limit" not in told and "8.00 GiB" not in told
+
+
+@pytest.mark.parametrize(
+    ("log", "then"), [("", ""), ("/logs/probe-1.log", "; `probe-1.log` in /logs holds its output")]
+)
+def test_an_inspection_that_took_too_long_says_what_gives_it_more_time_and_where_its_output_is_if_any(log, then):
+    outcome = Outcome(kind=Kind.TIMEOUT, cause="killed after 20 s, during setup", log=log)
+    more = "; a larger --budget, or --probe-timeout, gives it more time"
+    assert str(inspection_failed(outcome, 8 * GIB)).endswith(f"during setup{more}{then}")

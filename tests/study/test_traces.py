@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 from autotune.files import drop_oldest
-from autotune.predict.traces import Traces
+from autotune.prediction.traces import Traces
 from autotune.study.traces import FOLDER, TraceCache, agrees
-from tests.predict.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
+from tests.prediction.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
 FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
 

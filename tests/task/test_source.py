@@ -12,12 +12,14 @@ import torch
 
 from autotune.errors import TaskError
 from autotune.task import Task, load_task
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource, source_hash
 
 ELSEWHERE = """
 import json, sys
+from autotune.task.loading import load_source
 from autotune.task.source import TaskSource, source_hash
-task = TaskSource.from_dict(json.load(sys.stdin)).load()
+task = load_source(TaskSource.from_dict(json.load(sys.stdin)))
 model = task.model()
 loss = task.loss(model, task.batch(2))
 print(json.dumps([task.name, task.global_batch, loss.item(), source_hash(task)]))
@@ -89,12 +91,12 @@ def test_a_task_built_in_python_of_a_model_files_functions_goes_to_another_proce
     task = dataclasses.replace(load(), training_step=lambda model, batch: model(batch[0]).mean() * 0 + scale)
     source = TaskSource.of(task)
     assert source.live is not None and not source.path and "Python" in source.label
-    assert load_elsewhere(source.handed_over(tmp_path), tmp_path)[2] == scale
+    assert load_elsewhere(source.hand_over(tmp_path), tmp_path)[2] == scale
 
 
 def test_a_task_that_was_handed_over_goes_on_as_the_same_source(tmp_path):
-    source = TaskSource.of(Task(build_model=torch.nn.Identity, make_batch=torch.zeros)).handed_over(tmp_path)
-    task = source.load()
+    source = TaskSource.of(Task(build_model=torch.nn.Identity, make_batch=torch.zeros)).hand_over(tmp_path)
+    task = load_source(source)
     assert TaskSource.of(task) == source
     assert TaskSource.of(dataclasses.replace(task, global_batch=4)).overrides == {"global_batch": 4}
     assert source_hash(dataclasses.replace(task, global_batch=4)) == source_hash(source)
@@ -104,15 +106,15 @@ def test_a_task_that_cannot_be_pickled_is_refused_with_what_to_do(tmp_path):
     lock = threading.Lock()
     source = TaskSource.of(Task(build_model=lambda: lock, make_batch=torch.zeros))
     with pytest.raises(TaskError, match=r"cannot be sent to another process.*model.py"):
-        source.handed_over(tmp_path)
+        source.hand_over(tmp_path)
 
 
 def test_tensors_that_share_memory_are_handed_over_once(tmp_path):
     """Samples that are rows of one tensor would each bring the whole of it."""
     rows = list(torch.zeros(1000, 1000))
-    handed = TaskSource.of(Task(build_model=torch.nn.Identity, train_dataset=lambda: rows)).handed_over(tmp_path)
+    handed = TaskSource.of(Task(build_model=torch.nn.Identity, train_dataset=lambda: rows)).hand_over(tmp_path)
     assert os.path.getsize(handed.pickled) < 6e6
-    assert [row.storage_offset() for row in handed.load().dataset()[:3]] == [0, 1000, 2000]
+    assert [row.storage_offset() for row in load_source(handed).dataset()[:3]] == [0, 1000, 2000]
 
 
 def test_a_script_stands_for_the_task_that_it_builds(tmp_path, monkeypatch):
@@ -121,7 +123,7 @@ def test_a_script_stands_for_the_task_that_it_builds(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     source = TaskSource.of(Task(build_model=torch.nn.Identity, make_batch=torch.zeros))
     first = source.script_digest()
-    assert first == source.script_digest() == source.handed_over(tmp_path).digest != ""
+    assert first == source.script_digest() == source.hand_over(tmp_path).digest != ""
     script.write_text("rate = 2")
     assert source.script_digest() != first
 
@@ -130,7 +132,7 @@ def test_loading_goes_to_the_working_directory_of_the_source(load, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     source = TaskSource.of(load())
     monkeypatch.chdir("/")
-    source.load()
+    load_source(source)
     assert os.getcwd() == str(tmp_path)
 
 

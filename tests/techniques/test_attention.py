@@ -11,7 +11,7 @@ from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.space import build_space
 from autotune.task import Task
-from autotune.techniques import restored_settings
+from autotune.techniques import keep_settings
 from autotune.techniques.attention import Attention
 from tests.closed_form import inspection
 
@@ -108,7 +108,7 @@ def test_a_model_without_fused_attention_has_no_choice(make_setting: Any) -> Non
 def test_a_gpu_has_the_kernels_that_its_calls_can_use(
     make_setting: Any, task: Any, capability: tuple[int, int], choices: set[str]
 ) -> None:
-    with restored_settings():
+    with keep_settings():
         torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
         support = Attention().support(make_setting(task(), device=gpu(capability)))
     assert set(support.choices) == {"default", *choices}
@@ -119,7 +119,7 @@ def test_a_gpu_has_the_kernels_that_its_calls_can_use(
 def test_a_causal_mask_of_torchs_own_layers_is_none_for_the_kernels(make_setting: Any) -> None:
     """`multi_head_attention_forward` calls attention with `is_causal` in its place."""
     task = torchs_own(lambda encoder, x: encoder(x, nn.Transformer.generate_square_subsequent_mask(3), is_causal=True))
-    with restored_settings():
+    with keep_settings():
         torch._C._set_sdp_priority_order([3, 1, 2, 0])  # cuDNN first
         support = Attention().support(make_setting(task, device=gpu((9, 0))))
     assert set(support.choices) == {"default", "flash", "efficient"}
@@ -161,7 +161,7 @@ def under_autocast() -> Task:
 def test_a_model_in_a_short_type_of_its_own_has_the_kernels_without_amp(
     make_setting: Any, task: Any, searched: bool
 ) -> None:
-    with restored_settings():
+    with keep_settings():
         torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
         support = Attention().support(make_setting(task(), device=gpu((9, 0))))
     found = inspection(support={**inspection().support, "attention": support})
@@ -173,7 +173,7 @@ def test_a_model_in_a_short_type_of_its_own_has_the_kernels_without_amp(
 
 def test_a_preferred_kernel_comes_first_and_is_put_back() -> None:
     before = torch._C._get_sdp_priority_order()
-    with restored_settings():
+    with keep_settings():
         prepare(KINDS["transformer"](), {"attention": "cudnn"}, device="cpu")
         assert torch._C._get_sdp_priority_order()[0] == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
         assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
@@ -193,7 +193,7 @@ def test_a_preferred_kernel_stays_first_where_torch_settles_its_order_at_its_fir
         return 3
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    with restored_settings():
+    with keep_settings():
         prepare(KINDS["transformer"](), {"attention": "flash"}, device="cpu")
         choose()  # by the first call of attention
         assert torch._C._get_sdp_priority_order()[:3] == [1, 3, 2]
@@ -202,7 +202,7 @@ def test_a_preferred_kernel_stays_first_where_torch_settles_its_order_at_its_fir
 @pytest.mark.parametrize("config", [{}, {"checkpoint_segments": 3}])
 def test_plain_attention_holds_in_the_recomputation_too(config: dict[str, Any]) -> None:
     task = KINDS["transformer"]()
-    with restored_settings():
+    with keep_settings():
         session = prepare(task, {"batch_size": 2, "attention": "math", **config}, device="cpu")
         with torch.profiler.profile() as profile:
             session.step(task.batch(2))

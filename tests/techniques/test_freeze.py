@@ -13,7 +13,7 @@ from autotune.errors import ConfigError
 from autotune.probe.checks import run_checks
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
-from autotune.techniques import narrowed
+from autotune.techniques import narrow_task
 from autotune.techniques.freeze import Freeze
 
 from .kinds import KINDS, block, residual, sgd
@@ -59,7 +59,7 @@ def test_what_is_not_frozen_gets_the_gradients_of_plain_training(kind: str, conf
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_over_all_parameters_does_not_move_what_is_frozen(kind: str) -> None:
     torch.manual_seed(0)
-    task = narrowed(KINDS[kind](), {"freeze": PARTS[kind]})
+    task = narrow_task(KINDS[kind](), {"freeze": PARTS[kind]})
     model = task.model()
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1) if kind != "sparse" else sgd(model)
@@ -75,11 +75,11 @@ def test_frozen_batch_normalisation_keeps_its_mode_and_goes_on_with_its_statisti
 
 
 def test_leading_blocks_take_along_what_is_registered_before_them_but_for_what_others_share() -> None:
-    model = narrowed(KINDS["residual"](), {"freeze": "blocks:1"}).model()
+    model = narrow_task(KINDS["residual"](), {"freeze": "blocks:1"}).model()
     assert (
         not model.get_parameter("0.weight").requires_grad and model.get_parameter("1.1.layers.0.weight").requires_grad
     )
-    tied = narrowed(KINDS["transformer"](), {"freeze": "blocks:3"}).model()
+    tied = narrow_task(KINDS["transformer"](), {"freeze": "blocks:3"}).model()
     assert (
         tied.get_parameter("tokens.weight").requires_grad and not tied.get_parameter("blocks.2.up.bias").requires_grad
     )

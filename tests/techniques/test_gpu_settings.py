@@ -11,7 +11,7 @@ from torch import nn
 from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
-from autotune.techniques import UnsupportedError, restored_settings
+from autotune.techniques import UnsupportedError, keep_settings
 from autotune.techniques.cudnn_benchmark import CudnnBenchmark
 from autotune.techniques.expandable_segments import ExpandableSegments, _set, _settings
 
@@ -27,14 +27,14 @@ def test_convolutions_on_a_gpu_have_cudnns_benchmark(make_setting: Any) -> None:
 
 
 def test_a_model_file_that_benchmarks_itself_has_no_choice(make_setting: Any) -> None:
-    with restored_settings():
+    with keep_settings():
         torch.backends.cudnn.benchmark = True
         support = CudnnBenchmark().support(make_setting(KINDS["unet"](), device=GPU))
     assert support.choices == (False,) and "itself" in support.reason
 
 
 def test_cudnns_benchmark_can_be_put_back(make_task: Any) -> None:
-    with restored_settings():
+    with keep_settings():
         prepare(make_task(lambda: nn.Linear(8, 4)), {"cudnn_benchmark": True}, device="cpu")
         assert torch.backends.cudnn.benchmark
     assert not torch.backends.cudnn.benchmark
@@ -60,7 +60,7 @@ def test_the_users_own_allocator_settings_stay() -> None:
         device = GPU
 
     before = _settings()
-    with restored_settings():
+    with keep_settings():
         _set("max_split_size_mb:64")
         ExpandableSegments().apply(Built(), True)  # type: ignore[arg-type]
         assert _settings() == "max_split_size_mb:64,expandable_segments:True"

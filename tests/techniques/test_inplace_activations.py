@@ -15,8 +15,8 @@ from autotune.task import Task
 from autotune.techniques import UnsupportedError, activation_offload, complete
 from autotune.techniques.inplace_activations import InplaceActivations
 from tests.arithmetic import skip_without_arithmetic
-from tests.predict.real_memory import real_peak_bytes
-from tests.predict.test_tracing import traced
+from tests.prediction.real_memory import real_peak_bytes
+from tests.prediction.test_tracing import traced
 
 WIDTH = 8
 

@@ -8,7 +8,7 @@ import torch
 from autotune import prepare
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.records.calibration import Calibration, Rate
-from autotune.techniques import restored_settings
+from autotune.techniques import keep_settings
 from autotune.techniques.matmul_precision import MatmulPrecision
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
@@ -44,7 +44,7 @@ def test_tf32_is_offered_where_matrix_products_are_faster_in_it(rate, offered, m
 
 
 def test_the_process_wide_setting_can_be_put_back(make_task):
-    with restored_settings():
+    with keep_settings():
         prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cpu")
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
@@ -59,7 +59,7 @@ def test_matrix_products_on_a_gpu_are_rounded(make_task):
     def products():
         values = torch.randn(256, 256, device="cuda")
         exact = values @ values
-        with restored_settings():
+        with keep_settings():
             prepare(task, {"matmul_precision": "tf32"}, device="cuda")
             rounded = values @ values
         return torch.equal(rounded, exact), torch.equal(values @ values, exact)
@@ -68,7 +68,7 @@ def test_matrix_products_on_a_gpu_are_rounded(make_task):
 
 
 def test_tf32_leaves_the_older_getters_readable_since_inductor_and_lightning_read_them(make_task):
-    with restored_settings():
+    with keep_settings():
         prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cpu")
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cuda.matmul.allow_tf32 is True

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotune import prepare
-from autotune.techniques import REGISTRY, Phase, complete, restored_settings
+from autotune.techniques import REGISTRY, Phase, complete, keep_settings
 from autotune.techniques import compile as techniques_compile
 
 from .kinds import KINDS
@@ -65,7 +65,7 @@ def trained(kind: str, partner: str, technique: tuple[tuple[str, Any], ...] = ()
     config["batch_size"] //= config.get("accumulation_steps", 1)
     task = KINDS[kind]()
     torch.manual_seed(0)
-    with restored_settings():
+    with keep_settings():
         session = prepare(task, config, device="cpu")
         batch = task.batch(SAMPLES)
         parameters = [p for p in session.model.parameters() if p.requires_grad]

@@ -10,7 +10,7 @@ from torch import nn
 from autotune import prepare
 from autotune.errors import ConfigError, TaskError
 from autotune.task import Task
-from autotune.techniques import narrowed, trained_by
+from autotune.techniques import narrow_task, trained_by
 from autotune.techniques.variant import Variant
 
 WIDTHS = {"base": 16, "small": 4}
@@ -35,7 +35,7 @@ def test_the_first_is_built_unless_a_config_names_another(task: Task, config: di
 
 def test_all_are_offered_and_the_narrower_task_trains_one(make_setting: Any, task: Task) -> None:
     assert Variant().support(make_setting(task)).choices == ("base", "small")
-    small = narrowed(task, {"variant": "small"})
+    small = narrow_task(task, {"variant": "small"})
     assert small.model().get_parameter("0.weight").shape[0] == 4
     assert trained_by(small, {}) == {"variant": "small", "freeze": "none"}
 

@@ -13,7 +13,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
 from autotune.tuning.events import Listener
-from autotune.tuning.opening import opened
+from autotune.tuning.opening import open_search
 from autotune.tuning.search import search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
 
@@ -71,7 +71,7 @@ def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
 @pytest.mark.parametrize("comparable", [True, False])
 def test_time_is_kept_for_a_check_only_where_gradients_can_be_compared(comparable):
     options = SearchOptions(budget_s=40.0, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
-    with opened(None, options, Timed(comparable=comparable), Listener()) as opening:
+    with open_search(None, options, Timed(comparable=comparable), Listener()) as opening:
         kept_s = opening.budget.budget_s - opening.budget.elapsed_s - opening.budget.free_s
     assert kept_s == pytest.approx(Timed.inspection_s if comparable else 0.0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune import techniques
-from autotune.predict.memory import MemoryEstimate
+from autotune.prediction.memory import MemoryEstimate
 from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config

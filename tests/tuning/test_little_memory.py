@@ -75,7 +75,7 @@ def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, mo
         total_bytes=lambda device: 2**34,
     )
     listener = Notes()
-    with opening.opened(source, options, None, listener) as search:
+    with opening.open_search(source, options, None, listener) as search:
         assert "an allocation of" in search.inspection.shortage and search.inspection.step_s is None
         assert search.inspection.support["checkpoint_segments"].choices[-1] == 12
         assert "can't allocate" not in " ".join(search.inspection.unsupported.values())
@@ -153,7 +153,7 @@ def test_where_the_model_alone_exceeds_the_limit_the_predicted_need_is_told(tmp_
     options = SearchOptions.of(
         {"device": "cpu", "budget": "10m", "trials": 1, **limit}, total_bytes=lambda device: 2**34
     )
-    with opening.opened(source, options, None, Listener()) as search:
+    with opening.open_search(source, options, None, Listener()) as search:
         assert "an allocation of" in search.inspection.shortage
         measure_baseline(search)
         explore(search, search.proposer())

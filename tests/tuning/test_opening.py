@@ -22,7 +22,7 @@ from autotune.study.store import Store, storage_errors, stored_attributes
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _train_samples
-from autotune.tuning.resuming import asked_again, fingerprint, memory_limit
+from autotune.tuning.resuming import fingerprint, memory_limit, options_to_repeat
 from autotune.units import MIB
 from tests.closed_form import inspection
 from tests.integrations.answers import known
@@ -40,7 +40,7 @@ GIB = 2**30
 
 
 def asked(source: TaskSource, stored: dict[str, Any] | None = None, **options: Any) -> dict[str, str | int]:
-    return asked_again(SearchOptions(**options), source, stored or {})
+    return options_to_repeat(SearchOptions(**options), source, stored or {})
 
 
 def test_only_what_is_no_default_counts_as_asked() -> None:

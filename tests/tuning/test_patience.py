@@ -258,7 +258,7 @@ def test_a_real_probe_that_hangs_is_ended_from_outside_long_before_its_time_out(
         {"device": "cpu", "budget": "5m", "storage": str(tmp_path / "hang.db"), "include": ["amp"]},
         total_bytes=lambda device: 2**34,
     )
-    with opening.opened(TaskSource.of(tmp_path / "model.py"), options, None, Listener()) as search:
+    with opening.open_search(TaskSource.of(tmp_path / "model.py"), options, None, Listener()) as search:
         measure_baseline(search)
         outcome = probed(search, amp="bf16")
         assert outcome.kind is Kind.TIMEOUT and outcome.cause.startswith("ended without a step in")

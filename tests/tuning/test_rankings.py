@@ -23,7 +23,7 @@ from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
-from autotune.tuning.sweep import _trained
+from autotune.tuning.sweep import _trained_choices
 from tests.closed_form import MIB, ClosedFormRunner, inspection
 
 PARAMETERS = {"large": 10**9, "base": 2 * 10**6, "small": 3000}
@@ -195,6 +195,6 @@ def test_each_ranking_has_a_batch_size_for_evaluation_of_its_own(tmp_path: Path)
 
 
 def test_a_table_is_of_one_training() -> None:
-    assert _trained({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
+    assert _trained_choices({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
     with pytest.raises(ConfigError, match="sweep each into a table of its own, with --grid variant=base"):
-        _trained({"variant": ("base", "small")})
+        _trained_choices({"variant": ("base", "small")})

@@ -17,7 +17,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import NotCompared
 from autotune.tuning.search import answer
-from autotune.tuning.setting_up import with_what_is_cheap
+from autotune.tuning.setting_up import drop_slow_setups
 from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
 
 COLD_S = 40.0
@@ -32,7 +32,7 @@ def found(priced: Support = PRICED) -> Inspection:
 
 
 def judged(budget_s: float, train_samples: float | None = None, included: tuple[str, ...] = ()) -> Support:
-    return with_what_is_cheap(found(), budget_s, train_samples, included).support["compile"]
+    return drop_slow_setups(found(), budget_s, train_samples, included).support["compile"]
 
 
 def test_it_is_tried_unasked_where_a_tenth_of_the_time_will_do() -> None:
@@ -80,7 +80,7 @@ class Compiling(ClosedFormRunner):
 
 def searched(folder: Path, **options: Any) -> tuple[Result, Compiling]:
     runner = Compiling(noise=0.002)
-    known = with_what_is_cheap(found(), 1000.0, None, ())
+    known = drop_slow_setups(found(), 1000.0, None, ())
     search = make_search(folder, runner, inspection=known, sampler="cost-model", **{"budget_s": 400.0, **options})
     return answer(search), runner
 
@@ -128,6 +128,6 @@ def test_a_comparison_with_plain_training_has_the_time_that_compiling_was_seen_t
             timeouts_s.extend([settings.timeout_s] if config["compile"] != "off" else [])
             return super().check_of(config, settings, batch_size)
 
-    known = with_what_is_cheap(found(), 2000.0, None, ())
+    known = drop_slow_setups(found(), 2000.0, None, ())
     answer(make_search(tmp_path, Watched(noise=0.002), inspection=known, sampler="cost-model", budget_s=2000.0))
     assert timeouts_s and min(timeouts_s) > Watched.cold_s

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.predict.job import trace_plan
-from autotune.predict.plan import plan_traces
-from autotune.predict.traces import Traces
+from autotune.prediction.job import trace_plan
+from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import Traces
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
@@ -25,7 +25,7 @@ from autotune.tuning.search import search
 from autotune.tuning.tracing import Tracing
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
-from tests.predict.test_traces import DEFAULT, PLAIN
+from tests.prediction.test_traces import DEFAULT, PLAIN
 
 MODELS = Path(__file__).parent.parent / "models"
 CONFIGS = [techniques.complete({"batch_size": 4, "checkpoint_segments": n}) for n in (0, 1, 2, 3)]

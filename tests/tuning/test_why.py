@@ -180,6 +180,17 @@ def test_a_choice_whose_every_probe_failed_is_named_and_one_that_ran_once_is_not
     assert not why.never_ran(tried[1:3], baseline), "nothing ran, so it may be anything"
 
 
+def test_choices_that_failed_together_alone_are_named_together_and_one_beside_a_known_cause_is_not():
+    short = {"amp": "bf16"}
+    kernel = {**short, "attention": "cudnn"}
+    tried = [probed(config(8)), probed(config(8, **short))]
+    tried.append(failed(config(8, **kernel, expandable_segments=True), Kind.ERROR))
+    assert list(why.never_ran(tried, config(8))) == ["attention=cudnn with expandable_segments=True"]
+    tried.append(failed(config(4, **kernel), Kind.ERROR))
+    found = why.never_ran(tried, config(8))
+    assert {named: len(each) for named, each in found.items()} == {"attention=cudnn": 2}
+
+
 def test_a_choice_is_not_blamed_for_a_batch_larger_than_the_training_set():
     too_few = failed(config(48, amp="bf16"), Kind.ERROR)
     too_few = replace(too_few, outcome=replace(too_few.outcome, too_few_samples=True))

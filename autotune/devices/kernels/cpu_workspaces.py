@@ -6,14 +6,17 @@ Scratchpads that depend on the instruction set (some 100 KiB) are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from autotune.devices.kernels.rules import ResultRule, Storages, Workspace
+from autotune.devices.kernels.rules import ResultRule, Scratch, Storages, Workspace
 
 _aten = torch.ops.aten
+# From an operator's arguments and its result: the most that it allocates beside the result. On a CPU the order does not matter.
+_Peak = Callable[[tuple[Any, ...], Any], int]
 
 _CHANNELS_PER_BLOCK = 16  # oneDNN's nChw16c, for float32
 _FEW_CHANNELS = 3  # inputs of so few channels are read as they are
@@ -25,10 +28,14 @@ _LARGE_LSTM = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 
 def cpu_workspace(operator: Any) -> Workspace | None:
     """The rule for what an operator allocates and frees on a CPU; None if it allocates nothing."""
-    rule = _WORKSPACES.get(operator)
-    if rule is None and torch.Tag.pointwise in operator.tags:
-        return _casts
-    return rule
+    peak = _WORKSPACES.get(operator)
+    if peak is None and torch.Tag.pointwise in operator.tags:
+        peak = _casts
+    return None if peak is None else partial(_at_once, peak)
+
+
+def _at_once(peak: _Peak, args: tuple[Any, ...], result: Any) -> Scratch:
+    return Scratch(after=((peak(args, result),),))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -55,7 +62,7 @@ def _mean(args: tuple[Any, ...], result: Any) -> int:
     return 4 * tensor.numel() if tensor.dtype in (torch.float16, torch.bfloat16) else 0
 
 
-def _contiguous_copies(*positions: int) -> Workspace:
+def _contiguous_copies(*positions: int) -> _Peak:
     """Copies of the arguments that are not contiguous."""
 
     def workspace(args: tuple[Any, ...], result: Any) -> int:
@@ -243,7 +250,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_WORKSPACES: Mapping[Any, Workspace] = {
+_WORKSPACES: Mapping[Any, _Peak] = {
     _aten._embedding_bag.default: _embedding_bag,
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,

@@ -1,12 +1,13 @@
 """Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it.
 
-The rules repeat what torch's host code allocates, and were compared with the requests that its caching allocator gets. What
-cuDNN and cuBLAS take for themselves is not among them, but for a guess at the gradients of convolutions.
+The rules repeat what torch's host code allocates, in its order, and were compared with the requests that its caching allocator
+gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN and cuBLAS take for
+themselves is not among them, but for a guess at the gradients of convolutions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from autotune.devices.kernels.reductions import reduction_bytes
-from autotune.devices.kernels.rules import Workspace
+from autotune.devices.kernels.rules import Scratch, Stepped, Workspace
 from autotune.devices.targets import GpuKind
 
 _aten = torch.ops.aten
@@ -31,6 +32,7 @@ def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
         **{operator: partial(_reduction, gpu, *how) for operator, how in _REDUCTIONS.items()},
         _aten._scaled_dot_product_efficient_attention_backward.default: partial(_efficient_attention_backward, gpu),
         _aten.logsumexp.default: partial(_logsumexp, gpu),
+        _aten.convolution_backward.default: partial(_convolution_backward, gpu),
     }
 
 
@@ -38,32 +40,32 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _copy_bytes(*tensors: Any) -> int:
-    """The copies that a kernel makes of tensors that are not contiguous."""
-    return sum(
-        _size_bytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous()
+def _copies(*tensors: Any) -> tuple[int, ...]:
+    """Bytes of the copies that a kernel makes of tensors that are not contiguous, 0 of others."""
+    return tuple(
+        0 if tensor.is_contiguous() else _size_bytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)
     )
 
 
 # ---------------------------------------------------------------- reductions
 
 
-def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, ...], result: Any) -> int:
+def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, ...], result: Any) -> Scratch:
     """Partial results, and a copy in the type that integers and booleans are summed in."""
     tensor = args[0]
     dims = args[dims_at] if 0 < dims_at < len(args) else None
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     if partial_bytes == _SUM and not tensor.is_floating_point():
         converted = 0 if tensor.dtype is torch.int64 else 8 * tensor.numel()
-        return converted + reduction_bytes(tensor, dims, 8, gpu)
+        return Scratch(after=((converted, reduction_bytes(tensor, dims, 8, gpu)),))
     scale = 2 if tensor.dtype is torch.float64 else 1
-    return reduction_bytes(tensor, dims, scale * partial_bytes, gpu)
+    return Scratch(after=((reduction_bytes(tensor, dims, scale * partial_bytes, gpu),),))
 
 
-def _logsumexp(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> int:
+def _logsumexp(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
     """The exponentials of the differences from the largest, beside the partial results of their sum."""
     tensor, dims = args[:2]
-    return _size_bytes(tensor) + reduction_bytes(tensor, list(dims), _SUM, gpu)
+    return Scratch(after=((_size_bytes(tensor), reduction_bytes(tensor, list(dims), _SUM, gpu)),))
 
 
 _SUM = 4  # bytes of a partial result: in fp32
@@ -96,23 +98,23 @@ _REDUCTIONS: Mapping[Any, tuple[int, int]] = {
 # ---------------------------------------------------------------- convolutions
 
 
-def _convolution(args: tuple[Any, ...], result: Any) -> int:
+def _convolution(args: tuple[Any, ...], result: Any) -> Scratch:
     """Copies into the memory format of the convolution: channels last where its input or its weight has that."""
     tensor, weight = args[:2]
-    return _format_copies(tensor, weight, tensors=(tensor, weight))
+    return Scratch(before=_format_copies(tensor, weight, tensors=(tensor, weight)))
 
 
-def _format_copies(tensor: torch.Tensor, weight: torch.Tensor, *, tensors: Sequence[torch.Tensor]) -> int:
+def _format_copies(tensor: torch.Tensor, weight: torch.Tensor, *, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     if _has_channels_last(tensor) or _has_channels_last(weight):
-        return sum(_size_bytes(each) for each in tensors if not _lies_channels_last(each))
-    return _copy_bytes(*tensors)
+        return tuple(0 if _lies_channels_last(each) else _size_bytes(each) for each in tensors)
+    return _copies(*tensors)
 
 
-def _pooling_backward(args: tuple[Any, ...], result: Any) -> int:
+def _pooling_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """A copy of the gradient in the memory format of the input."""
     gradient, tensor = args[:2]
     lies_so = _lies_channels_last(gradient) if _has_channels_last(tensor) else gradient.is_contiguous()
-    return 0 if lies_so else _size_bytes(gradient)
+    return Scratch(after=((0 if lies_so else _size_bytes(gradient),),))
 
 
 def _lies_channels_last(tensor: torch.Tensor) -> bool:
@@ -120,8 +122,10 @@ def _lies_channels_last(tensor: torch.Tensor) -> bool:
     return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
-def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    """Copies of a convolution's input, output gradient and weight in the layout that the tensor cores read.
+def _convolution_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
+    """Copies of a convolution's input, output gradient and weight, and then the partial results of the bias's gradient.
+
+    The copies are of torch's own where some of the three have the channels last, and else a guess.
 
     cuDNN's kernels for the two gradients read tensors with the channels last (NVIDIA, Convolutional Layers User's Guide,
     "Tensor Layouts in Memory: NCHW vs NHWC"), so other layouts are transposed in the workspace. The rest is not documented.
@@ -129,11 +133,17 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     fits nearly as well), and with no copies for forward and grouped convolutions. The same is assumed for short types.
     """
     grad_output, tensor, weight = args[:3]
-    groups = args[9]
-    if groups > 1 or _has_channels_last(tensor) or _has_channels_last(weight):
-        return _format_copies(tensor, weight, tensors=(grad_output, tensor, weight))
-    input_copies = 1 if prod(weight.shape[2:]) == 1 else 2
-    return input_copies * _size_bytes(tensor) + _size_bytes(grad_output) + _size_bytes(weight)
+    groups, wanted = args[9], args[10]
+    copies = _format_copies(tensor, weight, tensors=(tensor, grad_output, weight))
+    if not wanted[1]:  # the input is read for the gradient of the weight
+        copies = (0, *copies[1:])
+    guessed = 0
+    if not (groups > 1 or _has_channels_last(tensor) or _has_channels_last(weight)):
+        input_copies = 1 if prod(weight.shape[2:]) == 1 else 2
+        copies, guessed = (), input_copies * _size_bytes(tensor) + _size_bytes(grad_output) + _size_bytes(weight)
+    dims = [0, *range(2, grad_output.dim())]
+    of_bias = reduction_bytes(grad_output, dims, _SUM, gpu) if wanted[2] else 0
+    return Scratch(before=copies, after=((guessed,), (of_bias,)))
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
@@ -144,8 +154,8 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- attention
 
 
-def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The query's gradient and the sums of its rows in float32, rounded as in `mha_bwd` of flash-attn's `flash_api.cpp`.
+def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> Scratch:
+    """The sums of the rows and the query's gradient in float32, rounded as in `mha_bwd` of flash-attn's `flash_api.cpp`.
 
     The output and its gradient are copied where they do not lie as (sample, position, head). Where heads share keys and values,
     each has gradients of its own, summed afterwards.
@@ -155,20 +165,22 @@ def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
     length = -(-length // 128) * 128
     multiple = 32 if head_dim <= 128 else 64
     head_dim = -(-head_dim // multiple) * multiple
-    num_bytes: int = 4 * prod((batch_size, num_heads, length, head_dim + 1))
-    if key.shape[1] < num_heads:
-        num_bytes += 2 * num_heads // key.shape[1] * _size_bytes(key)
-    return num_bytes + _copy_bytes(grad_output.transpose(1, 2), output.transpose(1, 2))
+    rows_bytes = 4 * batch_size * num_heads * length
+    for_each_head = num_heads // key.shape[1] * _size_bytes(key) if key.shape[1] < num_heads else 0
+    return Scratch(
+        before=_copies(grad_output.transpose(1, 2), output.transpose(1, 2)),
+        after=((rows_bytes, rows_bytes * head_dim, for_each_head, for_each_head),),
+    )
 
 
-def _efficient_attention(args: tuple[Any, ...], result: Any) -> int:
+def _efficient_attention(args: tuple[Any, ...], result: Any) -> Scratch:
     """The output in float32 where a block's own does not fit into registers (`kernel_forward.h`)."""
     query, value = args[0], args[2]
-    is_short = query.element_size() == 2
-    return 4 * prod(query.shape[:-1]) * int(value.shape[-1]) if is_short and value.shape[-1] > 128 else 0
+    too_wide = query.element_size() == 2 and value.shape[-1] > 128
+    return Scratch(after=((4 * prod(query.shape[:-1]) * int(value.shape[-1]) if too_wide else 0,),))
 
 
-def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> int:
+def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
     """The workspace in which blocks add to the gradients of query, key and value (`kernel_backward.h`).
 
     The tiles follow from the kernel that `dispatch_cutlassB` takes: the first for this type and head that the GPU can run.
@@ -188,25 +200,32 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
         num_splits = max(1, min(-(-num_keys // 64), 200 // num_heads))  # of the keys, where there are few heads
         num_bytes += 2 * 4 * num_splits * 64 * (-(-head_dim // 128) * 128)
     row_sums = 4 * num_heads * length
-    products = 0 if is_short else 4 * query.numel() + 2 * row_sums
-    return int(max(products, row_sums + num_heads * num_bytes)) + _copy_bytes(grad_output.transpose(1, 2))
+    products = () if is_short else ((4 * query.numel(), row_sums, row_sums),)
+    return Scratch(before=_copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
 
 
 # ---------------------------------------------------------------- the rest
 
 
-def _embedding_backward(args: tuple[Any, ...], result: Any) -> int:
+def _embedding_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """Sorted indices, segments of equal ones, and a partial sum for each part of a segment (`EmbeddingBackwardKernel.cu`)."""
     gradient, indices, num_rows, padding = args[:4]
-    if indices.numel() <= _FEW_INDICES and padding < 0:
-        return _copy_bytes(gradient)
-    return _copy_bytes(gradient) + _sorted_sums(indices.numel(), num_rows, gradient.shape[-1])
+    width = gradient.shape[-1]
+
+    def sums(figures: tuple[int, ...]) -> int:
+        (num_indices,) = figures
+        few = num_indices <= _FEW_INDICES and padding < 0
+        return 0 if few else _sorted_sums(num_indices, num_rows, width)
+
+    return Scratch(before=_copies(gradient), after=((Stepped(sums, (indices.numel(),)),),))
 
 
-def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> int:
+def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """As for an embedding, by the indices of all bags."""
     gradient, indices, num_rows = args[0], args[1], args[6]
-    return _copy_bytes(gradient) + _sorted_sums(indices.numel(), num_rows, gradient.shape[-1])
+    width = gradient.shape[-1]
+    sums = Stepped(lambda figures: _sorted_sums(figures[0], num_rows, width), (indices.numel(),))
+    return Scratch(before=_copies(gradient), after=((sums,),))
 
 
 def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
@@ -215,31 +234,40 @@ def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
     return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * (-(-width // 32) * 32)
 
 
-def _softmax_backward(args: tuple[Any, ...], result: Any) -> int:
+def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """The product of the gradient and the output (`SoftMax.cu`), and copies of what is not contiguous."""
-    return _size_bytes(args[0]) + _copy_bytes(*args[:2])
+    return Scratch(after=((_size_bytes(args[0]), *_copies(*args[:2])),))
 
 
 def _copied(*positions: int) -> Workspace:
     """Copies of the arguments at these positions where they are not contiguous."""
-    return lambda args, result: _copy_bytes(*(args[position] for position in positions))
+    return lambda args, result: Scratch(after=(_copies(*(args[position] for position in positions)),))
 
 
-def _elements(number: int) -> Callable[[tuple[Any, ...], Any], int]:
+def _copied_first(*positions: int) -> Workspace:
+    """The same before there is a result."""
+    return lambda args, result: Scratch(before=_copies(*(args[position] for position in positions)))
+
+
+def _elements(number: int) -> Workspace:
     """So many tensors of the loss of every element, beside the mean or sum of them that is the result."""
-    return lambda args, result: number * args[0].numel() * result.element_size() if result.dim() == 0 else 0
+
+    def losses(args: tuple[Any, ...], result: Any) -> Scratch:
+        size_bytes = args[0].numel() * result.element_size() if result.dim() == 0 else 0
+        return Scratch(after=((size_bytes,) * number,))
+
+    return losses
 
 
 _WORKSPACES: Mapping[Any, Workspace] = {
     _aten.convolution.default: _convolution,
-    _aten.convolution_backward.default: _convolution_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
     _aten.avg_pool2d_backward.default: _pooling_backward,
     _aten.max_pool2d_with_indices_backward.default: _pooling_backward,
-    _aten.native_layer_norm.default: _copied(0),
+    _aten.native_layer_norm.default: _copied_first(0),
     _aten.native_layer_norm_backward.default: _copied(0, 1),
     _aten._softmax.default: _copied(0),
     _aten._log_softmax.default: _copied(0),

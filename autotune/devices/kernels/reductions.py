@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
+from autotune.devices.kernels.rules import Stepped
 from autotune.devices.targets import GpuKind
 
 _MAX_THREADS = 512  # of a block that reduces
@@ -29,7 +31,7 @@ class _Axis:
     stride: int
 
 
-def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: int, gpu: GpuKind) -> int:
+def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: int, gpu: GpuKind) -> Stepped:
     """Bytes of the buffer with which a reduction of `tensor` over `dims` is shared by thread blocks; 0 where none is.
 
     Args:
@@ -37,8 +39,17 @@ def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: in
         partial_bytes: of one partial result, e.g. 4 of a sum in fp32.
     """
     reduced_dims = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
-    reduced = _axes(tensor, sorted(reduced_dims, key=tensor.stride))
-    kept = _axes(tensor, [dim for dim in reversed(range(tensor.dim())) if dim not in reduced_dims])  # as in the result
+    return Stepped(partial(_buffer_bytes, reduced_dims, partial_bytes, gpu), (*tensor.shape, *tensor.stride()))
+
+
+def _buffer_bytes(reduced_dims: set[int], partial_bytes: int, gpu: GpuKind, layout: tuple[int, ...]) -> int:
+    """Likewise, of a tensor with these lengths and strides."""
+    num_dims = len(layout) // 2
+    lengths, strides = layout[:num_dims], layout[num_dims:]
+    reduced = _axes(lengths, strides, sorted(reduced_dims, key=strides.__getitem__))
+    kept = _axes(
+        lengths, strides, [dim for dim in reversed(range(num_dims)) if dim not in reduced_dims]
+    )  # as in the result
     num_inputs, num_outputs = prod(axis.length for axis in reduced), prod(axis.length for axis in kept)
     if num_inputs * num_outputs == 0 or not reduced:
         return 0
@@ -69,11 +80,11 @@ def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: in
     return partial_bytes * num_outputs * sharing * (1 if along_fastest else width * vector)
 
 
-def _axes(tensor: torch.Tensor, dims: Sequence[int]) -> list[_Axis]:
+def _axes(lengths: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[_Axis]:
     """The dimensions in this order, neighbours joined where they lie behind each other."""
     axes: list[_Axis] = []
     for dim in dims:
-        length, stride = tensor.shape[dim], tensor.stride(dim)
+        length, stride = lengths[dim], strides[dim]
         if length == 1:
             continue
         if axes and axes[-1].stride * axes[-1].length == stride:

@@ -8,8 +8,49 @@ from typing import Any
 
 import torch
 
-# From an operator's arguments and its result: bytes that it allocates and frees again beside the result.
-Workspace = Callable[[tuple[Any, ...], Any], int]
+
+class Stepped(int):
+    """Bytes that are no line in the batch size: a rule says them from figures that are (lengths and strides, say).
+
+    Args:
+        figures: that the rule is given.
+    """
+
+    figures: tuple[int, ...]
+    rule: Callable[[tuple[int, ...]], int]
+
+    def __new__(cls, rule: Callable[[tuple[int, ...]], int], figures: tuple[int, ...]) -> Stepped:
+        """What the rule says of the figures."""
+        size_bytes = super().__new__(cls, rule(figures))
+        size_bytes.figures, size_bytes.rule = figures, rule
+        return size_bytes
+
+    def towards(self, other: Stepped, share: float) -> int:
+        """Bytes between these, at 0, and the same operator's at another batch size, at 1, or beyond."""
+        pairs = zip(self.figures, other.figures, strict=True)
+        return self.rule(tuple(round(a + share * (b - a)) for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What an operator allocates beside its result and frees again, in bytes and in its order: an allocator's holes depend on both.
+
+    Attributes:
+        before: of what is allocated before the result, and freed when the operator is done.
+        after: of what is allocated after the result, in groups; each is freed before the next one.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lives at once."""
+        return sum(self.before) + max(map(sum, self.after), default=0)
+
+
+# From an operator's arguments and its result. What has no bytes at one batch size and some at another is there with 0 bytes.
+Workspace = Callable[[tuple[Any, ...], Any], Scratch]
 # Likewise: tensors of its result whose storage has more bytes than it seems.
 Storages = list[tuple[torch.Tensor, int]]
 ResultRule = Callable[[tuple[Any, ...], Any], Storages]

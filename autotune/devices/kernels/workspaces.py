@@ -9,22 +9,22 @@ import torch
 
 from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
 from autotune.devices.kernels.cuda_workspaces import cuda_workspaces
-from autotune.devices.kernels.rules import Hidden, ResultRule, Storages, Workspace
+from autotune.devices.kernels.rules import Hidden, ResultRule, Scratch, Storages, Workspace
 from autotune.devices.targets import CPU, Target, gpu_of
 
 _aten = torch.ops.aten
 
 
-def _safe_softmax(args: tuple[Any, ...], result: Any) -> int:
+def _safe_softmax(args: tuple[Any, ...], result: Any) -> Scratch:
     """Masks of the scores that are minus infinity and of the rows without others (a composite kernel: SoftMax.cpp)."""
     scores, dim = args[:2]
-    return int(scores.numel() + scores.numel() // max(1, scores.shape[dim]))
+    return Scratch(after=((scores.numel(), scores.numel() // max(1, scores.shape[dim])),))
 
 
-def _losses(args: tuple[Any, ...], result: Any) -> int:
+def _losses(args: tuple[Any, ...], result: Any) -> Scratch:
     """The loss of every element, whose mean or sum is the result (structured kernels of Loss.cpp)."""
     size: int = result.element_size()
-    return _num_losses(args) * size if result.dim() == 0 else 0
+    return Scratch(after=((_num_losses(args) * size if result.dim() == 0 else 0,),))
 
 
 def _reduced_loss(args: tuple[Any, ...], result: Any) -> Storages:

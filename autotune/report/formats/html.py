@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from autotune.report.html import STYLE, body
-from autotune.report.interactive import pictures, why_no_pictures
+from autotune.report.plots import pictures, why_no_pictures
 from autotune.report.sections import Section, pairs
 from autotune.report.study import machine_facts, study_sections
 from autotune.study.reading import Study
@@ -21,7 +21,7 @@ _PAGE = """<!doctype html>
 {style}
 body {{ margin: 0 auto; max-width: 66em; padding: 1em 1.2em 4em; }}
 h1 {{ font-size: 1.6em; margin: .4em 0; }}
-.picture {{ break-inside: avoid; }}
+.picture {{ break-inside: avoid; }} .picture svg {{ height: auto; max-width: 100%; }}
 </style>
 </head>
 <body class="autotune">
@@ -42,7 +42,7 @@ _FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-of
 
 
 def render(study: Study) -> str:
-    """The page: the answer, pictures where plotly is installed, the reasons, how to run it, every probe, and the machine."""
+    """The page: the answer, pictures where matplotlib is installed, the reasons, how to run it, every probe, and the machine."""
     headline, *sections = study_sections(study, model=study.attributes.get("model", "model.py"))
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]
@@ -59,12 +59,7 @@ def render(study: Study) -> str:
 
 
 def _pictures(study: Study) -> str:
-    """The pictures, of which the first brings the code that draws them all along; or why there are none."""
+    """The pictures, or why there are none."""
     if reason := why_no_pictures():
         return f'<p class="note">No pictures: {escape(reason)}.</p>'
-    shown = []
-    for place, (title, figure) in enumerate(pictures(study)):
-        options = {"displayModeBar": False, "responsive": True}
-        drawn = figure.to_html(full_html=False, include_plotlyjs=place == 0, config=options)
-        shown.append(f'<div class="picture"><h2>{escape(title)}</h2>{drawn}</div>')
-    return "\n".join(shown)
+    return "\n".join(f'<div class="picture"><h2>{escape(title)}</h2>{svg}</div>' for title, svg in pictures(study))

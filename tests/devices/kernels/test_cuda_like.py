@@ -71,6 +71,7 @@ class TestAutocast:
             lambda t: torch.einsum("abcd,abcd->ab", t, t), lambda t: torch.mv(t[0, 0], t[0, 0, 0]),
             lambda t: torch.addmv(t[0, 0, :, 0], t[0, 0], t[0, 0, 0]), lambda t: F.scaled_dot_product_attention(t, t, t),
             lambda t: F.conv2d(t, torch.rand(8, 8, 3, 3), padding="same"), lambda t: F.prelu(t, torch.rand(8)),
+            lambda t: torch.addmm(t[0, 0, :, :16], t[0, 0], t[0, 0].mT),
         ],
     )  # fmt: skip
     def test_operators_that_cuda_runs_in_the_short_type_do(
@@ -310,6 +311,6 @@ class _Workspaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (rule := RULES.get(func)) and (size_bytes := rule(args, result)):
+        if (rule := RULES.get(func)) and (size_bytes := rule(args, result).peak_bytes):
             self.sizes.append(size_bytes)
         return result

@@ -62,7 +62,7 @@ class Scratch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         taken = requested("peak") - max(before, requested())
         rule = self._rule_of(func)
-        expected = 0 if rule is None else rule(args, result)
+        expected = 0 if rule is None else rule(args, result).peak_bytes
         if abs(taken - expected) > SMALL_BYTES + 0.01 * taken:
             self.misses[str(func)] = (taken, expected)
         return result
@@ -121,7 +121,7 @@ def test_attention_takes_what_the_rule_says(kernel: SDPBackend, dtype: torch.dty
         target
     )  # of a batch that fills the GPU: of a smaller one, flash attention shares a row's keys among blocks
     for head_dim in (32, 40, 64, 96, 128, 160, 256):
-        for length in (128, 500):
+        for length in (128, 300):
             query, key, value = (
                 torch.randn(32, 6, length, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
             )

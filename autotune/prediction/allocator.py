@@ -1,0 +1,380 @@
+"""How much memory CUDA's caching allocator takes from the card to serve a program's allocations, and whole training steps'.
+
+It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch for one stream, with its default settings unless the environment has others:
+
+- a request is rounded up to 512 B;
+- requests of up to 1 MiB are served from segments of 2 MiB (the small pool), others (the large pool) from segments of
+  20 MiB or, from 10 MiB on, of the request rounded up to 2 MiB;
+- a free block is taken by best fit: the smallest that is large enough, of those the one at the lowest address;
+- a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
+- a freed block is joined with the free blocks beside it in its segment, and segments are kept.
+
+Of the settings, `expandable_segments` makes each pool one segment that grows by 2 or 20 MiB, `max_split_size_mb` keeps large blocks
+whole, and `roundup_power2_divisions` (one number for all sizes) rounds requests up.
+
+Where a limit is near, it gives segments without a living block back first: a program then gets by with less, at a cost in time.
+Segments are taken to lie one behind the other in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from autotune.devices.kernels.rules import Stepped
+from autotune.prediction import Array
+from autotune.prediction.fit import are_aligned
+from autotune.prediction.passes import Event, MicroSteps, Pass, Updates
+from autotune.prediction.traces import Group, Reserved
+from autotune.units import MIB
+
+_MIN_BLOCK_BYTES = 512  # kMinBlockSize
+_SMALL_BYTES = 1 * MIB  # kSmallSize
+_SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+_LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
+_OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
+_SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
+_KEYS_PER_PASS = 2**40
+
+
+def reserved_bytes(events: Iterable[Event], added: str = "", held_bytes: Sequence[int] = ()) -> int:
+    """What `torch.cuda.max_memory_reserved` would report after the same allocations.
+
+    Args:
+        events: allocations and freeings in program order. Storages without bytes take no memory.
+        added: to the settings of the environment, in their own form.
+        held_bytes: what libraries hold from the allocator, before and after.
+    """
+    return _Program.of(events, held_bytes).reserved_bytes(settings_of(os.environ, added))
+
+
+def reserved_factors(
+    micro: MicroSteps,
+    updates: Mapping[Group, Updates],
+    living_bytes: Callable[[Group, int, bool], float],
+    batch_sizes: Sequence[int],
+    added: Sequence[str],
+    held_bytes: Sequence[int] = (),
+) -> tuple[Reserved, ...]:
+    """What the allocator takes over the most that lives at once, with each of several updates and of several settings.
+
+    What it takes is exact at each of the batch sizes, also where what lives is not: the factor is what makes that of this.
+
+    Args:
+        micro: traced for CUDA.
+        updates: by the techniques that act on the optimizer.
+        living_bytes: by these, the batch size, and whether there are several micro batches in a step.
+        batch_sizes: wanted; where the passes are not aligned it is the two that were traced.
+        added: to the settings of the environment, one by one.
+        held_bytes: as of `reserved_bytes`.
+    """
+    seen: dict[tuple[object, ...], tuple[tuple[int, float, float], ...]] = {}
+
+    def factors(group: Group, settings: Settings) -> tuple[tuple[int, float, float], ...]:
+        changes = (tuple(event.change_bytes for event in each.events) for each in updates[group])
+        if (key := (settings, *changes)) not in seen:
+            seen[key] = tuple(
+                (
+                    size,
+                    one.reserved_bytes(settings) / living_bytes(group, size, False),
+                    more.reserved_bytes(settings) / living_bytes(group, size, True),
+                )
+                for size, (one, more) in _programs_by_size(micro, updates[group], batch_sizes, held_bytes).items()
+            )
+        return seen[key]
+
+    return tuple(
+        Reserved(added=text, factors=factors(group, settings_of(os.environ, text)), update=group)
+        for group in updates
+        for text in added
+    )
+
+
+def _programs_by_size(
+    micro: MicroSteps, updates: Updates, batch_sizes: Sequence[int], held_bytes: Sequence[int]
+) -> dict[int, list[_Program]]:
+    """Batch size -> programs with one micro batch a step, and with more."""
+    small, large = (micro.alone[0], micro.beside[0]), (micro.alone[-1], micro.beside[-1])
+    programs = partial(_programs, micro.before, updates=updates, held_bytes=held_bytes)
+    of_small = programs([traced.events for traced in small])
+    if not all(map(are_aligned, small, large)):
+        of_large = programs([traced.events for traced in large])
+        return {small[0].batch_size: of_small, large[0].batch_size: of_large}
+    of_large = programs(list(map(_in_the_sizes_of, small, large)))  # the same storages in other sizes
+    step = large[0].batch_size - small[0].batch_size
+    shares = {size: (size - small[0].batch_size) / step for size in batch_sizes}
+    return {size: list(map(partial(_Program.towards, share=shares[size]), of_small, of_large)) for size in shares}
+
+
+def _in_the_sizes_of(small: Pass, large: Pass) -> list[Event]:
+    """The events of one pass in the sizes of another that is aligned with it."""
+    return [Event(a.key, b.size_bytes, a.allocates) for a, b in zip(small.events, large.events, strict=True)]
+
+
+def _programs(
+    before: Sequence[Event], alone_and_beside: Sequence[Sequence[Event]], updates: Updates, held_bytes: Sequence[int]
+) -> list[_Program]:
+    """With one micro batch a step, and with more."""
+    return [_Program.of(_two_steps(before, alone_and_beside[:number], updates), held_bytes) for number in (1, 2)]
+
+
+def _two_steps(before: Iterable[Event], micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
+    """A program as a probe's: the model, a step that allocates the optimizer's state in between, and another step."""
+    program = list(before)
+    offsets = itertools.count(_KEYS_PER_PASS, _KEYS_PER_PASS)
+    for update in (updates.first, updates.second):
+        gradients: list[Event] = []
+        for events in micro_batches:
+            gradients += _append(program, events, next(offsets))
+        _append(program, update.events, next(offsets))
+        program += [gradient._replace(allocates=False) for gradient in gradients]
+    return program
+
+
+def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[Event]:
+    """Append a pass with keys of its own, less what it frees of others'. Returns the allocations that it does not free."""
+    living: dict[int, Event] = {}
+    for event in events:
+        if event.allocates or living.pop(event.key, None) is not None:
+            own = event._replace(key=offset + event.key)
+            program.append(own)
+            if own.allocates:
+                living[event.key] = own
+    return list(living.values())
+
+
+@dataclass(frozen=True)
+class _Program:
+    """Allocations and freeings in program order, as columns.
+
+    Attributes:
+        places: numbers of the storages, from 0 on.
+        sizes: bytes of each, which are whole numbers.
+        allocates: or frees.
+        held_bytes: what libraries hold from the allocator, before and after.
+        stepped: row -> of a size that is no line in the batch size.
+    """
+
+    places: list[int]
+    sizes: Array
+    allocates: list[bool]
+    held_bytes: tuple[int, ...]
+    stepped: dict[int, Stepped]
+
+    @classmethod
+    def of(cls, events: Iterable[Event], held_bytes: Sequence[int] = ()) -> _Program:
+        """The same as columns."""
+        numbers: dict[int, int] = {}
+        rows = [(numbers.setdefault(key, len(numbers)), size_bytes, allocates) for key, size_bytes, allocates in events]
+        sizes = np.array([row[1] for row in rows], dtype=float)
+        stepped = {number: row[1] for number, row in enumerate(rows) if isinstance(row[1], Stepped)}
+        return cls([row[0] for row in rows], sizes, [row[2] for row in rows], tuple(held_bytes), stepped)
+
+    def towards(self, other: _Program, share: float) -> _Program:
+        """The same storages with sizes between this program's, at 0, and another's, at 1, or beyond."""
+        sizes = np.rint(self.sizes + share * (other.sizes - self.sizes))
+        for row, stepped in self.stepped.items():
+            sizes[row] = stepped.towards(other.stepped[row], share)
+        return replace(self, sizes=sizes)
+
+    def reserved_bytes(self, settings: Settings) -> int:
+        """What the allocator takes."""
+        allocator = _CachingAllocator(settings_of(os.environ))
+        for size_bytes in self.held_bytes:
+            allocator.allocate(size_bytes)
+        if self.held_bytes:  # small tensors that made the libraries load are gone, and their segment is kept
+            allocator.free(allocator.allocate(_MIN_BLOCK_BYTES))
+        allocator.set(settings)
+        rounded = [_rounded(size, settings.divisions) if size > 0 else 0 for size in map(int, self.sizes.tolist())]
+        living: list[_Block | None] = [None] * len(self.places)
+        for place, size_bytes, allocates in zip(self.places, rounded, self.allocates, strict=True):
+            if allocates:
+                if size_bytes:
+                    living[place] = allocator.allocate_rounded(size_bytes)
+            elif (block := living[place]) is not None:
+                allocator.free(block)
+                living[place] = None
+        return allocator.reserved_bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment, linked with the pieces before and after it in the same segment."""
+
+    address: int
+    size_bytes: int
+    pool: _Pool
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the caching allocator, as far as they change what it takes from the card."""
+
+    expandable: bool = False
+    max_split_bytes: int | None = None
+    divisions: int = 1  # of each power of two, to which requests are rounded up
+
+
+def settings_of(environment: Mapping[str, str], added: str = "") -> Settings:
+    """What PYTORCH_ALLOC_CONF, or its older name, says, and what is added to it."""
+    text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    text = ",".join(filter(None, (text, added)))
+    said = dict(re.findall(r"(\w+):(\w+)", text))
+    split_mib, divisions = said.get("max_split_size_mb", ""), said.get("roundup_power2_divisions", "")
+    return Settings(
+        expandable="expandable_segments:True" in text.replace(" ", ""),
+        max_split_bytes=int(split_mib) * MIB if split_mib.isdigit() else None,
+        divisions=int(divisions) if divisions.isdigit() else 1,
+    )
+
+
+class _Pool:
+    """The free blocks of the small or of the large pool, ordered by size and then by address.
+
+    Attributes:
+        page_bytes: by which an expandable segment grows.
+        last: the block at the end of an expandable segment.
+        end: its end; segments that do not grow lie behind each other.
+    """
+
+    def __init__(self, smallest_rest_bytes: int, page_bytes: int) -> None:
+        self.smallest_rest_bytes = smallest_rest_bytes
+        self.page_bytes = page_bytes
+        self.last: _Block | None = None
+        self.end = 0
+        self.max_split_bytes: int | None = None
+        self._free: list[tuple[int, int, _Block]] = []  # no two at one address, so blocks are never compared
+
+    def put(self, block: _Block) -> None:
+        block.free = True
+        insort(self._free, (block.size_bytes, block.address, block))
+
+    def take(self, block: _Block) -> None:
+        del self._free[bisect_left(self._free, (block.size_bytes, block.address))]
+        block.free = False
+
+    def take_best_fit(self, size_bytes: int) -> _Block | None:
+        index = bisect_left(self._free, (size_bytes, 0))
+        if index == len(self._free):
+            return None
+        if self._free[index][2] is self.last and index + 1 < len(self._free):
+            index += 1  # the end of a segment that grows counts as large as that may become
+        block = self._free[index][2]
+        limit = self.max_split_bytes
+        if limit is not None:
+            too_large = limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES
+            if block.size_bytes >= too_large:
+                return None
+        self.take(block)
+        return block
+
+    def may_split(self, block: _Block, size_bytes: int) -> bool:
+        """Whether what is left of a block, of which so much is used, becomes a block of its own."""
+        kept_whole = self.max_split_bytes is not None and size_bytes >= self.max_split_bytes
+        return not kept_whole and block.size_bytes - size_bytes >= self.smallest_rest_bytes
+
+
+class _CachingAllocator:
+    def __init__(self, settings: Settings = Settings()) -> None:
+        self.reserved_bytes = 0  # segments are kept
+        self._small = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES)
+        self._large = _Pool(_SMALL_BYTES + 1, _LARGE_SEGMENT_BYTES)
+        self.set(settings)
+
+    def set(self, settings: Settings) -> None:
+        """Change the settings from now on, as techniques do once a context and its libraries are there."""
+        self._settings = settings
+        self._large.smallest_rest_bytes = _MIN_BLOCK_BYTES if settings.expandable else _SMALL_BYTES + 1
+        self._large.max_split_bytes = settings.max_split_bytes
+
+    def allocate(self, request_bytes: int) -> _Block:
+        return self.allocate_rounded(_rounded(request_bytes, self._settings.divisions))
+
+    def allocate_rounded(self, size_bytes: int) -> _Block:
+        pool = self._small if size_bytes <= _SMALL_BYTES else self._large
+        block = pool.take_best_fit(size_bytes)
+        if block is None:
+            block = self._reserve(pool, size_bytes)
+        if pool.may_split(block, size_bytes):
+            _split(block, size_bytes)
+        return block
+
+    def _reserve(self, pool: _Pool, size_bytes: int) -> _Block:
+        """A new segment, or the end of the pool's only one, which grows by as much as it is too small."""
+        block = _Block(pool.end, 0, pool)
+        more_bytes = _segment_bytes(size_bytes)
+        if self._settings.expandable:
+            if pool.last is not None and pool.last.free:
+                block = pool.last
+                pool.take(block)
+            else:
+                _link(pool.last, block)
+                pool.last = block
+            more_bytes = _round_up(size_bytes - block.size_bytes, pool.page_bytes)
+        block.size_bytes += more_bytes
+        pool.end += more_bytes
+        self.reserved_bytes += more_bytes
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Give a block back to its pool, joined with its free neighbours."""
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            block.pool.take(before)
+            block.address = before.address
+            block.size_bytes += before.size_bytes
+            _link(before.before, block)
+        if after is not None and after.free:
+            block.pool.take(after)
+            block.size_bytes += after.size_bytes
+            _link(block, after.after)
+            if block.pool.last is after:
+                block.pool.last = block
+        block.pool.put(block)
+
+
+def _split(block: _Block, size_bytes: int) -> None:
+    """Cut a block down to `size_bytes` and put the rest into the pool."""
+    rest = _Block(block.address + size_bytes, block.size_bytes - size_bytes, block.pool)
+    _link(rest, block.after)
+    _link(block, rest)
+    block.size_bytes = size_bytes
+    if block.pool.last is block:
+        block.pool.last = rest
+    block.pool.put(rest)
+
+
+def _link(before: _Block | None, after: _Block | None) -> None:
+    if before is not None:
+        before.after = after
+    if after is not None:
+        after.before = before
+
+
+def _segment_bytes(size_bytes: int) -> int:
+    if size_bytes <= _SMALL_BYTES:
+        return _SMALL_SEGMENT_BYTES
+    if size_bytes < _OWN_SEGMENT_BYTES:
+        return _LARGE_SEGMENT_BYTES
+    return _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES)
+
+
+def _rounded(request_bytes: int, divisions: int) -> int:
+    """A request rounded up to 512 B, or where it is larger to a division of its power of two."""
+    if divisions <= 1 or request_bytes <= _MIN_BLOCK_BYTES * divisions:
+        return _round_up(request_bytes, _MIN_BLOCK_BYTES)
+    return _round_up(request_bytes, 2 ** (request_bytes.bit_length() - 1) // divisions)
+
+
+def _round_up(size_bytes: int, multiple_bytes: int) -> int:
+    return -(-size_bytes // multiple_bytes) * multiple_bytes

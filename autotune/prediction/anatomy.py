@@ -1,0 +1,231 @@
+"""What lives at the moment of a config's peak, of which kind and made by which module, from whole steps on fake tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.prediction.allocator import reserved_bytes
+from autotune.prediction.passes import Event, Purpose
+from autotune.prediction.tracing import Run, TraceError, Tracer
+from autotune.probe.module_scopes import Scopes, Stretch
+from autotune.records.calibration import Work
+from autotune.records.config import Config
+from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
+from autotune.task import Task
+from autotune.task.batches import tensors
+from autotune.techniques import allocator_settings
+
+NUM_STEPS = 2  # the first one allocates the optimizer's state
+NUM_MOMENTS = 200  # of the timeline
+_BATCH_KIND = len(Purpose)  # beside the purposes, in the order of `KINDS`
+
+
+class _Began(NamedTuple):
+    """Where a stretch began, and the work in it."""
+
+    num_events: int
+    last_key: int
+    work: Work
+
+
+def anatomies(
+    task: Task, configs: Iterable[Config], target: Target, host_bytes: int | None = None
+) -> Iterable[Anatomy | str]:
+    """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone.
+
+    Args:
+        host_bytes: as of `Tracer`.
+    """
+    tracer: Tracer | None = None
+    for place, config in enumerate(configs):
+        try:
+            tracer = tracer or Tracer(task, target, host_bytes)
+            yield anatomy(tracer, config, target)
+        except TraceError as error:
+            yield str(error)
+            if place == 0:
+                return
+
+
+def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
+    """Trace two optimizer steps at the config's own batch size: one of a single micro batch, one of two where it accumulates.
+
+    Raises:
+        TraceError: the task's code needs the values of tensors, or raised something.
+    """
+    num_micro = min(2, config.accumulation_steps)
+    batch = tracer.batch(config.batch_size)
+    with tracer.run(config) as run:
+        found = _Found(run)
+        found.take_steps(config.batch_size, batch, num_micro)
+    # on a CPU all micro batches of a step are there while it runs
+    on_cpu = target == CPU
+    further_bytes = (config.accumulation_steps - 1) * tracer.input_bytes(config.batch_size) if on_cpu else 0
+    simulated = (
+        None
+        if on_cpu
+        else partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+    )
+    return found.anatomy(further_bytes, simulated)
+
+
+class _Found:
+    """A run's storages with their kinds and modules."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.scopes = Scopes(run.session, self._begin)
+        self.kinds: dict[int, int] = {}  # key of a storage -> place in `KINDS`
+        self.owners: dict[int, str] = {}  # key of what belongs to a parameter -> the module that owns it
+        self.steps: list[int] = []  # number of events at the beginning of each step
+        self.micro_batch = 0  # number of stretches before the last micro batch
+        self.owner_of: dict[int, str] = {}
+        for name, module in run.session.model.named_modules(remove_duplicate=False):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.owner_of.setdefault(id(tensor), name or MODEL)
+                self._own(name or MODEL, [tensor])
+
+    def _begin(self) -> _Began:
+        tracker = self.run.tracker
+        tracker.work = Work()
+        return _Began(len(tracker.events), tracker.last_key, tracker.work)
+
+    def _own(self, module: str, parts: Iterable[Any]) -> None:
+        for key in self.run.tracker.keys_of(parts):
+            self.owners.setdefault(key, module)
+
+    def take_steps(self, batch_size: int, batch: Any, num_micro: int) -> None:
+        run = self.run
+        inputs = run.inputs(batch)
+        batch_keys = run.tracker.keys_of(tensors(inputs))
+        with self.scopes.followed():
+            for step in range(NUM_STEPS):
+                self.steps.append(len(run.tracker.events))
+                for _ in range(num_micro if step else 1):
+                    self.micro_batch = len(self.scopes.stretches)
+                    self._take(run.micro_step(batch_size, inputs).purposes)
+                    for parameter in run.session.model.parameters():
+                        if parameter.grad is not None:
+                            self._own(self.owner_of[id(parameter)], [parameter.grad])
+                self.scopes.begin(STEP, UPDATE)
+                update = run.update(batch_size) if step else run.first_update(batch_size)
+                self._take(update.purposes)
+                for parameter, state in getattr(run.session.optimizer, "state", {}).items():
+                    if id(parameter) in self.owner_of:
+                        kept = [part for part in state.values() if torch.is_tensor(part)]
+                        self._own(self.owner_of[id(parameter)], kept)
+                        self.kinds |= dict.fromkeys(run.tracker.keys_of(kept), int(Purpose.OPTIMIZER))
+        run.tracker.work = None
+        self.kinds |= dict.fromkeys(batch_keys, _BATCH_KIND)
+
+    def _take(self, purposes: Any) -> None:
+        """Of a storage that several passes see, the one that knows most tells."""
+        for key, purpose in purposes.items():
+            if purpose is not Purpose.TEMPORARIES or key not in self.kinds:
+                self.kinds[key] = int(purpose)
+
+    def anatomy(self, further_bytes: int, simulated: Callable[[Sequence[Event]], int] | None) -> Anatomy:
+        events = self.run.tracker.events
+        totals = list(accumulate(event.change_bytes for event in events))
+        start = self.steps[0]
+        peak = max(range(start, len(events)), key=totals.__getitem__)
+        stretches = self.scopes.stretches
+        made_in = self._makers(stretches)
+        held: dict[str, Counter[str]] = defaultdict(Counter)
+        for key, size_bytes in _living(events[: peak + 1]).items():
+            kind = self._kind(key, made_in)
+            owner = "" if kind == _BATCH_KIND else self.owners.get(key, made_in.get(key, MODEL))
+            held[owner][KINDS[kind]] += size_bytes
+        held[BATCH] += held.pop("", Counter()) + Counter({KINDS[_BATCH_KIND]: further_bytes})
+        flops, moved = self._work()
+        modules = [
+            ModuleMemory(
+                name=name,
+                held_bytes={kind: held[name][kind] for kind in KINDS if held[name][kind]},
+                flops=dict(flops[name]),
+                moved_bytes=dict(moved[name]),
+            )
+            for name in held.keys() | flops.keys() | moved.keys()
+        ]
+        at_peak = [s for s in stretches if s.note.num_events <= peak][-1]
+        peak_bytes = totals[peak] + further_bytes
+        first = max(step for step in self.steps if step <= peak)
+        last = min((step for step in self.steps if step > first), default=len(events))
+        return Anatomy(
+            peak_bytes=peak_bytes,
+            reserved_bytes=peak_bytes if simulated is None else max(peak_bytes, simulated(events)),
+            phase=at_peak.phase,
+            module=at_peak.module,
+            last_layer=self.scopes.last_layer,
+            modules=tuple(sorted(modules, key=lambda module: (-module.total_bytes, module.name))),
+            timeline=self._timeline(first, last, peak, further_bytes, made_in),
+        )
+
+    def _makers(self, stretches: list[Stretch]) -> dict[int, str]:
+        """Key of a storage -> the module under whose code it was made."""
+        ends = [*(stretch.note.last_key for stretch in stretches[1:]), self.run.tracker.last_key]
+        return {
+            key: stretch.module
+            for stretch, end in zip(stretches, ends, strict=True)
+            for key in range(stretch.note.last_key + 1, end + 1)
+        }
+
+    def _kind(self, key: int, made_in: dict[int, str]) -> int:
+        """Place in `KINDS`. What is made of a batch before the first layer belongs to the batch, as its copy on a GPU does."""
+        kind = self.kinds.get(key, int(Purpose.TEMPORARIES))
+        return _BATCH_KIND if kind >= Purpose.ACTIVATIONS and made_in.get(key) == BATCH else kind
+
+    def _work(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """FLOPs and bytes moved, by module and phase, of the last micro batch and the update after it."""
+        flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        moved: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for stretch in self.scopes.stretches[self.micro_batch :]:
+            work = stretch.note.work
+            if work.num_operators:
+                flops[stretch.module][stretch.phase] += sum(work.flops.values())
+                moved[stretch.module][stretch.phase] += work.moved_bytes
+        return flops, moved
+
+    def _timeline(
+        self, first: int, last: int, peak: int, further_bytes: int, made_in: dict[int, str]
+    ) -> tuple[Moment, ...]:
+        """The largest moment of each of some equal parts of the events from `first` to `last`."""
+        events = self.run.tracker.events
+        held = [0] * len(KINDS)
+        for key, size_bytes in _living(events[:first]).items():
+            held[self._kind(key, made_in)] += size_bytes
+        held[_BATCH_KIND] += further_bytes
+        edges = [s.note.num_events for s in self.scopes.stretches]
+        places, stretch = [first + (last - first) * n // NUM_MOMENTS for n in range(NUM_MOMENTS + 1)], 0
+        moments = []
+        for low, high in pairwise(places):
+            best: Moment | None = None
+            for position in range(low, high):
+                event = events[position]
+                held[self._kind(event.key, made_in)] += event.change_bytes
+                while stretch + 1 < len(edges) and edges[stretch + 1] <= position:
+                    stretch += 1
+                if best is None or sum(held) > sum(best.held_bytes):
+                    best = Moment(phase=self.scopes.stretches[stretch].phase, held_bytes=tuple(held))
+            if best is not None:
+                moments.append(best)
+        return tuple(moments)
+
+
+def _living(events: Iterable[Event]) -> dict[int, int]:
+    """Key -> bytes of what was allocated and not freed."""
+    living: dict[int, int] = {}
+    for event in events:
+        if event.allocates:
+            living[event.key] = event.size_bytes
+        else:
+            living.pop(event.key, None)
+    return living

@@ -1,0 +1,127 @@
+"""What makes a session run on fake tensors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from autotune import techniques
+from autotune.devices.kernels.cuda_like import cuda_like
+from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.prediction.small_values import MOST_ELEMENTS
+
+
+class OneFakeMode(FakeTensorMode):
+    """Stays itself when a module is deep-copied, whose fake parameters refer to it: two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneFakeMode:
+        return self
+
+
+@contextmanager
+def fake_build(mode: FakeTensorMode) -> Iterator[None]:
+    """Build a model on fake tensors; what reads their values raises."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        without_filling(),
+        mock.patch.object(torch.utils, "swap_tensors", _take_data),
+        mode,
+    ):
+        yield
+
+
+@contextmanager
+def without_filling() -> Iterator[None]:
+    """Let torch's initialisers leave large fake tensors as they are. Some draw again until the values suit them."""
+
+    def unless_fake(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if isinstance(tensor, FakeTensor) and tensor.numel() > MOST_ELEMENTS:
+                return tensor
+            return fill(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return filled
+
+    fills = {name: fill for name, fill in vars(torch.nn.init).items() if name.startswith("_no_grad_")}
+    with mock.patch.dict(vars(torch.nn.init), {name: unless_fake(fill) for name, fill in fills.items()}):
+        yield
+
+
+@contextmanager
+def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
+    """Run on fake tensors, as on a device of the kind `target`. Puts torch back at the end."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        techniques.keep_settings(),
+        nullcontext() if target == CPU else cuda_like(flash_attention=gpu_of(target).has_flash_attention),
+        mock.patch.object(torch.utils, "swap_tensors", _take_data),
+        mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+        _usual_masks(),
+        _biases_in_place(),
+        mode,
+    ):
+        yield
+
+
+@contextmanager
+def _biases_in_place() -> Iterator[None]:
+    """Let `linear` add its bias in place where it is no part of the product, as it does on real tensors (ATen's Linear.cpp).
+
+    For fake ones, which are a subclass, it makes another tensor.
+    """
+    linear = torch.ops.aten.linear.default
+
+    def in_place(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if bias is None or input.dim() == 2 or input.is_contiguous():
+            return linear.decompose(input, weight, bias)
+        return torch.matmul(input, weight.t()).add_(bias)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for key in ("AutogradCPU", "CPU"):
+            library.impl("linear", in_place, key)
+        yield
+
+
+@contextmanager
+def _usual_masks() -> Iterator[None]:
+    """Let Transformers leave out the attention masks that it leaves out on real tensors: it makes all of them for fake ones.
+
+    Where a mask would say only that positions follow each other, their values tell it. They are taken to.
+    """
+    ways = {
+        "transformers.utils.import_utils": ("is_fake_tensor", lambda tensor: False),
+        "transformers.masking_utils": ("find_packed_sequence_indices", lambda positions: None),
+    }
+    with ExitStack() as stack:
+        for module, (name, way) in ways.items():
+            if hasattr(sys.modules.get(module), name):
+                stack.enter_context(mock.patch.object(sys.modules[module], name, way))
+        yield
+
+
+def _take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """What `Module.to` does with real parameters; it would exchange fake ones, whose weak references forbid it."""
+    tensor.data = other.data
+
+
+def _always_step(self: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `GradScaler._maybe_opt_step`, to which every fake gradient seems infinite."""
+    return optimizer.step(*args, **kwargs)
+
+
+def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """The model with fake parameters and buffers in place of its own; what was shared stays shared."""
+    for module in model.modules():
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in owners:
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    owned[name] = mode.from_tensor(tensor)
+    return model

@@ -1,0 +1,180 @@
+"""Traces a plan, group by group: what runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+from autotune import techniques
+from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.prediction.allocator import reserved_factors
+from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
+from autotune.prediction.passes import MicroSteps, Purpose, Updates
+from autotune.prediction.plan import Plan, allocator_sizes, traced_sizes
+from autotune.prediction.recomputed import recompute
+from autotune.prediction.traces import (
+    Group,
+    ModelTrace,
+    Reserved,
+    Traces,
+    UpdateTrace,
+    largest,
+    model_label,
+    update_label,
+)
+from autotune.prediction.tracing import TraceError, Tracer
+from autotune.records.calibration import Work
+from autotune.task import Task
+from autotune.task.lengths import sample_lengths
+from autotune.task.samples import dataset_size
+
+
+def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Trace group after group.
+
+    Args:
+        host_bytes: as of `Tracer`.
+
+    Yields:
+        Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
+        the lengths of the samples, if the plan asks for them.
+    """
+    job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, host_bytes)
+    plain = [group for group in plan.models if not group]  # which all others need
+    work: list[tuple[str, Callable[[], Traces]]] = [
+        *((model_label(group), partial(job.model, group)) for group in plain),
+        *((update_label(group), partial(job.update, group)) for group in plan.updates),
+        *((model_label(group), partial(job.model, group)) for group in plan.models if group),
+    ]
+    for label, trace in work:
+        yield {"begun": label}
+        try:
+            found = trace()
+        except TraceError as error:
+            labels = plan.labels() if label == model_label(()) else [label]
+            found = Traces(target=target, failures=dict.fromkeys(labels, str(error)))
+        yield {"traces": found.to_dict()}
+        if label == model_label(()) and found.failures:
+            return
+    if plan.lengths:
+        with contextlib.suppress(Exception):  # the user's code may not be made for single samples
+            yield {"traces": Traces(target=target, lengths=sample_lengths(task)).to_dict()}
+
+
+class _Job:
+    def __init__(self, task: Task, plan: Plan, target: Target, host_bytes: int | None) -> None:
+        self.task = task
+        self.plan = plan
+        self.target = target
+        self.host_bytes = host_bytes
+        self.updates = cache(self._updates)  # groups need each other's
+        self.update_trace = cache(self._update_trace)
+        self.micro_steps = cache(self._micro_steps)
+        self.model_trace = cache(self._model_trace)
+
+    def update(self, group: Group) -> Traces:
+        """Trace the updates of one group. Raises `TraceError` as `model` does."""
+        self._require_traceable(group)
+        return Traces(target=self.target, updates={group: self.update_trace(group)})
+
+    def _update_trace(self, group: Group) -> UpdateTrace:
+        first, second = self.updates(group)
+        work = second.work or Work()
+        state_bytes = float(sum(second.held[key] for key in second.held if second.purposes[key] is Purpose.OPTIMIZER))
+        return UpdateTrace(
+            state_bytes=state_bytes,
+            first=excess_at_peak(first),
+            later=excess_at_peak(second),
+            moved_bytes=work.moved_bytes,
+            num_operators=work.num_operators,
+        )
+
+    def _updates(self, group: Group) -> Updates:
+        return self.tracer.updates(techniques.complete(dict(group)), self.sizes[0])
+
+    def model(self, group: Group) -> Traces:
+        """Trace the micro batches of one group, or of one that takes the same memory.
+
+        Raises:
+            TraceError: it cannot be traced, by what happened or by what a technique says.
+        """
+        self._require_traceable(group)
+        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
+
+    def _require_traceable(self, group: Group) -> None:
+        if reason := techniques.untraceable(techniques.complete(dict(group)), "cpu" if self.target == CPU else "cuda"):
+            raise TraceError(reason)
+
+    def _model_trace(self, group: Group) -> ModelTrace:
+        micro = self.micro_steps(group)
+        on_gpu = self.target != CPU
+        low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
+        # how far a batch size between the two traced ones was off, with nothing switched on
+        deviation = self.model_trace(()).alone.deviation if group else 0.0
+        alone = fit_peak(micro.alone, deviation=deviation)
+        trace = ModelTrace(
+            alone=alone,
+            beside=fit_peak(micro.beside, deviation=alone.deviation),
+            before_update=fit_start(micro.beside),
+            input_bytes=line(micro.alone, low_bytes, high_bytes),
+            volume=fit_volume(micro.alone),
+            work=fit_work(micro.alone),
+        )
+        return replace(trace, reserved=self._reserved(micro, trace)) if on_gpu else trace
+
+    def _reserved(self, micro: MicroSteps, trace: ModelTrace) -> tuple[Reserved, ...]:
+        def living_bytes(update: Group, batch_size: int, accumulates: bool) -> float:
+            _, _, parts, _ = largest(trace, self.update_trace(update), batch_size, accumulates=accumulates)
+            return sum(parts)
+
+        sizes, added = allocator_sizes(self.plan.batch_sizes), techniques.all_allocator_settings()
+        return reserved_factors(micro, self.simulated, living_bytes, sizes, added, workspaces(gpu_of(self.target)))
+
+    @cached_property
+    def simulated(self) -> dict[Group, Updates]:
+        """The updates that are simulated, plain ones first, as far as they can be traced."""
+        found: dict[Group, Updates] = {(): self.updates(())}
+        for group in self.plan.simulated:
+            with contextlib.suppress(TraceError):
+                self._require_traceable(group)
+                found[group] = self.updates(group)
+        return found
+
+    def _micro_steps(self, group: Group) -> MicroSteps:
+        """The micro batches of one group: traced, or put together from those of others."""
+        return self._recomputed(group) or self.tracer.micro_steps(
+            techniques.complete(dict(group)), *self.sizes, check=not group
+        )
+
+    def _recomputed(self, group: Group) -> MicroSteps | None:
+        """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
+        for name, choice in group:
+            found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
+            if found is None or choice == found.each:
+                continue
+            none = tuple(pair for pair in group if pair[0] != name)
+            each = tuple((other, found.each if other == name else c) for other, c in group)
+            with contextlib.suppress(TraceError):
+                return recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
+        return None
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        return Tracer(self.task, self.target, self.host_bytes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """The smallest and the largest batch size to trace."""
+        most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
+        sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
+        return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
+
+
+def _traced_as(group: Group) -> Group:
+    """The group that stands for this one in tracing."""
+    alike = [(name, techniques.REGISTRY[name].traced_as(choice)) for name, choice in group]
+    return tuple((name, choice) for name, choice in alike if choice != techniques.REGISTRY[name].off)

@@ -1,0 +1,182 @@
+"""A micro step that recomputes some blocks of a model, put together from one that recomputes none and one that recomputes each.
+
+A block's forward pass keeps its activations for the backward pass, or only its input. Which of the two is a matter of that
+block alone, so the pieces of two traced passes, cut where blocks begin, make up every other combination. Blocks that are
+recomputed together, as a segment, first run forward again one after the other, as without recomputation, and then backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from autotune.prediction.fit import are_aligned
+from autotune.prediction.passes import Event, MicroSteps, Pass
+
+Section = tuple[str, int]  # `start`, `forward`, `middle`, `backward`; the number of the block
+START, MIDDLE = ("start", 0), ("middle", 0)
+
+
+def recompute(
+    none: MicroSteps, each: MicroSteps, segments: Sequence[tuple[int, int]], num_blocks: int
+) -> MicroSteps | None:
+    """Micro steps that recompute some segments of the blocks.
+
+    Args:
+        none: traced without recomputation.
+        each: traced with every block recomputed alone, at the same smallest and largest batch size.
+        segments: (first, last + 1) block of each; other blocks are not recomputed.
+
+    Returns:
+        None where the passes cannot be cut: a block runs twice or not at all, or passes differ in more than sizes.
+    """
+    alone = _compose((none.alone[0], none.alone[-1]), (each.alone[0], each.alone[-1]), segments, num_blocks)
+    beside = _compose(none.beside, each.beside, segments, num_blocks)
+    return MicroSteps(alone=alone, beside=beside, before=each.before) if alone and beside else None
+
+
+def _compose(
+    none: Sequence[Pass], each: Sequence[Pass], segments: Sequence[tuple[int, int]], num_blocks: int
+) -> tuple[Pass, Pass] | None:
+    sources = [_Source(*pair) for pair in (none, each)]
+    if not all(source.can_be_cut(num_blocks) for source in sources):
+        return None
+    composer = _Composer(*sources)
+    recomputed = {block for first, end in segments for block in range(first, end)}
+    inner = {block for first, end in segments for block in range(first, end - 1)}
+    whole = {end - 1: first for first, end in segments}
+    composer.play(1, START)
+    for block in range(num_blocks):
+        composer.play(block in recomputed, ("forward", block))
+        if block - 1 in inner:
+            composer.drop_output(block - 1)
+    composer.play(1, MIDDLE)
+    for block in reversed(range(num_blocks)):
+        if block in whole and whole[block] < block:
+            segment = range(whole[block], block + 1)
+            for again in segment:
+                composer.play(0, ("forward", again), kept_for=[("backward", b) for b in segment])
+        composer.play(whole.get(block) == block, ("backward", block))
+    return composer.result()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A traced pass at two batch sizes, cut into sections."""
+
+    low: Pass
+    high: Pass
+
+    def can_be_cut(self, num_blocks: int) -> bool:
+        """Whether every block runs once, in order, and the passes are the same in other sizes."""
+        blocks = [block for _, block in self.low.marks]
+        return (
+            blocks == [*range(num_blocks + 1), *reversed(range(num_blocks))]
+            and self.low.marks == self.high.marks
+            and are_aligned(self.low, self.high)
+            and all(event.key in self.sizes for event in self.low.events)
+        )
+
+    @cached_property
+    def sections(self) -> dict[Section, tuple[Event, ...]]:
+        """The events of each section."""
+        positions = [position for position, _ in self.low.marks]
+        num_blocks = len(positions) // 2
+        names = [START, *(("forward", block) for block in range(num_blocks)), MIDDLE]
+        names += [("backward", block) for block in reversed(range(num_blocks))]
+        edges = [0, *positions, len(self.low.events)]
+        return {name: self.low.events[a:b] for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
+
+    @cached_property
+    def made_in(self) -> dict[int, Section]:
+        """Key of a storage -> the section that allocates it."""
+        return {event.key: name for name, events in self.sections.items() for event in events if event.allocates}
+
+    @cached_property
+    def freed_in(self) -> dict[int, Section]:
+        """Key of a storage -> the section that frees it."""
+        return {event.key: name for name, events in self.sections.items() for event in events if not event.allocates}
+
+    @cached_property
+    def sizes(self) -> dict[int, tuple[int, int]]:
+        """Key of a storage -> its bytes at both batch sizes."""
+        pairs = zip(self.low.events, self.high.events, strict=True)
+        return {low.key: (low.size_bytes, high.size_bytes) for low, high in pairs if low.allocates}
+
+
+class _Composer:
+    """Plays sections of two sources one after the other, as one pass."""
+
+    def __init__(self, none: _Source, each: _Source) -> None:
+        self.sources = (none, each)
+        self.events: list[tuple[int, bool]] = []  # (new key, allocates)
+        self.origin: dict[int, tuple[int, int]] = {}  # new key -> (source, key there)
+        self.living: dict[tuple[int, int], int] = {}  # (source, key there) -> new key
+        self.next_key = max(each.low.held, default=0) + 1
+
+    def play(self, number: int, name: Section, kept_for: Sequence[Section] | None = None) -> None:
+        """Append a section of a source.
+
+        Args:
+            kept_for: where it is run again, the sections that need its results.
+        """
+        source = self.sources[number]
+        for key, _, allocates in source.sections[name]:
+            if allocates:
+                freed_in = source.freed_in.get(key)
+                if kept_for is None or freed_in == name or freed_in in kept_for:
+                    self._allocate(number, key)
+            elif (number, key) in self.living:
+                self._free(number, key)
+            elif (like := self._counterpart(number, key, name)) is not None:
+                self._free(*like)
+        if kept_for is None:
+            other = 1 - number
+            for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
+                self._free(other, key)
+
+    def drop_output(self, block: int) -> None:
+        """Free what a block's forward pass hands to the next one and keeps no longer than until then."""
+        each, span = self.sources[1], (("forward", block), ("backward", block + 1))
+        for key in [key for n, key in self.living if n == 1 and (each.made_in[key], each.freed_in.get(key)) == span]:
+            self._free(1, key)
+
+    def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
+        """A living storage of the other source that is like one of this source, and is freed in the same section."""
+        source, other = self.sources[number], self.sources[1 - number]
+        wanted = source.made_in[key], source.sizes[key], name
+        for n, like in self.living:
+            if n != number and (other.made_in[like], other.sizes[like], other.freed_in.get(like)) == wanted:
+                return n, like
+        return None
+
+    def _allocate(self, number: int, key: int) -> None:
+        self.living[number, key] = self.next_key
+        self.origin[self.next_key] = number, key
+        self.events.append((self.next_key, True))
+        self.next_key += 1
+
+    def _free(self, number: int, key: int) -> None:
+        self.events.append((self.living.pop((number, key)), False))
+
+    def result(self) -> tuple[Pass, Pass]:
+        """The pass at both batch sizes."""
+        sizes = {new: self.sources[number].sizes[key] for new, (number, key) in self.origin.items()}
+        low, high = (
+            replace(
+                base,
+                events=tuple(Event(new, sizes[new][which], allocates) for new, allocates in self.events),
+                purposes={key: base.purposes[key] for key in base.held} | self._of_origin("purposes"),
+                modules=self._of_origin("modules"),
+                marks=(),
+                work=None,
+            )
+            for which, base in enumerate((self.sources[1].low, self.sources[1].high))
+        )
+        return low, high
+
+    def _of_origin(self, attribute: str) -> dict[int, Any]:
+        known = [getattr(source.low, attribute) for source in self.sources]
+        return {new: known[number][key] for new, (number, key) in self.origin.items() if key in known[number]}

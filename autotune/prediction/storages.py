@@ -1,0 +1,200 @@
+"""Sees every storage that is allocated and freed under `FakeTensorMode`: the allocator's events, in program order."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotune.devices.kernels.rules import Hidden, Scratch
+from autotune.devices.kernels.stand_ins import SUBSTITUTES
+from autotune.devices.kernels.work import count
+from autotune.prediction.passes import Event
+from autotune.records.calibration import Work
+from autotune.task.batches import strided_parts
+
+_READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_NO_SCRATCH = Scratch()
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records the storages of fake tensors. Entered inside a `FakeTensorMode`, so that it sees every operator first.
+
+    A fake tensor has no values, and yet training steps read some (a loss to log, a norm to compare). They get what keeps
+    a step on its usual path: False, 1 or 1.0, and a constant's true value.
+
+    Args:
+        hidden: what fake tensors do not show.
+
+    Attributes:
+        events: so far, in program order.
+        last_key: the key that was given last; keys count up from 1.
+        scopes: key of a storage -> `scope` when it was allocated.
+        scope: the module whose forward pass runs, "" for the model as a whole, None outside of forward passes. Set by the owner.
+        work: to which operators are added, where the owner sets one.
+        in_backward: whether the backward pass runs, which may run forward passes again. Set by the owner.
+    """
+
+    def __init__(self, hidden: Hidden) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.scopes: dict[int, str | None] = {}
+        self.scope: str | None = None
+        self.work: Work | None = None
+        self.in_backward = False
+        self._workspace_of = functools.cache(hidden.workspace)
+        self._results = hidden.results
+        self._living: dict[int, _Reference] = {}  # by the address of the storage
+        self.last_key = 0
+        # of an addition just made: its result, first operand
+        self._sum: tuple[_Reference, _Reference | None] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs more than this class
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _READ_DEVICE:
+            return args[0].fake_device
+        result = NotImplemented
+        if func in SUBSTITUTES:
+            result = SUBSTITUTES[func](*args, **(kwargs or {}))
+            if func is _ADD_IN_PLACE and result is not NotImplemented:
+                self.see(result)  # while what it replaces is still there
+                args[0].data = result
+                result = args[0]
+        if result is NotImplemented:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if self.work is not None:
+            count(self.work, func, args, kwargs or {}, result)
+        rule = self._workspace_of(func)
+        scratch = rule(args, result) if rule is not None else _NO_SCRATCH
+        around = self._allocate_all(scratch.before)
+        self._sum = None
+        if func in self._results:
+            for tensor, size_bytes in self._results[func](args, result):
+                self._see_dense(tensor, size_bytes)
+        if isinstance(result, torch.Tensor):
+            self.see(result)
+            if func is _ADD and self.in_backward and self.scope is None and _may_be_added_to(args[0], result):
+                self._sum = self._living[_address(result)], self._living.get(_address(args[0]))
+        elif isinstance(result, tuple | list):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self.see(item)
+        for group in scratch.after:
+            self._free_all(self._allocate_all(group), group)
+        self._free_all(around, scratch.before)
+        return result
+
+    def begin_with(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forget all that was seen: these alone are there, allocated in this order."""
+        self.events.clear()
+        self._living.clear()
+        for tensor in tensors:
+            self.see(tensor)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Record the storages of a tensor, unless they are known and have the size that they had."""
+        if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+            self._see_dense(tensor)
+        else:
+            for part in strided_parts(tensor):
+                self._see_dense(part)
+
+    def _see_dense(self, tensor: torch.Tensor, real_bytes: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        address, shown_bytes = storage._cdata, storage.nbytes()
+        known = self._living.get(address)
+        if known is not None:
+            if known.shown_bytes == shown_bytes:
+                return
+            self._free(known.key, known.size_bytes)  # resized, or `set_` to another size
+        reference = _Reference(storage, self._freed)
+        reference.address, reference.shown_bytes = address, shown_bytes
+        reference.size_bytes = shown_bytes if real_bytes is None else real_bytes
+        reference.key = self._allocate(reference.size_bytes)
+        self._living[address] = reference
+
+    def see_elsewhere(self, tensor: torch.Tensor) -> None:
+        """Take note that the storage of a dense tensor lies in other memory, and so does what looks at it."""
+        self._see_dense(tensor, real_bytes=0)
+
+    def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The keys of the tensors' storages, as far as they were seen."""
+        parts = (part for tensor in tensors for part in strided_parts(tensor))
+        return {self._living[address].key for part in parts if (address := _address(part)) in self._living}
+
+    def living(self) -> dict[int, int]:
+        """Key -> bytes of all storages that are held now, in the order of their allocation."""
+        return {reference.key: reference.size_bytes for reference in sorted(self._living.values(), key=lambda r: r.key)}
+
+    def _allocate(self, size_bytes: int) -> int:
+        self.last_key += 1
+        self.events.append(Event(self.last_key, size_bytes, True))
+        self.scopes[self.last_key] = self.scope
+        return self.last_key
+
+    def _allocate_all(self, sizes: Sequence[int]) -> list[int]:
+        return [self._allocate(size_bytes) for size_bytes in sizes]
+
+    def _free_all(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+        for key, size_bytes in zip(keys, sizes, strict=True):
+            self._free(key, size_bytes)
+
+    def _free(self, key: int, size_bytes: int) -> None:
+        self.events.append(Event(key, size_bytes, False))
+
+    def _freed(self, dead: weakref.ref[torch.UntypedStorage]) -> None:
+        reference = cast(_Reference, dead)
+        if self._living.get(reference.address) is not reference:
+            return  # resized since, under another key
+        del self._living[reference.address]
+        if self._sum is not None and self._sum[1] is reference and self._added_in_place(self._sum[0], reference):
+            return
+        self._free(reference.key, reference.size_bytes)
+
+    def _added_in_place(self, result: _Reference, first: _Reference) -> bool:
+        """Undo the allocation of a sum that the autograd engine makes in place.
+
+        Where gradients of several uses of a tensor meet, it adds to the first one if nobody else holds that, and to a
+        new tensor where that is not a plain one, such as a fake one (torch/csrc/autograd/input_buffer.cpp).
+        """
+        self._sum = None
+        if self.events[-1] != Event(result.key, first.size_bytes, True):
+            return False
+        self.events.pop()
+        result.key = first.key
+        return True
+
+
+def _may_be_added_to(first: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether the autograd engine makes a sum in place, but for who else holds the first summand: not so if that is a view,
+    which holds what it looks at (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp).
+    """
+    return result.layout is torch.strided and not first._is_view()
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """A storage without keeping it, and what is known of it."""
+
+    __slots__ = ("address", "key", "shown_bytes", "size_bytes")
+    address: int
+    key: int
+    shown_bytes: int  # by the fake tensor
+    size_bytes: int  # in truth
+
+
+def _address(tensor: Any) -> int:
+    """Of its storage; 0 where it is no tensor or has none of its own."""
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if dense else 0

@@ -1,0 +1,326 @@
+"""What tracing a few configs says about all configs of a space. Plain data, without torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autotune.prediction.passes import Purpose
+from autotune.records.capacity import Breakdown
+from autotune.records.config import Choice, Config
+from autotune.records.formats import decode
+from autotune.task.lengths import LengthDistribution
+from autotune.techniques import REGISTRY, Phase, allocator_settings
+
+Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
+
+LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
+
+FORMAT = 6  # of the JSON; counts up when its meaning changes
+
+
+def group_of(config: Config, phase: Phase) -> Group:
+    """What `config` switches on of the techniques that are applied in `phase`."""
+    return tuple((t.name, config[t.name]) for t in REGISTRY.values() if t.phase is phase and config[t.name] != t.off)
+
+
+def model_label(group: Group) -> str:
+    """A group of techniques that act on the model, in words."""
+    return f"model: {_in_words(group)}"
+
+
+def update_label(group: Group) -> str:
+    """A group of techniques that act on the optimizer, in words."""
+    return f"optimizer: {_in_words(group)}"
+
+
+def _in_words(group: Group) -> str:
+    return ", ".join(f"{name}={choice}" for name, choice in group) or "nothing switched on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedPeak:
+    """The allocator's peak over whole training steps of one config, found by tracing it without running it.
+
+    Attributes:
+        peak_bytes: on a CPU the largest sum of living tensors; on CUDA what the caching allocator has reserved for them.
+        uncertainty: relative standard deviation of `peak_bytes` as far as the fit in the batch size goes: near 0 at a
+            batch size that was traced, larger between and beyond where storages were seen not to be affine.
+        breakdown: of the living tensors at the peak.
+        volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
+            not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
+    """
+
+    peak_bytes: int
+    uncertainty: float
+    breakdown: Breakdown
+    volume_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Living storages at one moment of a training step, in bytes, as a line in the batch size.
+
+    Attributes:
+        constant: bytes by purpose, in the order of `Purpose`, that are there at any batch size.
+        per_sample: bytes by purpose that each sample of the micro batch adds.
+        modules: (name, constant, per sample) of the modules that hold most of the activations.
+    """
+
+    constant: tuple[float, ...]
+    per_sample: tuple[float, ...]
+    modules: tuple[tuple[str, float, float], ...] = ()
+
+    def total_bytes(self, batch_size: int) -> float:
+        """Bytes of all purposes."""
+        return sum(self.constant) + sum(self.per_sample) * batch_size
+
+    def by_purpose(self, batch_size: int) -> list[float]:
+        """Bytes by purpose."""
+        return [c + s * batch_size for c, s in zip(self.constant, self.per_sample, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakFit:
+    """The peak of a pass at any batch size: the largest of some lines.
+
+    Attributes:
+        pieces: these lines, at least one.
+        batch_sizes: that were traced, in increasing order.
+        deviation: relative, of the fit at the batch sizes that were traced to check it.
+    """
+
+    pieces: tuple[Piece, ...]
+    batch_sizes: tuple[int, ...]
+    deviation: float
+
+    def at(self, batch_size: int) -> Piece:
+        """The line that is the peak."""
+        return max(self.pieces, key=lambda piece: piece.total_bytes(batch_size))
+
+    def uncertainty(self, batch_size: int) -> float:
+        """Relative standard deviation: 0 where it was traced, twice the deviation an octave beyond."""
+        low, high = self.batch_sizes[0], self.batch_sizes[-1]
+        if batch_size in (low, high):
+            return 0.0
+        octaves = max(0.0, math.log2(batch_size / high), math.log2(low / batch_size))
+        return self.deviation * (1 + octaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkTrace:
+    """The work of a micro batch, forward and backward, as lines in the batch size: (constant, per sample).
+
+    Attributes:
+        flops: (kind of work, type, constant, per sample) of matrix products and convolutions.
+        moved_bytes, plain_bytes, num_operators: as in `Work`.
+    """
+
+    flops: tuple[tuple[str, str, float, float], ...]
+    moved_bytes: tuple[float, float]
+    plain_bytes: tuple[float, float]
+    num_operators: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """What CUDA's caching allocator takes over the most that lives at once.
+
+    Attributes:
+        added: to its settings by the techniques of a config.
+        factors: (batch size, with one micro batch a step, with more) in increasing order.
+        update: the techniques that act on the optimizer: what updates leave free is used again.
+    """
+
+    added: str
+    factors: tuple[tuple[int, float, float], ...]
+    update: Group = ()
+
+    def factor(self, batch_size: int, *, accumulates: bool) -> tuple[float, float]:
+        """Factor from living storages to reserved memory, and its relative standard deviation."""
+        sizes, alone, beside = zip(*self.factors, strict=True)
+        factors = beside if accumulates else alone
+        if batch_size in sizes:
+            return factors[sizes.index(batch_size)], 0.0
+        place = bisect_left(sizes, batch_size)
+        spread, nearby_spread = np.ptp(factors), np.ptp(factors[max(0, place - 1) : place + 1])
+        factor = np.interp(math.log(batch_size), np.log(sizes), factors)
+        return float(factor), max(float(spread) / 4, float(nearby_spread) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTrace:
+    """Micro batches of one group of techniques that act on the model. No optimizer state is counted in.
+
+    Attributes:
+        alone: the first micro batch of a step.
+        beside: a further one, beside the gradients of those before it.
+        before_update: what is held when the optimizer begins.
+        input_bytes: (constant, per sample) of an input batch.
+        volume: (constant, bytes per sample, how many) of the storages that the first micro batch allocates.
+        reserved: on CUDA, by what techniques add to the allocator's settings and by the update; with the plain ones first.
+        work: where it is known.
+    """
+
+    alone: PeakFit
+    beside: PeakFit
+    before_update: Piece
+    input_bytes: tuple[float, float]
+    volume: tuple[tuple[float, float, int], ...]
+    reserved: tuple[Reserved, ...] = ()
+    work: WorkTrace | None = None
+
+    def volume_bytes(self, batch_size: int) -> int:
+        """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
+        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.volume)
+        return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
+
+    def reserved_factor(self, batch_size: int, update: Group, *, accumulates: bool, added: str) -> tuple[float, float]:
+        """Factor from living storages to reserved memory, and its relative standard deviation.
+
+        An update with which the allocator was not simulated counts as the plain one.
+        """
+        if not self.reserved:
+            return 1.0, 0.0
+        known = {(each.update, each.added): each for each in self.reserved}
+        found = known.get((update, added)) or known.get(((), added)) or self.reserved[0]
+        return found.factor(batch_size, accumulates=accumulates)
+
+    def joined(self, other: ModelTrace) -> ModelTrace:
+        """The other trace of the same, with what is known of further updates here."""
+        known = {(each.update, each.added): each for each in (*self.reserved, *other.reserved)}
+        return replace(other, reserved=tuple(known.values()))
+
+    def holds(self, other: ModelTrace) -> bool:
+        """Whether all of another trace is known here, too."""
+        return replace(self, reserved=other.reserved) == other and set(other.reserved) <= set(self.reserved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTrace:
+    """Updates with one group of techniques that act on the optimizer.
+
+    Attributes:
+        state_bytes: of the optimizer.
+        first: bytes by purpose at the peak of the first update, which allocates the state, beyond those before it.
+        later: the same for every other update, in which the state is there.
+        moved_bytes, num_operators: of such an update, as in `Work`.
+    """
+
+    state_bytes: float
+    first: tuple[float, ...]
+    later: tuple[float, ...]
+    moved_bytes: float = 0.0
+    num_operators: int = 0
+
+
+def largest(
+    model: ModelTrace, update: UpdateTrace, batch_size: int, *, accumulates: bool
+) -> tuple[PeakFit, Piece, list[float], bool]:
+    """What lives at the peak of whole steps: the micro batches' fit and its line, bytes by purpose, whether those are theirs."""
+    fits = (model.beside, model.alone) if accumulates else (model.alone,)
+    fit = max(fits, key=lambda fit: fit.at(batch_size).total_bytes(batch_size))
+    piece = fit.at(batch_size)
+    during = piece.by_purpose(batch_size)
+    during[Purpose.OPTIMIZER] += update.state_bytes
+    before = model.before_update.by_purpose(batch_size)
+    first, later = ([a + b for a, b in zip(before, more, strict=True)] for more in (update.first, update.later))
+    later[Purpose.OPTIMIZER] += update.state_bytes
+    parts = max((during, first, later), key=sum)
+    return fit, piece, parts, parts is during
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """What is known of a task's memory without running it.
+
+    The peak of a training step is the largest of three: forward and backward pass of its first micro batch, of a further
+    one beside the gradients, and the update. The first two depend on the techniques that act on the model and on the
+    batch size, the last on those that act on the optimizer, and on what the others leave there.
+
+    Attributes:
+        target: the kind of device they predict (`autotune.devices.targets`).
+        models: per group of techniques that act on the model.
+        updates: per group of techniques that act on the optimizer.
+        failures: label of a group (`model_label`, `update_label`) that could not be traced -> why, in one line.
+        lengths: of the training set's samples, where they are known.
+    """
+
+    target: str
+    models: Mapping[Group, ModelTrace] = field(default_factory=dict)
+    updates: Mapping[Group, UpdateTrace] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    lengths: LengthDistribution | None = None
+
+    def peak(self, config: Config) -> TracedPeak | None:
+        """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
+
+        On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
+        """
+        model = self.models.get(group_of(config, Phase.MODEL))
+        on_optimizer = group_of(config, Phase.OPTIMIZER)
+        update = self.updates.get(on_optimizer)
+        if model is None or update is None:
+            return None
+        size, accumulates = config.batch_size, config.accumulation_steps > 1
+        fit, piece, parts, in_micro_batch = largest(model, update, size, accumulates=accumulates)
+        parts[Purpose.TEMPORARIES] += (config.accumulation_steps - 1) * (
+            model.input_bytes[0] + model.input_bytes[1] * size
+        )
+        added = allocator_settings(config)
+        factor, factor_deviation = model.reserved_factor(size, on_optimizer, accumulates=accumulates, added=added)
+        modules = piece.modules if in_micro_batch else ()
+        held_by = [(name, round(constant + slope * size)) for name, constant, slope in modules]
+        breakdown = Breakdown(
+            **{f"{purpose.name.lower()}_bytes": round(parts[purpose]) for purpose in Purpose},
+            modules=tuple(sorted(held_by, key=lambda pair: -pair[1])),
+        )
+        return TracedPeak(
+            peak_bytes=round(sum(parts) * factor),
+            uncertainty=math.hypot(fit.uncertainty(size) if in_micro_batch else 0.0, factor_deviation),
+            breakdown=breakdown,
+            volume_bytes=0 if model.reserved else model.volume_bytes(size),
+        )
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether training with nothing switched on was traced."""
+        return () in self.models and () in self.updates
+
+    def merged(self, other: Traces) -> Traces:
+        """What either knows; where both know a group, `other`'s. A group that was traced is no failure."""
+        both = {
+            group: self.models[group].joined(other.models[group]) for group in self.models.keys() & other.models.keys()
+        }
+        models, updates = {**self.models, **other.models, **both}, {**self.updates, **other.updates}
+        known = {*map(model_label, models), *map(update_label, updates)}
+        failures = {label: why for label, why in {**self.failures, **other.failures}.items() if label not in known}
+        lengths = other.lengths or self.lengths
+        return Traces(target=self.target, models=models, updates=updates, failures=failures, lengths=lengths)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON-ready data."""
+        data = asdict(self)
+        pairs = {name: list(data[name].items()) for name in ("models", "updates")}
+        return {"format": FORMAT, **data, **pairs, "lengths": self.lengths and self.lengths.quantiles}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Traces:
+        """What `to_dict` gave, after JSON. Raises ValueError when the data has another form."""
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r} is not {FORMAT}")
+            return Traces(
+                target=data["target"],
+                models={decode(Group, group): decode(ModelTrace, trace) for group, trace in data["models"]},
+                updates={decode(Group, group): decode(UpdateTrace, trace) for group, trace in data["updates"]},
+                failures=dict(data["failures"]),
+                lengths=LengthDistribution(tuple(data["lengths"])) if data["lengths"] else None,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"these are no traces: {error}") from error

@@ -1,0 +1,203 @@
+"""What the user has to know about an answer before training with it: each rule is a function of the same facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from autotune import techniques
+from autotune.records.config import Config
+from autotune.records.outcome import THROTTLED, Outcome
+from autotune.records.result import Measured
+from autotune.study.excused import find_excused
+from autotune.tuning import why
+from autotune.tuning.clearance import Finding
+from autotune.tuning.entrant import Standing, failure
+from autotune.tuning.state import Search
+from autotune.units import format_bytes, plural
+
+FEW_ROUNDS = 2  # of the play-off
+BATCH_RULES = (
+    "the answer takes {samples} per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
+    "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer and what is known of it.
+
+    Attributes:
+        compared: its comparison with plain fp32; None where there was none.
+        unchecked: why it was not compared; empty where it was.
+        standing: how the play-off ended; None where no round was completed.
+        outcomes: the processes behind its figures.
+        baseline: the figures of the baseline; None where it did not run.
+    """
+
+    search: Search
+    config: Config
+    compared: Finding | None
+    unchecked: str
+    standing: Standing | None
+    outcomes: Sequence[Outcome]
+    baseline: Measured | None
+
+
+Rule = Callable[[Answer], Iterator[str]]
+
+
+def cautions(answer: Answer) -> Iterator[str]:
+    """Every warning about an answer, in the order in which they matter."""
+    for rule in RULES:
+        yield from rule(answer)
+
+
+def _unknown_gain(answer: Answer) -> Iterator[str]:
+    if answer.baseline is None:
+        yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(answer.search)}"
+
+
+def _earlier_answer(answer: Answer) -> Iterator[str]:
+    is_confirmed = answer.standing is not None and answer.standing.answer is not None
+    if not is_confirmed and answer.search.store.attributes().get("result", {}).get("confirmed"):
+        yield "the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it"
+
+
+def _not_compared(answer: Answer) -> Iterator[str]:
+    if answer.compared is not None and not answer.compared.comparable:
+        yield f"the answer's gradients were not compared with plain fp32: {answer.compared.reason}"
+    if answer.unchecked:
+        yield f"this is the best so far and no recommendation: {answer.unchecked}"
+
+
+def _baseline_unsaid(answer: Answer) -> Iterator[str]:
+    search = answer.search
+    if search.inspection.baseline_given:
+        return
+    of_command = bool(search.runner.command(answer.config))
+    if search.runner.stated.baseline:
+        unsaid, today = "the baseline names no batch_size", "what it names"
+    elif of_command:
+        unsaid, today = "no --baseline is given", "the first choices"
+    else:
+        unsaid, today = "the model file sets no BASELINE", "plain fp32"
+    yield (
+        f"{unsaid}, so the gain is over {today} with batch {search.history.space.baseline.batch_size}; "
+        f"{'give --baseline batch_size=N' if of_command else 'set BASELINE to what you run today'} for a meaningful gain"
+    )
+
+
+def _other_batch(answer: Answer) -> Iterator[str]:
+    old, new = answer.search.history.space.baseline.samples_per_step, answer.config.samples_per_step
+    if answer.search.inspection.global_batch is None and new != old:
+        yield BATCH_RULES.format(samples=plural(new, "sample"), old=old, linear=new / old, root=(new / old) ** 0.5)
+
+
+def _notes_of_techniques(answer: Answer) -> Iterator[str]:
+    space = answer.search.history.space
+    trained_otherwise = space.fixed.keys() & techniques.trained({})
+    for name in (*answer.config.differences(space.baseline), *sorted(trained_otherwise)):
+        if note := answer.search.inspection.support_of(name).note:
+            yield f"{name}: {note}"
+
+
+def _growing_memory(answer: Answer) -> Iterator[str]:
+    growths = [o.measurement.growth_bytes_per_step for o in answer.outcomes if o.measurement]
+    growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
+    if growth <= 0:
+        return
+    kept = next(filter(None, (o.measurement.kept for o in answer.outcomes if o.measurement)), "")
+    yield f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: " + (
+        f"the training code keeps of every micro batch {kept}. A long run will run out of memory"
+        if kept
+        else "no tensors were found that the training code keeps. Libraries keep something for each new shape of a "
+        "batch, which ends once all were met; if `autotune verify` with many --steps tells of growth too, a long run "
+        "will run out of memory"
+    )
+
+
+def _compile_trouble(answer: Answer) -> Iterator[str]:
+    if trouble := next((o.measurement.compile_trouble for o in answer.outcomes if o.measurement), ""):
+        yield f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where"
+
+
+def _never_ran(answer: Answer) -> Iterator[str]:
+    history = answer.search.history
+    for named, failed in why.never_ran(history.trials, history.space.baseline).items():
+        *_, last = failed
+        log = f"; {last.log} holds what it printed" if last.log else ""
+        yield f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}"
+    if answer.config != history.space.baseline and (never := _asked_and_never_run(answer)):  # else the verdict says it
+        yield f"never run, though you asked for it: {', '.join(never)}; a larger --budget leaves time for it"
+
+
+def _asked_and_never_run(answer: Answer) -> list[str]:
+    """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
+    search = answer.search
+    asked = techniques.REGISTRY.keys() if search.runner.command(answer.config) else search.options.include
+    return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
+
+
+def _overflows(answer: Answer) -> Iterator[str]:
+    overflows = Counter(trial.outcome.overflow for trial in answer.search.history.trials if trial.outcome.overflow)
+    for overflow, number in overflows.items():
+        yield f"{plural(number, 'probe')} ended with a value that is not finite: {overflow}"
+
+
+def _disturbed(answer: Answer) -> Iterator[str]:
+    history = answer.search.history
+    both = [trial.outcome for trial in history.trials if trial.config in (answer.config, history.space.baseline)]
+    disturbed = {text for outcome in both for text in outcome.disturbances}
+    throttled = {text for text in disturbed if text.startswith(THROTTLED)}
+    if throttled:
+        reasons = " and ".join(sorted(text.removeprefix(THROTTLED) for text in throttled))
+        device = answer.search.inspection.device.name
+        yield f"the clock of {device} was throttled ({reasons}); cooler, and with all its power, it trains faster"
+    if disturbed - throttled or find_excused(history.trials):
+        yield "other work disturbed the machine; a quiet one gives narrower intervals"
+
+
+def _crowded(answer: Answer) -> Iterator[str]:
+    search = answer.search
+    if crowded := sum(trial.outcome.crowded for trial in search.history.trials):
+        yield (
+            f"{plural(crowded, 'probe')} found memory taken by other processes that was free when the search began, so "
+            f"larger configs may fit than were tried; search again on a free {search.inspection.device.name}, or leave "
+            "the others their memory with --memory-limit"
+        )
+
+
+def _few_rounds(answer: Answer) -> Iterator[str]:
+    if answer.standing is not None and 0 < answer.standing.num_rounds <= FEW_ROUNDS:
+        yield (
+            f"the budget left time for only {plural(answer.standing.num_rounds, 'round')} of the play-off; "
+            "a larger --budget gives a more certain answer"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _unknown_gain,
+    _earlier_answer,
+    _not_compared,
+    _baseline_unsaid,
+    _other_batch,
+    _notes_of_techniques,
+    _growing_memory,
+    _compile_trouble,
+    _never_ran,
+    _overflows,
+    _disturbed,
+    _crowded,
+    _few_rounds,
+)
+
+
+def _baseline_failure(search: Search) -> str:
+    """Why the baseline has no figures."""
+    again = search.history.failed_again.get(search.history.space.baseline)
+    if again is not None:
+        return f"in the play-off, {failure(again)}"
+    return failure(search.history.baseline) if search.history.baseline is not None else "it was not measured"

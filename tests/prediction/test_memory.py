@@ -1,0 +1,242 @@
+"""Peak memory of a process, predicted from traced peaks and probes, or from probes alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.prediction.cost_fit import Probes, beyond
+from autotune.prediction.memory import MemoryEstimate, MemoryModel
+from autotune.prediction.traces import TracedPeak
+from autotune.proposers.acquisition import MAX_OOM_CHANCE
+from autotune.records.config import Config
+from autotune.records.outcome import Bound, Kind, Outcome
+from autotune.space import Space, build_space
+from tests.closed_form import MIB, ClosedFormRunner, inspection, measurement
+from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner
+
+PROBER = RoughRunner()
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+
+
+def ran(config: Config, prober: ClosedFormRunner = PROBER) -> tuple[Config, Outcome]:
+    return config, Outcome(kind=Kind.OK, measurement=measurement(config, 100.0, prober.peak_bytes(config)))
+
+
+def ran_out(config: Config, limit_bytes: int, attempted_bytes: int = 0) -> tuple[Config, Outcome]:
+    return config, Outcome(kind=Kind.OOM, peak_bytes=limit_bytes, attempted_bytes=attempted_bytes)
+
+
+def errors(model: MemoryModel, configs: Sequence[Config]) -> list[float]:
+    estimates = model.estimates(configs)
+    return [abs(e.peak_bytes / PROBER.peak_bytes(c) - 1) for c, e in zip(configs, estimates, strict=True) if e]
+
+
+def traced(space: Space, probes: Probes = ()) -> MemoryModel:
+    return MemoryModel(NoisyPeaks(PROBER), OUTSIDE_BYTES, space, probes)
+
+
+def untraced(space: Space, probes: Probes = ()) -> MemoryModel:
+    return MemoryModel(None, OUTSIDE_BYTES, space, probes)
+
+
+def test_a_traced_config_is_known_before_any_probe(space: Space) -> None:
+    configs = list(space)
+    model = traced(space)
+    found = errors(model, configs)
+    inside = [
+        e and e.low_bytes < PROBER.peak_bytes(c) < e.high_bytes
+        for c, e in zip(configs, model.estimates(configs), strict=True)
+    ]
+    assert np.median(found) < 0.08 and np.mean(inside) > 0.9
+
+
+def test_on_a_gpu_libraries_load_kernels_late_so_that_less_is_known_before_any_probe(space: Space) -> None:
+    config = next(iter(space))
+    on_cpu, on_gpu = (
+        MemoryModel(NoisyPeaks(PROBER, target=target), OUTSIDE_BYTES, space).estimate(config)
+        for target in ("cpu", "cuda")
+    )
+    assert on_cpu is not None and on_gpu is not None
+    assert on_gpu.high_bytes > on_cpu.high_bytes + 100 * MIB
+    assert on_gpu.peak_bytes < on_cpu.peak_bytes  # a GPU's allocator is simulated, so that nothing is added for it
+
+
+def test_two_probes_correct_every_group(space: Space) -> None:
+    for seed in range(5):
+        configs = [space.baseline, random.Random(seed).choice(list(space))]
+        found = errors(traced(space, [ran(c) for c in configs]), list(space))
+        assert np.median(found) <= 0.04 and np.quantile(found, 0.95) <= 0.10
+
+
+def test_the_breakdown_is_passed_on(space: Space) -> None:
+    estimate = traced(space).estimate(space.baseline)
+    assert estimate is not None and estimate.breakdown == NoisyPeaks(PROBER).peak(space.baseline).breakdown
+
+
+def test_a_probe_of_one_group_moves_its_own_group_most(space: Space) -> None:
+    checkpointed, plain = space.complete({"checkpoint_segments": 6}), space.baseline
+    _, outcome = ran(checkpointed)
+    assert outcome.measurement is not None
+    peak_bytes = outcome.measurement.peak_bytes + 40 * MIB
+    larger = Outcome(kind=Kind.OK, measurement=measurement(checkpointed, 100.0, peak_bytes))
+    before, after = traced(space), traced(space, [(checkpointed, larger)])
+    moved = [after.estimate(c).peak_bytes / before.estimate(c).peak_bytes for c in (checkpointed, plain)]  # type: ignore[union-attr]
+    assert moved[0] > moved[1] > 1
+
+
+@pytest.mark.parametrize("make", [traced, untraced])
+def test_running_out_of_memory_is_evidence(space: Space, make: object) -> None:
+    model: MemoryModel = make(space, [ran(space.baseline)])  # type: ignore[operator]
+    config = space.complete({"batch_size": 16})
+    before = model.estimate(config)
+    assert before is not None
+    limit = int(1.1 * before.peak_bytes)
+    chances = []
+    for attempted in (0, 200 * MIB):
+        after = make(space, [ran(space.baseline), ran_out(config, limit, attempted)]).estimate(config)  # type: ignore[operator]
+        assert after is not None and after.peak_bytes > before.peak_bytes
+        chances.append(after.chance_within(limit))
+    assert before.chance_within(limit) > chances[0] > chances[1]
+
+
+def test_what_fails_against_all_expectation_is_believed(space: Space) -> None:
+    config, like = space.complete({"batch_size": 6, "amp": "bf16"}), space.complete({"batch_size": 8, "amp": "bf16"})
+    others = [c for c in space if c["amp"] == "off" and c.batch_size <= 8]
+    ran_well = [ran(c) for c in random.Random(0).sample(others, 10)]
+    model = traced(space, ran_well)
+    for share in (1.25, 1.5, 3.0):
+        limit = int(share * model.estimate(config).peak_bytes)  # type: ignore[union-attr]
+        after = traced(space, [*ran_well, ran_out(config, limit)])
+        own, near = after.estimate(config), after.estimate(like)
+        assert own is not None and own.chance_within(limit) < 0.5
+        assert near is not None and 1 - near.chance_within(limit) > MAX_OOM_CHANCE / (1 + 1) ** 2
+
+
+def test_memory_that_no_trace_shows_is_learned_for_the_choice_that_may_cause_it(space: Space) -> None:
+    probed, like = space.complete({"amp": "bf16"}), space.complete({"amp": "bf16", "batch_size": 6})
+    others = [space.complete(c) for c in ({"batch_size": 6}, {"checkpoint_segments": 6}, {"amp": "fp16"})]
+    measured = Outcome(kind=Kind.OK, measurement=measurement(probed, 100.0, PROBER.peak_bytes(probed) + 600 * MIB))
+    model = traced(space, [ran(space.baseline), (probed, measured)])
+    found = model.estimate(like)
+    assert found is not None and found.peak_bytes == pytest.approx(PROBER.peak_bytes(like) + 600 * MIB, rel=0.15)
+    assert max(errors(model, others)) < 0.12
+
+
+def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:
+    config = space.complete({"batch_size": 48})
+    expected = traced(space).estimate(config)
+    after = traced(space, [ran_out(config, expected.peak_bytes // 2)]).estimate(config)  # type: ignore[union-attr]
+    assert (
+        expected is not None and after is not None and after.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.01)
+    )
+
+
+def test_nothing_is_known_of_an_untraced_model_before_a_probe(space: Space) -> None:
+    assert untraced(space).estimate(space.baseline) is None
+
+
+def test_two_sizes_of_an_untraced_group_give_its_line(space: Space) -> None:
+    sizes = [space.complete({"batch_size": size}) for size in (4, 8, 16)]
+    model = untraced(space, [ran(c) for c in sizes[:2]])
+    estimate = model.estimate(sizes[2])
+    assert estimate is not None and estimate.peak_bytes == pytest.approx(PROBER.peak_bytes(sizes[2]), rel=0.05)
+
+
+def test_untraced_groups_learn_from_each_other_with_wide_intervals(space: Space) -> None:
+    model = untraced(space, [ran(space.baseline), ran(space.complete({"batch_size": 12}))])
+    own, other = space.complete({"batch_size": 8}), space.complete({"batch_size": 8, "checkpoint_segments": 6})
+    known, guessed = model.estimate(own), model.estimate(other)
+    assert known is not None and guessed is not None and guessed.log_std > known.log_std
+    assert guessed.peak_bytes < known.peak_bytes and guessed.low_bytes < PROBER.peak_bytes(other) < guessed.high_bytes
+
+
+def test_a_failed_baseline_alone_says_that_smaller_batches_are_likelier_to_fit(space: Space) -> None:
+    model = untraced(space, [ran_out(space.baseline, 400 * MIB)])
+    chances = [model.estimate(space.complete({"batch_size": size})).chance_within(400 * MIB) for size in (1, 2, 4)]  # type: ignore[union-attr]
+    assert 1 > chances[0] > chances[1] > chances[2]
+
+
+def test_what_is_beyond_a_bound_has_the_moments_of_the_truncated_normal() -> None:
+    draws = np.random.default_rng(0).normal(1.0, 2.0, 400_000)
+    kept = draws[draws > 2.5]
+    value, noise = beyond(1.0, 4.0, 2.5)
+    variance = 1 / (1 / 4.0 + 1 / noise)
+    mean = variance * (1.0 / 4.0 + value / noise)
+    assert (mean, variance) == (pytest.approx(kept.mean(), rel=0.01), pytest.approx(kept.var(), rel=0.02))
+
+
+@pytest.mark.parametrize("least", [-1e3, 1.0, 20.0, 1e3])
+def test_a_bound_however_far_off_says_something_finite_or_nothing(least: float) -> None:
+    value, noise = beyond(1.0, 4.0, least)
+    assert noise > 0 and (math.isinf(noise) or value > 1.0)
+
+
+@pytest.mark.parametrize("make", [traced, untraced])
+@pytest.mark.parametrize("probed", [True, False])
+def test_an_allocation_of_a_pebibyte_that_failed_leaves_finite_bounds(space: Space, make: object, probed: bool) -> None:
+    failed = [ran_out(space.complete({"batch_size": size}), 300 * MIB, 2**50) for size in (32, 48, 96)]
+    model: MemoryModel = make(space, [*([ran(space.baseline)] if probed else []), *failed])  # type: ignore[operator]
+    for estimate in model.estimates(list(space)):
+        assert estimate is not None
+        assert 0 < estimate.low_bytes <= estimate.peak_bytes <= estimate.high_bytes
+        assert 0 <= estimate.chance_within(2**30) <= 1
+
+
+def test_it_tells_little_of_what_is_smaller_where_that_was_traced(space: Space) -> None:
+    failed = [ran_out(space.complete({"batch_size": size}), 300 * MIB, 2**50) for size in (32, 48, 96)]
+    estimate = traced(space, [ran(space.baseline), *failed]).estimate(space.complete({"batch_size": 6}))
+    assert estimate is not None and estimate.chance_within(2**30) > 0.5
+
+
+@pytest.mark.parametrize("log_std", [0.0, 1.0, 900.0])
+@pytest.mark.parametrize("peak_bytes", [0, 2**30])
+def test_bounds_and_chances_are_finite_whatever_the_deviation(peak_bytes: int, log_std: float) -> None:
+    estimate = MemoryEstimate(peak_bytes=peak_bytes, log_std=log_std)
+    assert 0 <= estimate.low_bytes <= estimate.peak_bytes <= max(1, estimate.high_bytes) <= 2**62
+    assert all(0 <= estimate.chance_within(limit) <= 1 for limit in (-1, 0, 2**30))
+
+
+def test_a_bound_far_beyond_what_was_expected_is_an_observation_near_it() -> None:
+    for far in (1e2, 1e3, 1e9, 1e15):
+        value, noise = beyond(0.0, 1.0, far)
+        assert 0 < noise < 1e-3 and value == pytest.approx(min(far, 1e3), rel=0.01)
+
+
+def test_traces_that_a_probe_refutes_by_far_are_left_aside(space: Space) -> None:
+    probes = [ran(space.baseline), ran(space.complete({"batch_size": 2}))]
+    absurd = MemoryModel(AbsurdPeaks(PROBER), OUTSIDE_BYTES, space, probes)
+    config = space.complete({"batch_size": 6})
+    assert absurd.estimate(config) == untraced(space, probes).estimate(config)
+
+
+class AbsurdPeaks(NoisyPeaks):
+    """Traced with a pebibyte that only larger batches ask for."""
+
+    def peak(self, config: Config) -> TracedPeak:
+        return replace(super().peak(config), peak_bytes=2**50)
+
+
+@pytest.mark.parametrize("make", [traced, untraced])
+def test_what_a_killed_probe_held_is_the_least_that_its_config_needs(space: Space, make: object) -> None:
+    config = space.complete({"batch_size": 6})
+    killed = config, Outcome(kind=Kind.TIMEOUT, bound=Bound(samples_per_s_high=9.0, peak_bytes_low=900 * MIB))
+    probes = [ran(space.baseline)]
+    before, after = (make(space, known).estimate(config) for known in (probes, [*probes, killed]))  # type: ignore[operator]
+    assert before.peak_bytes < 700 * MIB < 880 * MIB < after.peak_bytes
+
+
+def test_two_processes_of_one_config_may_be_as_far_apart_as_convolutions_were_seen_to_be(space: Space) -> None:
+    config = space.complete({"batch_size": 16})
+    estimate = traced(space, [ran(config)]).estimate(config)
+    assert estimate is not None
+    assert estimate.high_bytes - estimate.low_bytes > 0.14 * (estimate.peak_bytes - OUTSIDE_BYTES)

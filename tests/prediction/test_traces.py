@@ -1,0 +1,133 @@
+"""How traces of a few configs say what all configs need."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autotune import techniques
+from autotune.prediction.traces import ModelTrace, PeakFit, Piece, Reserved, Traces, UpdateTrace
+
+PARAMETERS, STATE = 1000.0, 2000.0
+
+
+def piece(constant: float, per_sample: float) -> Piece:
+    """Activations, beside the parameters."""
+    return Piece(
+        constant=(PARAMETERS, 0, 0, constant, 0),
+        per_sample=(0, 0, 0, per_sample, 0),
+        modules=(("a", constant, per_sample),),
+    )
+
+
+def fit(*pieces: Piece, deviation: float = 0.0) -> PeakFit:
+    return PeakFit(pieces=pieces, batch_sizes=(2, 8, 32), deviation=deviation)
+
+
+def gradients(of: Piece) -> Piece:
+    return replace(of, constant=(of.constant[0], PARAMETERS, *of.constant[2:]))
+
+
+PLAIN = ModelTrace(
+    alone=fit(piece(5000, 10), piece(0, 100)),
+    beside=fit(gradients(piece(5000, 10)), gradients(piece(0, 100))),
+    before_update=Piece(constant=(PARAMETERS, PARAMETERS, 0, 0, 0), per_sample=(0, 0, 0, 0, 8)),
+    input_bytes=(0, 8),
+    volume=((100.0, 0.0, 1), (0.0, 10.0, 2)),
+)
+DEFAULT = UpdateTrace(state_bytes=STATE, first=(0, 0, STATE, 0, 500), later=(0, 0, 0, 0, 700))
+LARGE = replace(DEFAULT, later=(0, 0, 0, 0, 50_000.0))
+TRACES = Traces(
+    target="cpu",
+    models={(): PLAIN, (("amp", "bf16"),): replace(PLAIN, alone=fit(piece(5000, 50), deviation=0.1))},
+    updates={(): DEFAULT, (("optimizer_impl", "foreach"),): LARGE},
+    failures={"model: amp=fp16": "it cannot be traced"},
+)
+
+
+def config(batch_size: int, **choices):
+    return techniques.complete({"batch_size": batch_size, "accumulation_steps": 1, **choices})
+
+
+@pytest.mark.parametrize(("batch_size", "activations"), [(4, 5040), (100, 10_000)])
+def test_the_peak_is_the_largest_line_at_the_batch_size(batch_size, activations):
+    peak = TRACES.peak(config(batch_size))
+    assert peak.breakdown.activations_bytes == activations
+    assert peak.peak_bytes == PARAMETERS + STATE + activations
+    assert peak.breakdown.modules == (("a", activations),)
+
+
+def test_who_accumulates_holds_gradients_beside_activations_and_all_micro_batches():
+    alone, several = TRACES.peak(config(4)), TRACES.peak(config(4, accumulation_steps=3))
+    assert several.breakdown.gradients_bytes == PARAMETERS
+    assert several.peak_bytes - alone.peak_bytes == PARAMETERS + 2 * 4 * 8
+
+
+def test_an_update_that_needs_more_than_the_micro_batches_is_the_peak():
+    peak = TRACES.peak(config(4, optimizer_impl="foreach"))
+    assert peak.breakdown.activations_bytes == 0
+    assert peak.breakdown.temporaries_bytes == 50_000 + 4 * 8
+    assert peak.peak_bytes == 2 * PARAMETERS + STATE + 50_000 + 4 * 8
+
+
+def test_techniques_that_act_on_the_loading_of_data_do_not_matter():
+    assert TRACES.peak(config(4, num_workers=2)) == TRACES.peak(config(4))
+
+
+def test_a_group_that_was_not_traced_has_no_peak():
+    assert TRACES.peak(config(4, amp="fp16")) is None
+    assert TRACES.peak(config(4, optimizer_impl="fused")) is None
+
+
+@pytest.mark.parametrize(("batch_size", "uncertainty"), [(2, 0.0), (5, 0.1), (32, 0.0), (64, 0.2), (1, 0.2)])
+def test_a_law_that_is_not_affine_is_unsure_where_it_was_not_traced(batch_size, uncertainty):
+    assert TRACES.peak(config(batch_size, amp="bf16")).uncertainty == pytest.approx(uncertainty)
+
+
+def test_on_a_gpu_the_allocator_reserves_more_than_lives():
+    plain = Reserved(added="", factors=((2, 1.5, 1.5), (8, 1.25, 1.3), (32, 1.125, 1.2)))
+    growing = Reserved(added="expandable_segments:True", factors=((8, 1.0625, 1.125),))
+    model = replace(PLAIN, reserved=(plain, growing))
+    traces = replace(TRACES, target="cuda", models={(): model})
+    living = TRACES.peak(config(8))
+    assert traces.peak(config(8)).peak_bytes == 1.25 * living.peak_bytes
+    assert traces.peak(config(8)).uncertainty == 0
+    assert traces.peak(config(8, expandable_segments=True)).peak_bytes == 1.0625 * living.peak_bytes
+    between = traces.peak(config(16))
+    assert 1.125 < between.peak_bytes / TRACES.peak(config(16)).peak_bytes < 1.25
+    assert between.uncertainty > 0.05
+
+
+def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
+    assert TRACES.peak(config(8)).volume_bytes == 100 + 8 * 20
+    model = replace(PLAIN, reserved=(Reserved(added="", factors=((8, 1.25, 1.3),)),))
+    assert replace(TRACES, models={(): model}).peak(config(8)).volume_bytes == 0
+
+
+def test_traces_survive_json():
+    assert Traces.from_dict(json.loads(json.dumps(TRACES.to_dict()))) == TRACES
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"format": 0}, [], {**TRACES.to_dict(), "models": [[1]]}, {**TRACES.to_dict(), "updates": 3}]
+)
+def test_data_of_another_form_is_refused(data):
+    with pytest.raises(ValueError, match=r"format|no traces|unpack"):
+        Traces.from_dict(data)
+
+
+def test_merging_forgets_the_failure_of_what_was_traced_later():
+    later = Traces(target="cpu", models={(("amp", "fp16"),): PLAIN}, failures={"model: amp=bf16": "a crash"})
+    merged = TRACES.merged(later)
+    assert merged.peak(config(4, amp="fp16")) is not None
+    assert merged.failures == {}
+    assert merged.updates == TRACES.updates
+
+
+def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
+    model = replace(PLAIN, volume=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
+    traces = replace(TRACES, models={(): model})
+    assert traces.peak(config(8)).volume_bytes == 3 * 8 * 2**20 + 1000
+    assert traces.peak(config(32)).volume_bytes == 1000
