@@ -200,7 +200,7 @@ def _run_one(
         )
         if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
             _require_support(complete, inspection)
-            for warning in inspection.facts["warnings"]:
+            for warning in inspection.facts.warnings:
                 on_warning(warning)
         return runner.probe(complete, settings)
 

@@ -338,7 +338,7 @@ def build_space(
         notes.append(f"optional here: {', '.join(optional_here)}; --include NAME adds one (`autotune show` says why)")
     space = _space_of(inspection, choices, supported, baseline, fixed, stays_whole=ACCUMULATION not in include)
     if frameworks:
-        space = space.said_in(frameworks, inspection.facts.get("optimizer", ""))
+        space = space.said_in(frameworks, inspection.facts.optimizer)
     return space, notes
 
 
@@ -413,7 +413,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
     """
     if name == BATCH_SIZE:
         techniques.complete({name: choice}, global_batch=inspection.global_batch)
-        dataset_size = inspection.facts.get("dataset_size")
+        dataset_size = inspection.facts.dataset_size
         if dataset_size is not None and int(choice) > dataset_size:
             raise ConfigError(
                 f"batch_size={choice} is more than the training set's {plural(dataset_size, 'sample')}; fix a smaller one"

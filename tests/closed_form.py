@@ -14,7 +14,7 @@ from autotune.proposers.cost_model import CostModel
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
-from autotune.records.inspection import BatchSupport, Inspection, Support
+from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
@@ -156,7 +156,7 @@ def inspection(**changes: object) -> Inspection:
     """What a small task on a CPU would report."""
     support = {name: Support(choices=(t.off,), reason="not here") for name, t in techniques.REGISTRY.items()} | SUPPORT
     base = {
-        "facts": {"name": "closed", "source_hash": "abc", "warnings": []},
+        "facts": TaskFacts(name="closed", source_hash="abc"),
         "device": DeviceInfo(name="cpu", model="test", total_bytes=2**34, free_bytes=2**33),
         "global_batch": 96,
         "baseline": techniques.complete({"batch_size": 4}, global_batch=96).as_dict(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, TaskError, in_one_line
@@ -13,7 +13,7 @@ from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.coupling import Coupling
-from autotune.records.inspection import BatchSupport, Support
+from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.progress import COMPARING, Progress
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
@@ -77,21 +77,21 @@ def inspect_task(
     baseline = uncut(task, baseline, coupling, facts.dataset_size)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
     batch = _batch_support(setting, baseline, coupling)
-    return {
-        "facts": asdict(replace(facts, warnings=(*facts.warnings, *warnings_of(batch)))),
-        "device": asdict(info),
-        "global_batch": task.global_batch,
-        "baseline": baseline.as_dict(),
-        "baseline_given": BATCH_SIZE in (task.baseline or {}),
-        "batch": asdict(batch),
-        "support": {name: asdict(_supported(t, setting, untrained)) for name, t in techniques.REGISTRY.items()},
-        "outside_bytes": outside_bytes,
-        "step_s": first.seconds,
-        "step_samples": first.samples,
-        "shortage": first.shortage,
-        "comparable": not task.takes_whole_steps,
-        "coupling": None if coupling is None else asdict(coupling),
-    }
+    return Inspection(
+        facts=replace(facts, warnings=(*facts.warnings, *warnings_of(batch))),
+        device=info,
+        global_batch=task.global_batch,
+        baseline=baseline.as_dict(),
+        baseline_given=BATCH_SIZE in (task.baseline or {}),
+        batch=batch,
+        support={name: _supported(t, setting, untrained) for name, t in techniques.REGISTRY.items()},
+        outside_bytes=outside_bytes,
+        step_s=first.seconds,
+        step_samples=first.samples,
+        shortage=first.shortage,
+        comparable=not task.takes_whole_steps,
+        coupling=coupling,
+    ).to_dict()
 
 
 def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
 from autotune.records.device import DeviceInfo
 from autotune.records.formats import Record
+from autotune.records.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,52 @@ class BatchSupport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskFacts(Record):
+    """A task as plain data. What has a default is not known of a task that a command or an older table holds.
+
+    Attributes:
+        source_hash: changes with the task's code.
+        num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
+        parameter_bytes: memory of the parameters and buffers as built.
+        optimizer: class of the optimizer: `AdamW` for torch's own, `package.module.Own` for others; empty where there are several.
+        dataset_size: samples in the training set; None without one, or for a stream that does not end within the first 512.
+        has_batchnorm: batch normalisation makes the micro batch part of what is learned.
+        baseline: what the user runs today, as a partial config dict; None if not given.
+        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
+            `make_batch`, else the training set's first two. Empty if it differs from call to call.
+        widest: positions of up to 512 sampled members of the training set, the widest first.
+        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one, or where that is at most one.
+        evaluates: the batch size for evaluation is searched, too.
+        eval_samples: samples in the set to evaluate on, as `dataset_size`.
+        parts: the functions and constants of a model file that the task has, by their names there, and `LightningModule`
+            or `PreTrainedModel` where the model is one or has one in it.
+        warnings: what the user should know about how the task was read.
+    """
+
+    name: str
+    source_hash: str
+    num_parameters: int | None = None
+    num_trainable: int | None = None
+    parameter_bytes: int | None = None
+    optimizer: str = ""
+    dataset_size: int | None = None
+    has_batchnorm: bool = False
+    global_batch: int | None = None
+    baseline: dict[str, Choice] | None = None
+    batch: tuple[str, ...] = ()
+    widest: tuple[int, ...] = ()
+    tokens_per_sample: float | None = None
+    evaluates: bool = False
+    eval_samples: int | None = None
+    parts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection(Record):
     """What the search knows before its first probe.
 
     Attributes:
-        facts: `autotune.task.facts.TaskFacts` as a dict.
         baseline: the user's baseline, complete; `baseline_given` when the task states one with its batch size.
         batch: what may be searched of micro batches and accumulation.
         support: per technique what may be searched.
@@ -77,9 +118,10 @@ class Inspection(Record):
         comparable: whether a config's gradients can be compared with plain fp32's.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
         built_for_real: where nothing was to be trained: why the model was built with its values all the same; else empty.
+        world: the processes of a command, each of which trains batches of its own; None while their number is unknown.
     """
 
-    facts: dict[str, Any]
+    facts: TaskFacts
     device: DeviceInfo
     global_batch: int | None
     baseline: dict[str, Choice]
@@ -93,6 +135,7 @@ class Inspection(Record):
     comparable: bool = True
     coupling: Coupling | None = None
     built_for_real: str = ""
+    world: World | None = field(default_factory=World)
 
     @property
     def sample_s(self) -> float | None:

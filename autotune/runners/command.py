@@ -20,9 +20,10 @@ from autotune.probe.batch_support import batch_support
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Inspection, Support
+from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import InspectJob, Job, NotCompared, ProbeJob, Stated
 from autotune.task.model_file import name_of
@@ -163,7 +164,7 @@ class CommandRunner(LocalRunner):
         self.switches = command.switches
         self._command = command
         self._global_batch = global_batch
-        self._num_ranks: int | None = None  # of the command, once it was inspected
+        self._world: World | None = None  # of the command, once it was inspected
         self._baseline = {name: next(iter(texts)) for name, texts in command.choices.items()} | dict(baseline or {})
         if not command.has(BATCH_SIZE) and global_batch is None:
             raise ConfigError(
@@ -213,12 +214,13 @@ class CommandRunner(LocalRunner):
         if isinstance(found, Outcome):
             unseen = found.kind is Kind.TIMEOUT and found.bound is None
             return replace(found, cause=f"{found.cause}; {NO_STEP}") if unseen else found
-        self._num_ranks = found.facts["num_ranks"]
-        num_ranks = self._num_ranks or 1  # unknown where memory ran out before any step
-        global_batch, baseline = self._shared(num_ranks)
+        self._world = found.world
+        world = found.world or World()  # unknown where memory ran out before any step
+        global_batch, baseline = self._shared(world.size)
         return replace(
-            self._drafted(baseline, global_batch, has_batchnorm=bool(found.facts["has_batchnorm"])),
-            facts=found.facts | {"num_ranks": num_ranks, "warnings": (*found.facts["warnings"], *self._unseen())},
+            self._drafted(baseline, global_batch, has_batchnorm=found.facts.has_batchnorm),
+            facts=replace(found.facts, warnings=(*found.facts.warnings, *self._unseen())),
+            world=world,
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
             step_samples=found.step_samples,
@@ -237,7 +239,8 @@ class CommandRunner(LocalRunner):
     def _arguments(self, job: Job) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
-        device = {"device": self._device.name, "num_ranks": self._num_ranks, "scratch": scratch}
+        world = self._world and self._world.to_dict()
+        device = {"device": self._device.name, "world": world, "scratch": scratch}
         match job:
             case ProbeJob():
                 config, settings, more = job.config, job.settings, {}
@@ -300,19 +303,8 @@ class CommandRunner(LocalRunner):
         """
         whole = not self._command.has(ACCUMULATION)
         return Inspection(
-            facts={
-                "name": self.task_name,
-                "source_hash": self._command.source_hash,
-                "num_parameters": None,
-                "num_trainable": None,
-                "parameter_bytes": None,
-                "dataset_size": None,
-                "has_batchnorm": has_batchnorm,
-                "batch": (),
-                "widest": (),
-                "warnings": (),
-                "num_ranks": self._num_ranks,
-            },
+            facts=TaskFacts(name=self.task_name, source_hash=self._command.source_hash, has_batchnorm=has_batchnorm),
+            world=self._world,
             device=self.device(),
             global_batch=global_batch,
             baseline=baseline.as_dict(),

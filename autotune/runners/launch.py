@@ -1,7 +1,7 @@
 """What runs inside a probe's own process where the user's command trains: starts it, gathers what its processes tell, ends it.
 
 Time-outs and clean-up are the supervisor's, as for any probe. A job's arguments are `command`, `config`, `settings`, `device`,
-`num_ranks` (None while it is unknown), `scratch` (a folder for all that is written) and `log` (what the command prints).
+`world` (None while it is unknown), `scratch` (a folder for all that is written) and `log` (what the command prints).
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any
 
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
 from autotune.errors import describe_exit
+from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
+from autotune.records.world import World
 from autotune.runners.hook import SETTINGS
+from autotune.runners.rank_report import RankReport
 from autotune.units import plural
 
 LOOK_EVERY_S = 0.05
@@ -39,21 +42,21 @@ class Ran:
     """A command that has ended, or was ended.
 
     Attributes:
-        reports: of its processes, as `autotune.runners.watch` writes them; the first that took a step comes first.
+        reports: of its processes, the first that began comes first.
         exit_code: None where it was ended because enough was known.
         oom_killed: whether the kernel killed a process for memory meanwhile.
         tail: of what it printed.
     """
 
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[RankReport] = field(default_factory=list)
     exit_code: int | None = None
     oom_killed: bool = False
     tail: str = ""
 
     @property
-    def leader(self) -> dict[str, Any]:
-        """The first rank's report; empty where none has taken a step."""
-        return next((one for one in self.reports if one["rank"] == 0 and one["num_steps"]), {})
+    def leader(self) -> RankReport | None:
+        """The first rank's report; None where it has not taken a step."""
+        return next((one for one in self.reports if one.world.rank == 0 and one.num_steps), None)
 
 
 def probe(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -69,20 +72,24 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     measured = outcome.measurement
     if measured is None and outcome.kind is not Kind.OOM:
         return {"outcome": outcome.to_dict()}
-    told = ran.leader or next(iter(ran.reports), {})
-    drafted = arguments["inspection"]
-    facts: dict[str, Any] = {name: told[name] for name in ("num_ranks", "optimizer", "has_batchnorm") if name in told}
-    if written := sorted(set(os.listdir()) - before - {"__pycache__"}):
-        facts["warnings"] = [
-            f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
-        ]
-    learned = {
-        "facts": drafted["facts"] | facts,
-        "outside_bytes": told.get("outside_bytes", 0),
-        "step_s": None if measured is None else measured.step_s,
-        "shortage": "" if measured is not None else outcome.cause,
-    }
-    return {"inspection": drafted | learned}
+    told = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
+    drafted = Inspection.from_dict(arguments["inspection"])
+    written = sorted(set(os.listdir()) - before - {"__pycache__"})
+    warning = f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
+    learned = replace(
+        drafted,
+        facts=replace(
+            drafted.facts,
+            optimizer=told.optimizer,
+            has_batchnorm=told.has_batchnorm,
+            warnings=(warning,) if written else (),
+        ),
+        world=told.known_world,
+        outside_bytes=told.outside_bytes,
+        step_s=None if measured is None else measured.step_s,
+        shortage="" if measured is not None else outcome.cause,
+    )
+    return {"inspection": learned.to_dict()}
 
 
 JOBS: dict[str, Callable[[dict[str, Any], Report], dict[str, Any]]] = {"probe": probe, "inspect": inspect}
@@ -110,16 +117,16 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
         process = subprocess.Popen(
             ["/bin/sh", "-c", arguments["command"]],
             stdin=subprocess.DEVNULL,
-            env=_environment(scratch, arguments["device"], arguments["num_ranks"]),
+            env=_environment(scratch, arguments["device"], arguments["world"] and World.from_dict(arguments["world"])),
             start_new_session=True,
             preexec_fn=None if limit_bytes is None else partial(_limit, limit_bytes),
         )
         while True:
             exit_code = process.poll()  # before the reports are read, which a process writes before it ends
             ran = Ran(_reports(scratch / "reports"), exit_code, kernel_oom_kills() > kills)
-            if ran.leader:
+            if ran.leader is not None:
                 report(_progress(ran))
-            if exit_code is not None or any(one.get("done") for one in ran.reports):
+            if exit_code is not None or any(one.is_done for one in ran.reports):
                 return replace(ran, tail=_tail(Path(arguments["log"])))
             time.sleep(LOOK_EVERY_S)
 
@@ -132,7 +139,7 @@ def _limit(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _environment(scratch: Path, device: str, num_ranks: int | None) -> dict[str, str]:
+def _environment(scratch: Path, device: str, world: World | None) -> dict[str, str]:
     """The user's, with the hook, and without trackers and uploads.
 
     A command of one process sees one GPU: it might spread its batch over all that it sees. `cuda:0` may be the first of several.
@@ -154,25 +161,25 @@ def _environment(scratch: Path, device: str, num_ranks: int | None) -> dict[str,
     found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""
-    elif (index := int(device.removeprefix("cuda:"))) or num_ranks == 1:
+    elif (index := int(device.removeprefix("cuda:"))) or (world and world.size == 1):
         visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
         found["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
     return found
 
 
-def _reports(folder: Path) -> list[dict[str, Any]]:
-    reports = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    return sorted(reports, key=lambda one: one["began_s"])
+def _reports(folder: Path) -> list[RankReport]:
+    reports = [RankReport.from_dict(json.loads(file.read_text())) for file in folder.glob("*.json")]
+    return sorted(reports, key=lambda one: one.began_s)
 
 
 def _progress(ran: Ran) -> Progress:
-    progress = Progress.from_dict(ran.leader["progress"])
+    progress = Progress() if ran.leader is None else ran.leader.progress
     return replace(progress, peak_bytes=_peak_bytes(ran))
 
 
 def _peak_bytes(ran: Ran) -> int:
     """Of the process that needs most, since each has the limit to itself."""
-    return max((int(one["progress"]["peak_bytes"]) for one in ran.reports), default=0)
+    return max((one.progress.peak_bytes for one in ran.reports), default=0)
 
 
 def _tail(log: Path) -> str:
@@ -185,32 +192,31 @@ def _outcome(ran: Ran) -> Outcome:
     """What came of it. An allocation that failed counts, also where the script caught that and went on."""
     ended_well = ran.exit_code in (None, 0)
     for one in ran.reports:
-        told = Outcome.from_dict(one["outcome"]) if "outcome" in one else None
-        if told is not None and (told.kind is Kind.OOM or not ended_well or one.get("done")):
-            return told  # another's error did not keep the command from going on
-    progress = Progress.from_dict(ran.leader["progress"]) if ran.leader else Progress()
+        if one.outcome is not None and (one.outcome.kind is Kind.OOM or not ended_well or one.is_done):
+            return one.outcome  # another's error did not keep the command from going on
+    progress = _progress(ran)
     failed = partial(
         Outcome,
         detail=ran.tail[-TOLD:],
         stage=progress.stage,
         train_s=progress.train_s,
-        peak_bytes=_peak_bytes(ran),
+        peak_bytes=progress.peak_bytes,
     )
     if ran.oom_killed and not ended_well:
         return failed(kind=Kind.OOM, cause="the kernel's out-of-memory killer ended a process of the command")
     if said := failed_allocation(ran.tail):
         caught = "the command caught it and went on: " if ended_well else ""
         return failed(kind=Kind.OOM, cause=f"an allocation failed; {caught}{said}"[:500])
-    steps = plural(ran.leader.get("num_steps", 0), "optimizer step")
+    steps = plural(ran.leader.num_steps if ran.leader else 0, "optimizer step")
     if ran.exit_code:
         by_signal = 128 < ran.exit_code < 160  # as a shell says it
         how = describe_exit(128 - ran.exit_code if by_signal else ran.exit_code)
         said = (ran.tail.strip().splitlines() or ["it printed nothing"])[-1]
         kind = Kind.CRASHED if how.startswith("died") else Kind.ERROR
         return failed(kind=kind, cause=f"the command {how} after {steps}: {said}"[:500])
-    if (measured := ran.leader.get("measurement")) is not None:
-        return Outcome.from_dict({"kind": Kind.OK, "measurement": measured | {"peak_bytes": _peak_bytes(ran)}})
-    if ran.leader:
+    if ran.leader is not None and (measured := ran.leader.measurement) is not None:
+        return Outcome(kind=Kind.OK, measurement=replace(measured, peak_bytes=progress.peak_bytes))
+    if ran.leader is not None:
         return failed(
             kind=Kind.ERROR,
             cause=f"the command ended after {steps}, too few to be timed: let it train for longer (--max_steps, say)",

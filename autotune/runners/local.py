@@ -204,7 +204,7 @@ class LocalRunner(Runner):
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
         self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
-            self._widest = tuple(result.facts["widest"]) or None
+            self._widest = result.facts.widest or None
         return Finished(ticket=running.ticket, result=result)
 
     def progress(self, ticket: int) -> Progress | None:

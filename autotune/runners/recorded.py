@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from autotune import techniques
 from autotune.errors import AutotuneError
@@ -17,7 +16,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo, same_memory
 from autotune.records.formats import Record
-from autotune.records.inspection import BatchSupport, Inspection, Support
+from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.intervals import NORMAL_95
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
@@ -38,7 +37,7 @@ class Header(Record):
         choices: key of a config -> choices swept, every key present; one choice means that it was left at that.
         reasons, notes: key of a config -> `Support.reason` and `Support.note` of the inspection, where there is one.
         always: technique -> `Support.always` of the inspection, where there is any; older tables do not hold it.
-        facts: of the task, from the inspection, but for the dataset's positions.
+        facts: of the task, from the inspection, but for the dataset's positions; tables of format 1 do not hold them.
         date: of the first probe, ISO 8601.
     """
 
@@ -67,7 +66,7 @@ class Header(Record):
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     always: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: TaskFacts | None = None
 
     def differences(self, other: Header) -> list[str]:
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
@@ -93,22 +92,17 @@ class Header(Record):
     def inspection(self) -> Inspection:
         """What the task's inspection would say if nothing but what was swept applied.
 
-        Tables of format 1 do not hold the facts: parameters are taken for trainable ones of four bytes.
+        Where the table does not hold the facts, parameters are taken for trainable ones of four bytes.
         """
-        facts = {
-            "name": self.task,
-            "source_hash": self.source_hash,
-            "num_parameters": self.num_parameters,
-            "num_trainable": self.num_parameters,
-            "parameter_bytes": 4 * self.num_parameters,
-            "dataset_size": None,
-            "has_batchnorm": False,
-            "batch": (),
-            "widest": (),
-            "warnings": (),
-        }
         return Inspection(
-            facts=facts | dict(self.facts),
+            facts=self.facts
+            or TaskFacts(
+                name=self.task,
+                source_hash=self.source_hash,
+                num_parameters=self.num_parameters,
+                num_trainable=self.num_parameters,
+                parameter_bytes=4 * self.num_parameters,
+            ),
             device=self.device_info(),
             global_batch=self.global_batch,
             baseline=techniques.complete(self.baseline, global_batch=self.global_batch).as_dict(),

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,9 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners.failure import outcome_of_failure
+from autotune.runners.rank_report import RankReport
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
@@ -54,15 +56,12 @@ class Watch:
         self._launcher = Path(probe["reports"]).with_name("probe.json")
         self._looked_s = time.monotonic()
         self._device: Device | None = None
-        self._rank, self._num_ranks = _place()
-        self._samples = self._config.samples_per_step * self._num_ranks
-        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._num_ranks)
-        self._report: dict[str, Any] = {
-            "rank": self._rank,
-            **({"num_ranks": self._num_ranks} if self._num_ranks > 1 else {}),  # else unknown until it steps
-            "began_s": time.monotonic(),
-            "outside_bytes": probe.get("outside_bytes", 0),
-        }
+        self._world = _place()
+        self._samples = self._config.samples_per_step * self._world.size
+        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.size)
+        self._report = RankReport(
+            world=self._world, began_s=time.monotonic(), outside_bytes=probe.get("outside_bytes", 0)
+        )
         self._optimizer: Any = None  # whose steps count: the first that steps
         self._first_s = self._last_s = 0.0
         self._steps_s: list[float] = []  # of the warm-up, without the first, whose beginning was not seen
@@ -112,8 +111,7 @@ class Watch:
             with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
-        self._report["outcome"] = outcome.to_dict()
-        self._report["measurement"] = None
+        self._report = replace(self._report, outcome=outcome, measurement=None)
         self._send(self._reporter.progress)
 
     def _begin(self, optimizer: Any) -> None:
@@ -129,12 +127,10 @@ class Watch:
                 )
             )
         self._enter("cpu" if found.type == "cpu" else f"cuda:{found.index or 0}")
-        self._report["num_ranks"] = self._num_ranks
-        self._report["optimizer"] = _name_of(type(optimizer))
-        self._report["has_batchnorm"] = _has_batchnorm()
+        self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
-        if self._rank == 0:
+        if self._world.rank == 0:
             atexit.register(self._told_at_the_end)
             # a child of multiprocessing may leave without atexit
             Finalize(None, self._told_at_the_end, exitpriority=0)
@@ -149,7 +145,7 @@ class Watch:
         """Go from one stage to the next, and end when there is nothing more to learn. Only the first rank ends."""
         assert self._device is not None
         if timing:
-            if self._rank:
+            if self._world.rank:
                 return
             exact = self._settings.num_steps
             done = len(self._blocks.samples_per_s) >= exact if exact else self._blocks.enough
@@ -159,7 +155,7 @@ class Watch:
             is_warm(self._steps_s) or self._reporter.train_s > self._settings.max_warmup_s
         ):
             self._warmup_s = self._reporter.train_s
-            if not self._rank and self._is_hopeless():
+            if not self._world.rank and self._is_hopeless():
                 for step_s in self._steps_s:
                     self._blocks.add(self._samples / step_s, 0.0)
                 self._end(cut_short=True)
@@ -181,16 +177,16 @@ class Watch:
         return time.monotonic() - self._started_s > LATE * self._settings.timeout_s
 
     def _end(self, *, cut_short: bool = False) -> NoReturn:
-        self._report["measurement"] = asdict(self._measurement(cut_short=cut_short))
+        self._report = replace(self._report, measurement=self._measurement(cut_short=cut_short))
         self._wait_for_the_end()
 
     def _end_as(self, outcome: Outcome) -> NoReturn:
-        self._report["outcome"] = outcome.to_dict()
+        self._report = replace(self._report, outcome=outcome)
         self._wait_for_the_end()
 
     def _wait_for_the_end(self) -> NoReturn:
         """Go no further in the user's code, which might write or upload: whoever reads the report ends the command."""
-        self._report["done"] = True
+        self._report = replace(self._report, is_done=True)
         self._send(self._reporter.progress)
         while True:
             time.sleep(LOOK_EVERY_S)
@@ -212,8 +208,8 @@ class Watch:
 
     def _told_at_the_end(self) -> None:
         """The command ended before enough was known."""
-        if len(self._blocks.samples_per_s) >= FEWEST_BLOCKS and "outcome" not in self._report:
-            self._report["measurement"] = asdict(self._measurement())
+        if len(self._blocks.samples_per_s) >= FEWEST_BLOCKS and self._report.outcome is None:
+            self._report = replace(self._report, measurement=self._measurement())
         self._send(self._reporter.progress)
 
     def _measurement(self, *, cut_short: bool = False) -> Measurement:
@@ -221,7 +217,7 @@ class Watch:
         speed, low, high = self._blocks.throughput
         detail = self._device.memory_detail()
         # to one rank on a CPU the others are strangers
-        contention = self._device.contention() if self._num_ranks == 1 and not cut_short else 0.0
+        contention = self._device.contention() if self._world.size == 1 and not cut_short else 0.0
         return Measurement(
             samples_per_s=speed,
             samples_per_s_low=low,
@@ -247,19 +243,18 @@ class Watch:
         return 0 if self._device is None else self._device.peak_bytes()
 
     def _send(self, progress: Progress) -> None:
-        self._report["progress"] = progress.to_dict()
-        self._report["num_steps"] = self._num_steps
+        self._report = replace(self._report, progress=progress, num_steps=self._num_steps)
         whole = self._file.with_suffix(".part")
-        whole.write_text(json.dumps(self._report))
+        whole.write_text(json.dumps(self._report.to_dict()))
         whole.replace(self._file)
 
 
-def _place() -> tuple[int, int]:
-    """This process's rank and the number of ranks; what the environment says holds for nothing unless torch took it up."""
+def _place() -> World:
+    """This process's place among the ranks; what the environment says holds for nothing unless torch took it up."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+        return World(size=distributed.get_world_size(), rank=distributed.get_rank())
+    return World()
 
 
 def _name_of(kind: type) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
@@ -17,6 +16,7 @@ from autotune.devices.targets import CPU
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
 from autotune.records.config import Choice
+from autotune.records.inspection import TaskFacts
 from autotune.version import __version__
 
 FOLDER = ".traces"  # beside the study's database
@@ -38,7 +38,7 @@ class TraceCache:
     def __init__(
         self,
         folder: Path,
-        facts: Mapping[str, Any],
+        facts: TaskFacts,
         target: str,
         batch_sizes: Collection[int],
         trained: Mapping[str, Choice],
@@ -46,10 +46,10 @@ class TraceCache:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
         processor = [processor_model(), *arithmetic().values()] if target == CPU else []
-        task = [facts["source_hash"], facts.get("num_parameters")]
+        task = [facts.source_hash, facts.num_parameters]
         known = [*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-        self._path = folder / FOLDER / f"{facts['name']}-{key}.json"
+        self._path = folder / FOLDER / f"{facts.name}-{key}.json"
 
     def read(self) -> Traces | None:
         """What is kept; None where there is nothing, or nothing that can be read."""

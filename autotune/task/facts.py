@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError, first_line
 from autotune.lazy import torch
-from autotune.records.config import Choice
+from autotune.records.inspection import TaskFacts
 from autotune.task import adapters, samples
 from autotune.task.describe import describe, element_type, shape
 from autotune.task.source import source_hash
@@ -21,48 +20,6 @@ if TYPE_CHECKING:
 
 
 NUM_COUNTED = 32  # samples whose tokens are counted
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskFacts:
-    """A task as plain data, JSON-ready.
-
-    Attributes:
-        source_hash: changes with the task's code.
-        num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
-        parameter_bytes: memory of the parameters and buffers as built.
-        optimizer: class of the optimizer: `AdamW` for torch's own, `package.module.Own` for others; empty where there are several.
-        dataset_size: samples in the training set; None without one, or for a stream that does not end within the first 512.
-        has_batchnorm: batch normalisation makes the micro batch part of what is learned.
-        baseline: what the user runs today, as a partial config dict; None if not given.
-        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
-            `make_batch`, else the training set's first two. Empty if it differs from call to call.
-        widest: positions of up to 512 sampled members of the training set, the widest first.
-        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one, or where that is at most one.
-        evaluates: the batch size for evaluation is searched, too.
-        eval_samples: samples in the set to evaluate on, as `dataset_size`.
-        parts: the functions and constants of a model file that the task has, by their names there, and `LightningModule`
-            or `PreTrainedModel` where the model is one or has one in it.
-        warnings: what the user should know about how the task was read.
-    """
-
-    name: str
-    source_hash: str
-    num_parameters: int
-    num_trainable: int
-    parameter_bytes: int
-    optimizer: str
-    dataset_size: int | None
-    has_batchnorm: bool
-    global_batch: int | None
-    baseline: dict[str, Choice] | None
-    batch: tuple[str, ...]
-    widest: tuple[int, ...]
-    tokens_per_sample: float | None = None
-    evaluates: bool = False
-    eval_samples: int | None = None
-    parts: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 def gather_facts(task: Task) -> TaskFacts:

@@ -48,13 +48,13 @@ def answer(
         outside_bytes=inspection.outside_bytes,
         limit_bytes=memory_limit_bytes,
         usable_bytes=int(memory_limit_bytes * (1 - headroom)),
-        dataset_size=inspection.facts.get("dataset_size"),
+        dataset_size=inspection.facts.dataset_size,
     )
     config = question.peak(asked) if asked is not None else None
     groups = tuple(question.groups() if asked is None else ())
     if config is None and not groups:
         raise TaskError(
-            f"the memory of {inspection.facts['name']} cannot be predicted: {'; '.join(sorted({*traces.failures.values()}))}; "
+            f"the memory of {inspection.facts.name} cannot be predicted: {'; '.join(sorted({*traces.failures.values()}))}; "
             "`autotune search` learns it from probes instead"
         )
     warnings = list(_warnings(inspection, config, groups))
@@ -62,7 +62,7 @@ def answer(
         warnings.append(f"tracing was ended after {format_seconds(ended_after_s)}; give it more time with --timeout")
     fits = question.fits(config) if config is not None else any(group.fits for group in groups)
     return MemoryPrediction(
-        task=inspection.facts["name"],
+        task=inspection.facts.name,
         device=inspection.device.model,
         on_gpu=traces.target != CPU,
         memory_limit_bytes=memory_limit_bytes,

@@ -188,7 +188,7 @@ class Clearance:
         config = self._config(changes)
         left_s = max(MIN_CHECK_S, budget.latest_s - budget.elapsed_s)
         settings = search.settings.replace(timeout_s=min(timeout_s + search.history.setup_s(config), left_s))
-        small = not search.inspection.facts["has_batchnorm"]  # statistics of a few samples make any rounding look large
+        small = not search.inspection.facts.has_batchnorm  # statistics of a few samples make any rounding look large
         size = CHECK_BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
         # fewer may be an error, and more not fit
         if search.inspection.step_samples > CHECK_BATCH_SIZE or (search.inspection.shortage and small):

@@ -52,7 +52,7 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
 
 def is_asked_for(options: SearchOptions, inspection: Inspection) -> bool:
     """Whether the user or the task wants the batch size for evaluation."""
-    return bool(options.eval or inspection.facts.get("evaluates"))
+    return bool(options.eval or inspection.facts.evaluates)
 
 
 def next_size(tried: Sequence[Evaluated], first: int, most: float) -> int | None:
@@ -105,7 +105,7 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
 
 def _most(search: Search, tried: Sequence[Evaluated]) -> float:
     """The largest batch there is data for, and that takes no longer than a micro batch of training may."""
-    samples = search.inspection.facts.get("eval_samples") or math.inf
+    samples = search.inspection.facts.eval_samples or math.inf
     speeds = [one.samples_per_s for one in tried if one.samples_per_s]
     return min(samples, search.history.longest_step_s * max(speeds, default=math.inf))
 

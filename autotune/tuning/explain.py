@@ -65,7 +65,7 @@ def explain(
     advice = tuple(_advice(config, memory, traced)) if memory is not None else ()
     probe, times, untimed = _measure(runner, config, settings)
     return Explanation(
-        task=inspection.facts["name"],
+        task=inspection.facts.name,
         device=inspection.device.model,
         on_gpu=inspection.device.kind == "cuda",
         config=config.as_dict(),
@@ -169,7 +169,7 @@ def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative
     batch = {BATCH_SIZE: sizes[-1], ACCUMULATION: samples // sizes[-1]}
     changed = config.replace(**batch)
     known = inspection.batch.accumulation_steps
-    must_stay = bool(inspection.facts["has_batchnorm"]) or inspection.batch.stays_whole
+    must_stay = inspection.facts.has_batchnorm or inspection.batch.stays_whole
     changes_learning = must_stay and batch[ACCUMULATION] not in known
     included = batch[ACCUMULATION] in known
     note = inspection.batch.note or ("" if included else inspection.batch.reason)

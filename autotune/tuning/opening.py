@@ -186,7 +186,7 @@ def _open_over(
         setup_left_s=budget.setup_left_s,
     )
     listener.on(_describe_start(place, inspection, history, options, limit_bytes, budget.budget_s))
-    warnings = [text for text in inspection.facts.get("warnings", ()) if text not in _allowed(inspection, options)]
+    warnings = [text for text in inspection.facts.warnings if text not in _allowed(inspection, options)]
     if own is None:  # beside it they would be told again
         for note in notes:
             listener.on(Note(text=note))
@@ -258,7 +258,7 @@ def _attributes(
 ) -> dict[str, Any]:
     """What a study says of its search beside the trials."""
     return {
-        "task": inspection.facts["name"],
+        "task": inspection.facts.name,
         "model": shared.runner.stated.model,
         "asked": dict(shared.asked),
         "objective": options.objective,
@@ -368,7 +368,7 @@ def _describe_start(
     device = inspection.device
     threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
     return SearchStarted(
-        task=inspection.facts["name"],
+        task=inspection.facts.name,
         device=f"{device.name} ({device.model}{threads})",
         study=place.study,
         storage=place.storage,
@@ -392,11 +392,11 @@ def _train_samples(options: SearchOptions, inspection: Inspection) -> float | No
     """
     if options.train_epochs is None:
         per_step = int(inspection.baseline[BATCH_SIZE]) * int(inspection.baseline[ACCUMULATION])
-        num_ranks = inspection.facts.get("num_ranks", 1)  # of a command; its batch is of one of them
+        num_ranks = inspection.world.size if inspection.world else 1  # the batch is of one of them
         return options.train_steps and options.train_steps * per_step * num_ranks
     if options.train_steps is not None:
         raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
-    dataset_size = inspection.facts["dataset_size"]
+    dataset_size = inspection.facts.dataset_size
     if dataset_size is None:
         raise ConfigError("train_epochs: the task has no dataset of known length; give the length as --train-steps")
     return int(options.train_epochs * dataset_size)

@@ -104,8 +104,8 @@ def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None
     none = Ranking(
         choice=dict(choice),
         study=search.store.place.study,
-        num_parameters=facts["num_parameters"],
-        num_trainable=facts["num_trainable"],
+        num_parameters=facts.num_parameters,
+        num_trainable=facts.num_trainable,
         failure=failure,
     )
     if result is None:

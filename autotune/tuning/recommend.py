@@ -138,7 +138,7 @@ def _explain(search: Search, standing: Standing | None, answer: Config, measured
     roofline = Roofline.of(search.calibration, traces)
     use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
     break_even = _break_even(search, searched, answer)
-    tokens_per_sample = search.inspection.facts.get("tokens_per_sample")
+    tokens_per_sample = search.inspection.facts.tokens_per_sample
     return {
         "front": front_of(known.values()),
         "limit": why.limiting(answer, own, history.searched, history.objective, use) if own else "",
@@ -167,10 +167,10 @@ def _of_the_study(search: Search) -> dict[str, Any]:
         "storage": search.store.place.storage,
         "study": search.store.place.study,
         "device": search.inspection.device.name,
-        "optimizer": facts.get("optimizer", ""),
+        "optimizer": facts.optimizer,
         "asked": dict(search.asked),
         "model": search.runner.stated.model,
-        "parts": tuple(facts.get("parts", ())),
+        "parts": facts.parts,
         "trained": dict(search.store.place.trained),
         "coupling": search.inspection.coupling,
     }

@@ -82,9 +82,10 @@ def fingerprint(inspection: Inspection) -> dict[str, Any]:
         "autotune": __version__,
         "techniques": list(techniques.REGISTRY),
         "choices": choices,
-        "task": facts["source_hash"],
+        "task": facts.source_hash,
         # a model file may read its sizes from elsewhere
-        **{name: facts.get(name) for name in ("num_parameters", "num_trainable", "parameter_bytes", "batch")},
+        **{name: getattr(facts, name) for name in ("num_parameters", "num_trainable", "parameter_bytes")},
+        "batch": list(facts.batch),
         "device": f"{device.name} {device.model}",
         "num_threads": device.num_threads,
         "total_bytes": device.total_bytes,

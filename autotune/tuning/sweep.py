@@ -156,9 +156,9 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
     keys = (*BATCH_KEYS, *techniques.REGISTRY)
     every = {**space.choices, ACCUMULATION: tuple(sorted({int(config[ACCUMULATION]) for config in space}))}
     return Header(
-        task=inspection.facts["name"],
-        source_hash=inspection.facts["source_hash"],
-        num_parameters=inspection.facts["num_parameters"],
+        task=inspection.facts.name,
+        source_hash=inspection.facts.source_hash,
+        num_parameters=inspection.facts.num_parameters or 0,
         device=device.name,
         model=device.model,
         num_threads=device.num_threads,
@@ -176,7 +176,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         reasons={name: inspection.support_of(name).reason for name in keys if inspection.support_of(name).reason},
         notes={name: inspection.support_of(name).note for name in keys if inspection.support_of(name).note},
         always={name: support.always for name, support in inspection.support.items() if support.always},
-        facts={name: fact for name, fact in inspection.facts.items() if name != "widest"},
+        facts=replace(inspection.facts, widest=()),
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,
         max_warmup_s=settings.max_warmup_s,

@@ -45,7 +45,7 @@ MOOD = 0.15  # by which the machine as a whole differs from round to round
 WITHIN = 0.005  # of one second's samples
 OVERHEAD_S = 1.0  # of a process: start, set-up, warm-up
 SHARES = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)  # of the best config's gain, that the candidates have
-INSPECTED = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+INSPECTED = inspection()
 BASELINE = techniques.complete(INSPECTED.baseline)
 DISTURBED_BUDGETS_S = (15.0, 30.0, 60.0)  # one round of the play-off, a few, and many
 DISTURBED_SHARES = ((0.2, 0.0), (0.5, 0.0), (0.2, 0.05))  # of the processes: seen, and unseen

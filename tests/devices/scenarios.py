@@ -13,7 +13,7 @@ from autotune.probe.measure import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
-from autotune.records.inspection import BatchSupport
+from autotune.records.inspection import BatchSupport, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
@@ -140,7 +140,7 @@ class FakeCardRunner(InstantRunner):
 
     def _inspect(self, device: CudaDevice) -> JobResult:
         return inspection(
-            facts={"name": "faked", "source_hash": "abc", "warnings": [], "has_batchnorm": False},
+            facts=TaskFacts(name="faked", source_hash="abc"),
             device=device.info(),
             global_batch=None,
             baseline=techniques.complete({"batch_size": 8}).as_dict(),

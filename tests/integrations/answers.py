@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autotune.records.inspection import TaskFacts
 from autotune.runners.runner import InspectJob, Job, JobResult
 from tests.closed_form import ClosedFormRunner, inspection
 
-FACTS = {"name": "closed", "source_hash": "abc", "warnings": [], "optimizer": "AdamW", "has_batchnorm": False}
+FACTS = TaskFacts(name="closed", source_hash="abc", optimizer="AdamW")
 
 
 class Known(ClosedFormRunner):

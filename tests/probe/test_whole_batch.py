@@ -31,8 +31,8 @@ def test_the_baseline_is_the_whole_global_batch_unless_the_user_says_how_it_is_c
 
 
 def test_it_is_told_in_every_answer():
-    assert any("couples the samples" in warning for warning in inspected().facts["warnings"])
-    assert not inspected(cross_entropy, labelled).facts["warnings"]
+    assert any("couples the samples" in warning for warning in inspected().facts.warnings)
+    assert not inspected(cross_entropy, labelled).facts.warnings
 
 
 def test_it_is_not_looked_into_where_nobody_asks_or_a_step_is_one_unit():

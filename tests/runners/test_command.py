@@ -16,6 +16,7 @@ from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners.command import Command, CommandRunner
 from tests.room import limit_bytes
 
@@ -203,8 +204,8 @@ def test_an_inspection_runs_a_few_steps_of_what_is_run_today(tmp_path, monkeypat
     assert found.baseline == {"batch_size": 8, "accumulation_steps": 2} and found.baseline_given
     assert found.batch.sizes == found.batch.accumulation_steps == (1, 2, 4, 8, 16)
     assert found.step_s > 0 and found.step_samples == 16 and found.outside_bytes > 50 * 2**20
-    assert (found.facts["optimizer"], found.facts["has_batchnorm"], found.facts["num_ranks"]) == ("AdamW", False, 1)
-    wrote, unseen = found.facts["warnings"]
+    assert (found.facts.optimizer, found.facts.has_batchnorm, found.world) == ("AdamW", False, World())
+    wrote, unseen = found.facts.warnings
     assert "wrote written into" in wrote and "the loss is the script's own and is not seen" in unseen
     assert not found.comparable  # so no time is kept for a check
 
@@ -216,7 +217,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/
 train(batch)
 """
     found = inspected(tmp_path, script, "{batch_size} {output_dir}", global_batch=64, baseline={"batch_size": 32})
-    assert found.facts["num_ranks"] == 2 and found.step_samples == 32
+    assert found.world.size == 2 and found.step_samples == 32
     assert found.global_batch == found.baseline["batch_size"] == 32
 
 
@@ -326,7 +327,7 @@ def test_the_processes_of_one_command_are_gathered(tmp_path):
     with commanded(tmp_path, f"{start} {file} {{batch_size}} {{accumulation_steps}}", global_batch=16) as runner:
         inspection = runner.inspect(memory_limit_bytes=None, timeout_s=90)
         assert not isinstance(inspection, Outcome), inspection
-        assert inspection.facts["num_ranks"] == 2 and inspection.global_batch == 8
+        assert inspection.world.size == 2 and inspection.global_batch == 8
         config = techniques.complete({"batch_size": 8}, global_batch=8)
         found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None)))
     assert found.samples_per_s == pytest.approx(16 / found.step_s)

@@ -100,14 +100,13 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
 
 
 def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> None:
-    header = replace(
-        HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts={"has_batchnorm": True}
-    )
+    facts = replace(HEADER.inspection().facts, has_batchnorm=True)
+    header = replace(HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts=facts)
     table.start(tmp_path / "some.csv", header)
     found = ReplayRunner(tmp_path / "some.csv").inspect(memory_limit_bytes=None, timeout_s=1.0)
     assert isinstance(found, Inspection)
     assert (found.support["pin_memory"].reason, found.support["amp"].note) == ("no GPU", "mind the scale")
-    assert found.facts["has_batchnorm"] and found.facts["num_parameters"] == HEADER.num_parameters
+    assert found.facts == facts and facts.num_parameters == HEADER.num_parameters
 
 
 def test_a_choice_that_acts_in_every_config_is_in_the_space_of_its_table_too(tmp_path: Path) -> None:

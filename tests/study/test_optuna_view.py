@@ -20,7 +20,7 @@ from autotune.study.store import Store
 from autotune.tuning.search import answer
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
-FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+FOUND = inspection()
 
 
 class Rough(ClosedFormRunner):

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from autotune.files import drop_oldest
 from autotune.prediction.traces import Traces
+from autotune.records.inspection import TaskFacts
 from autotune.study.traces import FOLDER, TraceCache, agrees
 from tests.prediction.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
-FACTS = {"name": "task", "source_hash": "abc", "num_parameters": 10}
+FACTS = TaskFacts(name="task", source_hash="abc", num_parameters=10)
 
 
 def cache(folder, *, facts=FACTS, target="cpu", batch_sizes=(4, 8), trained=None):
@@ -33,7 +34,7 @@ def test_sizes_or_an_optimizer_that_changed_without_the_source_are_noticed():
 def test_another_task_target_or_space_has_traces_of_its_own(tmp_path):
     cache(tmp_path).write(TRACES)
     others = (
-        {"facts": {**FACTS, "source_hash": "abd"}},
+        {"facts": replace(FACTS, source_hash="abd")},
         {"target": "cuda"},
         {"batch_sizes": (4,)},
         {"trained": {"freeze": "head"}},

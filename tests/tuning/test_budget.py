@@ -17,7 +17,7 @@ from autotune.tuning.opening import open_search
 from autotune.tuning.search import search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection
 
-FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+FOUND = inspection()
 CHECK_S = 2.5
 
 

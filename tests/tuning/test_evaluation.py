@@ -77,8 +77,7 @@ class Evaluating(ClosedFormRunner):
         found = super().result_of(job)
         if isinstance(job, InspectJob):
             assert isinstance(found, Inspection)
-            own = {"has_batchnorm": False, "num_parameters": 1, "num_trainable": 1, **self.facts}
-            return replace(found, facts={**found.facts, **own})
+            return replace(found, facts=replace(found.facts, num_parameters=1, num_trainable=1, **self.facts))
         return found
 
 

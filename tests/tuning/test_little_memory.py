@@ -103,8 +103,7 @@ def test_gradients_are_compared_outside_of_a_limit_that_plain_training_exceeds(t
                 Outcome(kind=Kind.OOM) if settings.memory_limit_bytes == LIMIT_BYTES else NotCompared(reason="not here")
             )
 
-    facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
-    search = make_search(tmp_path, Checking(), inspection=inspection(facts=facts))
+    search = make_search(tmp_path, Checking(), inspection=inspection())
     clearance, fused = Clearance(search), search.history.space.complete({"optimizer_impl": "fused"})
     assert clearance.clear(fused)
     found = clearance.of_answer(fused)
@@ -119,11 +118,10 @@ def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_
             sizes.append(batch_size)
             return NotCompared(reason="not here")
 
-    facts = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
     for samples in (2, 6):
         folder = tmp_path / str(samples)
         folder.mkdir()
-        search = make_search(folder, Checking(), inspection=inspection(facts=facts, step_samples=samples))
+        search = make_search(folder, Checking(), inspection=inspection(step_samples=samples))
         Clearance(search).clear(search.history.space.complete({"optimizer_impl": "fused"}))
     assert sizes == [4, 6]
 

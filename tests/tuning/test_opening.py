@@ -13,8 +13,10 @@ import pytest
 
 import autotune
 from autotune.errors import StudyError
+from autotune.records.inspection import TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
+from autotune.records.world import World
 from autotune.report.study import study_sections
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
@@ -29,13 +31,14 @@ from tests.integrations.answers import known
 from tests.notes import Notes
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
-FACTS: dict[str, Any] = {
-    "source_hash": "abc",
-    "num_parameters": 10,
-    "num_trainable": 10,
-    "parameter_bytes": 40,
-    "batch": ["float32 (2, 1, 32, 32)", "int64 (2,)"],
-}
+FACTS = TaskFacts(
+    name="closed",
+    source_hash="abc",
+    num_parameters=10,
+    num_trainable=10,
+    parameter_bytes=40,
+    batch=("float32 (2, 1, 32, 32)", "int64 (2,)"),
+)
 GIB = 2**30
 
 
@@ -78,8 +81,8 @@ def test_an_answer_carries_what_was_asked_through_json() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"batch": ["float32 (2, 1, 64, 64)", "int64 (2,)"]},
-        {"batch": ["float64 (2, 1, 32, 32)", "int64 (2,)"]},
+        {"batch": ("float32 (2, 1, 64, 64)", "int64 (2,)")},
+        {"batch": ("float64 (2, 1, 32, 32)", "int64 (2,)")},
         {"parameter_bytes": 20},
         {"num_trainable": 4},
     ],
@@ -90,7 +93,7 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
     Store(place, fingerprint(inspection(facts=FACTS)), {})
     ((name, value),) = change.items()
     with pytest.raises(StudyError) as caught:
-        Store(place, fingerprint(inspection(facts=FACTS | change)), {})
+        Store(place, fingerprint(inspection(facts=dataclasses.replace(FACTS, **change))), {})
     assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
 
 
@@ -231,7 +234,7 @@ def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(
 
 
 def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -> None:
-    found = inspection(facts={**FACTS, "num_ranks": 2})
-    alone = inspection(facts=FACTS)
+    found = inspection(world=World(size=2))
+    alone = inspection()
     options = SearchOptions(train_steps=10)
     assert _train_samples(options, found) == 2 * _train_samples(options, alone)

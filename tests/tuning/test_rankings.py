@@ -48,7 +48,7 @@ class Variants(ClosedFormRunner):
         count = PARAMETERS[name]
         return replace(
             found,
-            facts={**found.facts, "num_parameters": count, "num_trainable": count, "has_batchnorm": False},
+            facts=replace(found.facts, num_parameters=count, num_trainable=count),
             baseline={**found.baseline, "variant": name},
             support={**found.support, "variant": Support(choices=self.names)},
         )

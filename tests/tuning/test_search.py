@@ -22,7 +22,7 @@ from autotune.tuning.search import answer
 from autotune.tuning.verdict import verdict_of
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
-FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+FOUND = inspection()
 OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)
 UNTRUE = ("did not run", "does not run", "Keep what you have", "more than the memory limit")
 
@@ -443,7 +443,7 @@ def test_probes_outcomes_and_training_seconds_are_those_of_the_whole_study(tmp_p
 
 
 def test_throughput_is_told_in_tokens_where_loss_weight_counts_them(tmp_path):
-    found = replace(FOUND, facts={**FOUND.facts, "tokens_per_sample": 256.0})
+    found = replace(FOUND, facts=replace(FOUND.facts, tokens_per_sample=256.0))
     result = answer(recommender(tmp_path, Staged(), inspection=found))
     assert result.tokens_per_s == 256.0 * result.samples_per_s
     assert Result.from_dict(result.to_dict()) == result
@@ -464,7 +464,7 @@ def test_what_a_technique_did_is_told_from_the_searchs_probes_alone(tmp_path):
 
 
 ACCUMULATING = inspection(
-    facts={**FOUND.facts, "has_batchnorm": True},
+    facts=replace(FOUND.facts, has_batchnorm=True),
     baseline=techniques.complete({"batch_size": 4, "accumulation_steps": 24}).as_dict(),
 )
 

@@ -23,12 +23,11 @@ from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
 COLD_S = 40.0
 PRICED = Support(choices=("off",), optional=("default",), reason="compiling takes time", setup_s=(("default", COLD_S),))
 AGAINST = "against the fastest config that compiles nothing, that is won back"
-FACTS = {"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False}
 
 
 def found(priced: Support = PRICED) -> Inspection:
     known = inspection()
-    return replace(known, facts=FACTS, support={**known.support, "amp": SUPPORT["amp"], "compile": priced}, step_s=0.1)
+    return replace(known, support={**known.support, "amp": SUPPORT["amp"], "compile": priced}, step_s=0.1)
 
 
 def judged(budget_s: float, train_samples: float | None = None, included: tuple[str, ...] = ()) -> Support:

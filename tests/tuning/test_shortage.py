@@ -9,7 +9,7 @@ from autotune.tuning.search import answer
 from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
 from tests.rough_world import NoisyPeaks
 
-FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+FOUND = inspection()
 
 
 class Huge(ClosedFormRunner):
@@ -33,7 +33,7 @@ def test_after_a_few_hopeless_probes_a_search_ends_with_the_predicted_need(tmp_p
 
 def test_a_baseline_that_was_not_stated_is_halved_at_once_to_what_may_fit(tmp_path):
     baseline = techniques.complete({"batch_size": 96}, global_batch=96).as_dict()
-    found = inspection(baseline=baseline, baseline_given=False, facts=FOUND.facts)
+    found = inspection(baseline=baseline, baseline_given=False)
     runner = ClosedFormRunner()
     search = make_search(
         tmp_path, runner, inspection=found, peaks=NoisyPeaks(runner), sampler="cost-model", num_trials=3
@@ -46,7 +46,7 @@ def test_a_prediction_that_is_wrong_does_not_end_a_search(tmp_path):
     """Twice as much is predicted as is needed, and yet the search finds what fits."""
     runner = ClosedFormRunner()
     large = techniques.complete({"batch_size": 48}, global_batch=96).as_dict()
-    found = inspection(baseline=large, facts=FOUND.facts)
+    found = inspection(baseline=large)
     search = make_search(
         tmp_path, runner, inspection=found, peaks=NoisyPeaks(Huge()), sampler="cost-model", num_trials=12
     )

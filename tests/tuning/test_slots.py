@@ -9,7 +9,7 @@ from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import answer
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 
-FOUND = inspection(facts={"name": "closed", "source_hash": "abc", "warnings": [], "has_batchnorm": False})
+FOUND = inspection()
 
 
 class Wide(ClosedFormRunner):

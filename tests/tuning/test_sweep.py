@@ -88,7 +88,7 @@ def test_the_tables_space_is_what_was_swept(folder: Path, swept: list[Progress])
 
 def test_the_tables_inspection_is_the_tasks(folder: Path, swept: list[Progress]) -> None:
     found = table.read(folder / "tiny.csv").header.inspection()
-    assert found.facts["num_trainable"] == found.facts["num_parameters"] and not found.facts["has_batchnorm"]
+    assert found.facts.num_trainable == found.facts.num_parameters and not found.facts.has_batchnorm
     assert found.baseline_given and found.support["pin_memory"].reason
 
 
