@@ -40,7 +40,7 @@ def _of_result(result: Any) -> Iterable[Any]:
 def _of_study(study: Any) -> Iterable[Any]:
     from autotune.report.study import study_sections
 
-    return study_sections(study, model=study.attributes.get("model", "model.py"))
+    return study_sections(study, model=study.facts.model)
 
 
 def _of_prediction(prediction: Any) -> Iterable[Any]:

@@ -20,6 +20,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.records.study import Fingerprint, SearchFacts
 from autotune.runners.instant import InstantRunner
 from autotune.runners.runner import (
     CalibrateJob,
@@ -194,8 +195,11 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
     )
     store = Store(
         place_of(str(folder / "closed.db"), None, "closed"),
-        {"task": "abc"},
-        {"baseline_config": space.baseline.as_dict(), "objective": options.objective},
+        SearchFacts(
+            fingerprint=Fingerprint(task="abc"),
+            baseline_config=space.baseline.as_dict(),
+            objective=options.objective,
+        ),
     )
     listener = changes.pop("listener", Listener())
     cost_model = CostModel(

@@ -167,7 +167,7 @@ def show(options: argparse.Namespace) -> int:
         if options.form == PAGE:
             _warn_of_no_pictures()
     else:
-        _print(study_sections(study, model=study.attributes.get("model", "model.py")))
+        _print(study_sections(study, model=study.facts.model))
     return ANSWERED
 
 
@@ -198,7 +198,7 @@ def _require_not_of(study: Study, out: Path, flag: str) -> None:
     from autotune.runners.command import files_of
 
     answer = study.result
-    model = study.attributes.get("model", "") if answer is None else answer.model
+    model = study.facts.model if answer is None else answer.model
     require_other(out, flag, MODEL_FILE, file_and_attribute(model)[0])
     if answer is not None and answer.command:
         require_other(out, flag, "a file of the command", *files_of(answer.command))
@@ -242,7 +242,7 @@ def export(options: argparse.Namespace) -> int:
     study = load_study(options.study_file, study=options.study)
     if options.out:
         _require_not_of(study, Path(options.out), "--out")
-    exported = export(study.answer(), options.to, space=study.attributes.get("space"), force=options.force)
+    exported = export(study.answer(), options.to, space=study.facts.space, force=options.force)
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:

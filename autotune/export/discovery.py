@@ -33,9 +33,9 @@ def of_result(result: Result, to: str, *, force: bool = False) -> Export:
     Raises:
         ConfigError: as for `export`.
     """
-    space = {}
+    space: Mapping[str, Sequence[Choice]] = {}
     with contextlib.suppress(StudyError):  # moved away, or made on another machine
-        space = load_study(result.storage, study=result.study).attributes.get("space", {})
+        space = load_study(result.storage, study=result.study).facts.space
     return export(result, to, space=space, force=force)
 
 
@@ -45,7 +45,7 @@ def export(
     """An answer in the words of `to`.
 
     Args:
-        space: technique -> choices that were searched, as a study's attribute `space` has them: some frameworks know
+        space: technique -> choices that were searched, as `space` of a study's facts has them: some frameworks know
             only on and off, so that it matters whether the answer is the furthest that there was.
         force: also an answer that did not pass its comparison with plain fp32.
 

@@ -21,7 +21,7 @@ class Record:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Rebuild the record. Keys that it has no field for are ignored: other versions may have written them."""
-        record: Self = decode(cls, data)
+        record: Self = _rebuild(cls, data)
         return record
 
 
@@ -38,10 +38,16 @@ def decode(kind: Any, data: Any) -> Any:
         return tuple(decode(each, item) for each, item in zip(kinds, data, strict=True))
     if origin is dict:
         return {key: decode(inner[1], item) for key, item in data.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return kind.from_dict(data)  # which may know of older names
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: decode(hints[name], value) for name, value in data.items() if name in hints})  # type: ignore[operator]
+        return _rebuild(kind, data)
     return kind(data) if isinstance(kind, type) and issubclass(kind, Enum) else data
+
+
+def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    return kind(**{name: decode(hints[name], value) for name, value in data.items() if name in hints})
 
 
 def _num_known(kind: Any, data: Any) -> int:

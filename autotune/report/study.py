@@ -31,7 +31,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
     if study.probes:
         yield _probes(study)
         yield from _failures(study)
-    if unsupported := study.attributes.get("unsupported"):
+    if unsupported := study.facts.unsupported:
         yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
     front, baseline = study.front_configs(), None
     if (
@@ -48,13 +48,13 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
 
 def machine_facts(study: Study) -> dict[str, str]:
     """The machine, the versions and the limits of a study, in words, as far as it recorded them."""
-    found = study.attributes.get("fingerprint", {})
+    found = vars(study.facts.fingerprint)
     return {
         name.removeprefix("num_").removesuffix("_bytes").replace("_", " "): (
             format_bytes(found[name]) if name.endswith("_bytes") else str(found[name])
         )
         for name in MACHINE
-        if found.get(name)
+        if found[name]
     }
 
 
@@ -73,7 +73,7 @@ def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
 def _no_answer(study: Study) -> Section:
     if not study.probes:
         return Section("No answer yet", (Paragraph("No probe has ended yet, so there is nothing to show."),))
-    if why := study.attributes.get("no_answer"):
+    if why := study.facts.no_answer:
         return Section("No answer", (Paragraph(why),))
     if not any(probe.feasible for probe in study.probes):
         return Section("No answer", (Paragraph("Nothing was feasible so far; the failures are above."),))
@@ -82,9 +82,9 @@ def _no_answer(study: Study) -> Section:
 
 
 def _headline(study: Study) -> Section:
-    device = study.attributes.get("fingerprint", {}).get("device", "")
-    about = f"task {study.attributes.get('task', study.name)}" + (f" on {device}" if device else "")
-    limit = limit_words(study.attributes.get("objective", "throughput"), study.memory_limit_bytes, study.headroom)
+    device = study.facts.fingerprint.device
+    about = f"task {study.facts.task or study.name}" + (f" on {device}" if device else "")
+    limit = limit_words(study.facts.objective, study.memory_limit_bytes, study.headroom)
     kinds = Counter(str(probe.outcome.kind) for probe in study.probes)
     wall_s = sum(probe.wall_s for probe in study.probes)
     probed = f"{plural(len(study.probes), 'probe')} ({counts(kinds)}), {format_seconds(wall_s)} of probing"

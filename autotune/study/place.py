@@ -20,10 +20,6 @@ from autotune.units import format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
-LIMITED_BESIDE = (
-    "limited_beside"  # attribute of a study with another memory limit: the name of the one that was there before
-)
-RANKED_BESIDE = "ranked_beside"  # attribute of a study in which something else is trained: the name of the user's own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import difflib
 import functools
 import sqlite3
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -19,14 +19,14 @@ from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError, first_line
 from autotune.records.config import Choice, Config
-from autotune.records.formats import require_readable
 from autotune.records.front import front_of
 from autotune.records.result import Measured, Result
+from autotune.records.study import StudyFacts
 from autotune.records.trial import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
-from autotune.study.place import DEFAULT_FOLDER, LIMITED_BESIDE, PLAY_OFF_OF, RANKED_BESIDE
-from autotune.study.store import FORMAT, SEARCHED_AT, trials_of
+from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
+from autotune.study.store import facts_of, trials_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,8 +41,7 @@ class Study:
     Attributes:
         name: the study's name in its storage.
         storage: a file path, or a URL as it was given.
-        attributes: facts that the search recorded about itself: `task`, `objective`, `memory_limit_bytes`, `headroom`,
-            `fingerprint`, `space`, `unsupported`, `baseline_config`, `warnings`, `no_answer` (why a search found none).
+        facts: what the searches recorded beside the probes, but for the answer, which is `result`.
         probes: every finished probe, in order.
         others: names of the task's studies with other memory limits, in the same storage.
         num_running: probes in progress, or left in that state by a search that was killed.
@@ -52,7 +51,7 @@ class Study:
 
     name: str
     storage: str
-    attributes: dict[str, Any] = field(repr=False)
+    facts: StudyFacts = field(repr=False)
     probes: tuple[Trial, ...] = field(repr=False)
     num_running: int
     num_lost: int
@@ -67,17 +66,17 @@ class Study:
     @property
     def baseline_config(self) -> dict[str, Choice]:
         """The user's baseline; empty if the search did not get that far."""
-        return dict(self.attributes.get("baseline_config", {}))
+        return self.facts.baseline_config
 
     @property
     def memory_limit_bytes(self) -> int:
         """Memory limit of every probe, headroom included."""
-        return int(self.attributes.get("memory_limit_bytes", 0))
+        return self.facts.memory_limit_bytes
 
     @property
     def headroom(self) -> float:
         """Share of the limit that a feasible config leaves free."""
-        return float(self.attributes.get("headroom", 0.0))
+        return self.facts.headroom
 
     def answer(self) -> Result:
         """The last answer.
@@ -151,8 +150,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             )
         try:
             kept = storage.get_all_studies()
-            searches = {one.study_name: one.user_attrs for one in kept if PLAY_OFF_OF not in one.user_attrs}
-            own = {name: about for name, about in searches.items() if about.get(RANKED_BESIDE) not in searches}
+            searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
+            own = {name: about for name, about in searches.items() if about.ranked_beside not in searches}
             name = _choose(searches if study else own, study, given)
             parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
             studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
@@ -166,17 +165,16 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             f"the study {name} in {given} was not made by autotune, so there are no probes to show; "
             "expected a study that `autotune search` wrote"
         )
-    require_readable(f"the study {name} in {given}", attributes["format"], FORMAT)
-    answer = attributes.get("result")
+    facts = facts_of(f"{name} in {given}", attributes)
     return Study(
         name=name,
         storage=given if "://" in given else str(file),
-        attributes={key: value for key, value in attributes.items() if key != "result"},
+        facts=replace(facts, result=None),
         others=_of_one_task(own, name),
         probes=tuple(trials_of(trials)),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
         num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
-        result=Result.from_dict(answer) if answer else None,
+        result=facts.result,
     )
 
 
@@ -240,17 +238,23 @@ def _databases_near(file: Path) -> str:
     return f"; there is {', '.join(map(str, found[:5]))}"
 
 
-def _choose(searches: Mapping[str, Mapping[str, Any]], wanted: str | None, given: str) -> str:
+def _whose(attributes: Mapping[str, Any]) -> StudyFacts:
+    """What tells a study from others in its file, which may be of any format, or not ours."""
+    said = ("searched_at", "limited_beside", "ranked_beside")
+    return StudyFacts.from_dict({name: attributes[name] for name in said if name in attributes})
+
+
+def _choose(searches: Mapping[str, StudyFacts], wanted: str | None, given: str) -> str:
     """The study wanted; without a name the only one, and of those that differ by their memory limit the last that was searched.
 
     Args:
-        searches: name -> attributes.
+        searches: by name.
     """
     listed = ", ".join(sorted(searches))
     if not searches:
         raise StudyError(f"{given} holds no study yet; `autotune search` makes one")
     if wanted is None:
-        last = max(searches, key=lambda name: searches[name].get(SEARCHED_AT, ""))
+        last = max(searches, key=lambda name: searches[name].searched_at)
         if len(_of_one_task(searches, last)) + 1 < len(searches):
             raise StudyError(f"{given} holds {len(searches)} studies; choose one with --study: {listed}")
         return last
@@ -259,9 +263,9 @@ def _choose(searches: Mapping[str, Mapping[str, Any]], wanted: str | None, given
     return wanted
 
 
-def _of_one_task(searches: Mapping[str, Mapping[str, Any]], name: str) -> tuple[str, ...]:
+def _of_one_task(searches: Mapping[str, StudyFacts], name: str) -> tuple[str, ...]:
     """The other studies that differ from one by their memory limit."""
-    first = {other: about.get(LIMITED_BESIDE, other) for other, about in searches.items()}
+    first = {other: about.limited_beside or other for other, about in searches.items()}
     return tuple(sorted(other for other in first if other != name and first[other] == first.get(name)))
 
 

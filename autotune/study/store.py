@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +26,7 @@ from autotune.records.formats import require_readable
 from autotune.records.objective import SCORES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
+from autotune.records.study import BegunTrial, EndedTrial, Fingerprint, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
 from autotune.study.distributions import distributions_of
@@ -35,8 +37,6 @@ from autotune.units import format_bytes
 # feasible value. Both open.
 FORMAT = 3
 MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
-SEARCHED_AT = "searched_at"  # attribute: when the last search began, in UTC
-NO_ANSWER = "no_answer"  # attribute: why the last search found none; empty where it did, or did not end
 
 
 @contextlib.contextmanager
@@ -72,32 +72,28 @@ class Store:
     """A study opened for writing.
 
     Args:
-        fingerprint: the facts that must be equal for measurements to be comparable: task, device, versions, limits.
-        attributes: further facts about the search, for readers of the study.
+        facts: what the search says of itself; its fingerprint must be the study's.
 
     Raises:
         StudyError: the storage cannot be opened, is not a study, or has another fingerprint.
     """
 
-    def __init__(self, place: Place, fingerprint: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+    def __init__(self, place: Place, facts: SearchFacts) -> None:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
-        self._score = SCORES.get(str(attributes.get("objective")))
+        self._score = SCORES.get(facts.objective)
         with _opening(place):
             self._storage = get_storage(place.storage)
             self._study = self._opened(place.study, "fingerprint")
             names = optuna.get_all_study_names(self._storage)
             self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
-        if known := self._study.user_attrs.get("fingerprint"):
-            found = self._study.user_attrs.get("format", 1)
-            require_readable(f"the study {place.study} in {place.storage}", found, FORMAT)
-            _require_equal(place, known, dict(fingerprint))
+        known = self.facts
+        if "fingerprint" in self._study.user_attrs:
+            _require_equal(place, known.fingerprint, facts.fingerprint)
         now = datetime.now(UTC).isoformat()
-        facts = {"format": FORMAT, "fingerprint": dict(fingerprint), NO_ANSWER: "", SEARCHED_AT: now}
-        for key, value in {**facts, **attributes}.items():
-            self._study.set_user_attr(key, value)
+        self.keep(replace(known, **vars(facts), format=FORMAT, no_answer="", searched_at=now))
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
         self._next_number = 1 + max((trial.number for trial in self.trials()), default=-1)  # lost ones are not shown
@@ -127,13 +123,17 @@ class Store:
             self._play_off.set_user_attr(PLAY_OFF_OF, self.place.study)
         return self._play_off
 
-    def attributes(self) -> dict[str, Any]:
-        """The study's own attributes."""
-        return dict(self._study.user_attrs)
+    @property
+    def facts(self) -> StudyFacts:
+        """What the study keeps beside its trials."""
+        return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
-    def set_attribute(self, key: str, value: Any) -> None:
-        """Keep a JSON-ready fact with the study."""
-        self._study.set_user_attr(key, value)
+    def keep(self, facts: StudyFacts) -> None:
+        """Keep what is new in the study's facts."""
+        known = self.facts.to_dict()
+        for key, value in facts.to_dict().items():
+            if value != known[key]:
+                self._study.set_user_attr(key, value)
 
     def trials(self) -> list[Trial]:
         """Every finished trial, in order."""
@@ -146,21 +146,20 @@ class Store:
             The trial's number, which `finish` and `fail` take. The play-off's go on counting where the search's end.
         """
         number, self._next_number = self._next_number, self._next_number + 1
-        described: dict[str, Any] = {
-            "number": number,
-            "config": proposal.config.as_dict(),
-            "stage": proposal.stage,
-            "reason": proposal.reason or (prediction.reason if prediction else ""),
-            "prediction": prediction.to_dict() if prediction else None,
-        }
-        if proposal.round is not None:
-            described["round"] = proposal.round
+        begun = BegunTrial(
+            number=number,
+            config=proposal.config.as_dict(),
+            stage=proposal.stage,
+            reason=proposal.reason or (prediction.reason if prediction else ""),
+            prediction=prediction,
+            round=proposal.round,
+        )
         study = self._study_of(proposal.stage)
         opened = create_trial(
             state=TrialState.RUNNING,
             params=space.params(proposal.config),
             distributions=distributions_of(space),
-            user_attrs=described,
+            user_attrs=begun.to_dict(),
         )
         # one commit, where `ask` takes one for each parameter: a disk takes 20 ms for each
         trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(study.study_name), opened)
@@ -177,13 +176,16 @@ class Store:
         feasible = infeasibility <= 0
         score = objective.score(outcome) if feasible else objective.worst()
         trial.set_constraint("infeasibility", infeasibility)
-        ended = "over the limit" if outcome.ok and not feasible else str(outcome.kind)
-        facts = {"ended": ended, "score": score, "feasible": feasible, "disturbed": disturbed}
-        if outcome.measurement is not None:
-            facts["peak_bytes"] = outcome.measurement.peak_bytes
-        for key, value in facts.items():
+        ended = EndedTrial(
+            ended="over the limit" if outcome.ok and not feasible else str(outcome.kind),
+            score=score,
+            feasible=feasible,
+            disturbed=disturbed,
+            peak_bytes=outcome.measurement.peak_bytes if outcome.measurement else None,
+            outcome=outcome,
+        )
+        for key, value in ended.to_dict().items():
             trial.set_user_attr(key, value)
-        trial.set_user_attr("outcome", outcome.to_dict())  # last: with it the trial is finished, told or not
         return trial_of(study.tell(trial, score))
 
     def fail(self, number: int, reason: str) -> None:
@@ -197,7 +199,7 @@ def _close_what_a_dead_search_left(study: optuna.Study) -> None:
     """Heartbeats do not work with ask and tell; the lock says that nobody runs these trials."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         if "outcome" in trial.user_attrs:  # measured, and not yet told
-            study.tell(trial.number, trial.user_attrs["score"])
+            study.tell(trial.number, EndedTrial.from_dict(trial.user_attrs).score)
         else:
             study.tell(trial.number, state=TrialState.FAIL)
 
@@ -210,42 +212,51 @@ def trials_of(trials: Iterable[FrozenTrial]) -> list[Trial]:
 
 def trial_of(trial: FrozenTrial) -> Trial:
     """The record of a finished Optuna trial that `Store` wrote."""
-    attributes = trial.user_attrs
-    predicted = attributes.get("prediction") or attributes.get("forecast")  # its name in studies of format 1
+    begun, ended = BegunTrial.from_dict(trial.user_attrs), EndedTrial.from_dict(trial.user_attrs)
     assert trial.value is not None  # every finished trial has one
     return Trial(
-        number=_number(trial),
-        stage=attributes["stage"],
-        config=Config(tuple(attributes["config"].items())),
-        reason=attributes["reason"],
-        prediction=Prediction.from_dict(predicted) if predicted else None,
-        round=attributes.get("round"),
-        outcome=Outcome.from_dict(attributes["outcome"]),
-        feasible=attributes["feasible"],
+        number=trial.number if begun.number is None else begun.number,
+        stage=begun.stage,
+        config=Config(tuple(begun.config.items())),
+        reason=begun.reason,
+        prediction=begun.prediction,
+        round=begun.round,
+        outcome=ended.outcome,
+        feasible=ended.feasible,
         score=trial.value,
-        disturbed=attributes.get("disturbed", False),
+        disturbed=ended.disturbed,
         started=trial.datetime_start,
     )
 
 
-def _number(trial: FrozenTrial) -> int:
-    """One count over search and play-off; up to format 2 they were one study."""
-    number: int = trial.user_attrs.get("number", trial.number)
-    return number
+def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
+    """What a study keeps beside its trials.
+
+    Args:
+        study: its name and where it is.
+        attributes: Optuna's, of that study.
+
+    Raises:
+        StudyError: a later version wrote it.
+    """
+    require_readable(f"the study {study}", attributes.get("format", 1), FORMAT)
+    return StudyFacts.from_dict(attributes)
 
 
-def stored_attributes(place: Place) -> dict[str, Any]:
-    """The attributes of an existing study; empty if there is none.
+def stored_facts(place: Place) -> StudyFacts | None:
+    """What an existing study keeps; None if no search has been there.
 
     Raises:
         StudyError: the storage cannot be opened. That is found here, before anything takes seconds.
     """
     if place.file is not None and not place.file.exists():
-        return {}
+        return None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with _opening(place), contextlib.suppress(KeyError):  # no such study
-        return dict(optuna.load_study(study_name=place.study, storage=place.storage).user_attrs)
-    return {}
+        attributes = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs
+        if "fingerprint" in attributes:
+            return facts_of(f"{place.study} in {place.storage}", attributes)
+    return None
 
 
 def _cause(error: BaseException) -> str:
@@ -255,31 +266,28 @@ def _cause(error: BaseException) -> str:
     return first_line(getattr(error, "orig", None) or error)
 
 
-def require_comparable(place: Place, stored: Mapping[str, Any], **wanted: Any) -> None:
+def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerprint) -> None:
     """Refuse a study that cannot be resumed, by what of its fingerprint is known before anything takes seconds.
-
-    Args:
-        stored: the study's attributes.
 
     Raises:
         StudyError: it has other values.
     """
-    known = stored.get("fingerprint", {})
-    _require_equal(
-        place, {key: known[key] for key in wanted if key in known}, {k: wanted[k] for k in wanted if k in known}
-    )
+    if stored is not None:
+        known = vars(stored.fingerprint)
+        in_both = {name: value for name, value in vars(early).items() if None not in (value, known[name])}
+        _require_equal(place, stored.fingerprint, replace(stored.fingerprint, **in_both))
 
 
-def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None:
+    was, now = _flat(known), _flat(wanted)
     differences = []
-    for key in sorted({*known, *wanted}):
-        if key == "total_bytes" and same_memory(known.get(key, 0), wanted.get(key, 0)):
+    for key in sorted({*was, *now}):
+        if was.get(key) == now.get(key) or (key == "total_bytes" and same_memory(was[key] or 0, now[key] or 0)):
             continue
-        if known.get(key) != wanted.get(key):
-            was, now = _shown(known, key), _shown(wanted, key)
-            if was == now:  # a few bytes apart
-                was, now = f"{known[key]} bytes", f"{wanted[key]} bytes"
-            differences.append(f"{MEMORIES.get(key, key)} was {was} and is {now}")
+        before, after = _shown(was, key), _shown(now, key)
+        if before == after:  # a few bytes apart
+            before, after = f"{was[key]} bytes", f"{now[key]} bytes"
+        differences.append(f"{MEMORIES.get(key, key)} was {before} and is {after}")
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
@@ -287,8 +295,16 @@ def _require_equal(place: Place, known: dict[str, Any], wanted: dict[str, Any]) 
         )
 
 
-def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
-    if key not in fingerprint:
-        return "not recorded"  # by another version
-    value = fingerprint[key]
-    return format_bytes(value) if key in MEMORIES else repr(value)
+def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
+    """Each value by its name, variables of the environment among them."""
+    found = vars(fingerprint)
+    return {**{key: value for key, value in found.items() if key != "environment"}, **fingerprint.environment}
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key, "")  # a variable of the environment that is not set
+    if value is None:
+        return "none" if key == "global_batch" else "not recorded"  # by another version
+    if key in MEMORIES:
+        return format_bytes(value)
+    return repr(list(value) if isinstance(value, tuple) else value)

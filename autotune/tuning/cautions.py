@@ -62,7 +62,7 @@ def _unknown_gain(answer: Answer) -> Iterator[str]:
 
 def _earlier_answer(answer: Answer) -> Iterator[str]:
     is_confirmed = answer.standing is not None and answer.standing.answer is not None
-    if not is_confirmed and answer.search.store.attributes().get("result", {}).get("confirmed"):
+    if not is_confirmed and (kept := answer.search.store.facts.result) and kept.confirmed:
         yield "the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it"
 
 

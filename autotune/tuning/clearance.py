@@ -8,7 +8,7 @@ or of which the comparison tells nothing takes no part in the play-off and is no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune import techniques
@@ -16,6 +16,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check
+from autotune.records.study import Comparison
 from autotune.runners.runner import NotCompared, ProbeFault
 from autotune.space import CUT, Changes
 from autotune.tuning.confirm import finalists_of
@@ -29,7 +30,6 @@ CHECK_SHARE = 0.15  # of the budget, for one comparison
 CHECKS_SHARE = 0.25  # of the budget, for all comparisons once a config has passed
 FIRST_SHARE = 0.5  # of the time that is left, for a comparison while none has passed
 NOT_SHOWN = "was not shown to train as plain fp32 does"
-ATTRIBUTE = "checks"  # of the study: every comparison that finished
 MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = "give a larger --memory-limit"
 FREE_MEMORY = "end what else uses the device, and run the same command again: it continues this study and compares it"
@@ -68,9 +68,8 @@ class Clearance:
 
     def bar_known(self) -> None:
         """Bar what an earlier search of the study found not to pass, and take over what passed."""
-        for kept in self._search.store.attributes().get(ATTRIBUTE, ()):
-            changes = frozenset((name, choice) for name, choice in kept["changes"])
-            self._found[changes] = _finding(Check(**kept["check"]))
+        for kept in self._search.store.facts.checks:
+            self._found[frozenset(kept.changes)] = _finding(kept.check)
         for changes, found in sorted(self._found.items(), key=lambda item: len(item[0])):
             if not found.clears and not any(barred <= changes for barred in self._search.history.space.barred):
                 self._bar(changes, found)
@@ -132,12 +131,12 @@ class Clearance:
             found = self._compare(changes)
             self._found[changes] = found
             if found.check is not None:
-                kept = [
-                    {"changes": sorted(known), "check": vars(one.check)}
+                checks = tuple(
+                    Comparison(changes=tuple(sorted(known)), check=one.check)
                     for known, one in self._found.items()
                     if one.check is not None
-                ]
-                self._search.store.set_attribute(ATTRIBUTE, kept)
+                )
+                self._search.store.keep(replace(self._search.store.facts, checks=checks))
         return self._found[changes]
 
     def _blame(self, changes: Changes) -> None:

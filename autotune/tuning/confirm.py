@@ -19,12 +19,11 @@ from autotune.tuning.state import Search
 from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
-WHOLE_ROUNDS = "whole_rounds"  # attribute of the study: numbers of the rounds that were not cut short
 
 
 def whole_rounds(search: Search) -> tuple[int, ...]:
     """Numbers of the rounds that were completed, in this search or an earlier one of the study."""
-    return tuple(search.store.attributes().get(WHOLE_ROUNDS, ()))
+    return search.store.facts.whole_rounds
 
 
 def finalists_of(search: Search) -> list[Config]:
@@ -122,7 +121,7 @@ def _open_play_off(search: Search) -> PlayOff:
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:
-        search.store.set_attribute(WHOLE_ROUNDS, [*whole_rounds(search), number])
+        search.store.keep(replace(search.store.facts, whole_rounds=(*whole_rounds(search), number)))
 
     earlier = [trial for trial in history.trials if trial.in_play_off]
     rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]

@@ -21,7 +21,6 @@ from autotune.tuning.state import Search
 GAIN = 0.02  # in speed, for which a larger batch is worth its memory
 NUM_PROCESSES = 3  # that the answer must run through
 MAX_TIMED_S = 0.5
-ATTRIBUTE = "evaluated"  # of the study: every process, by the techniques that it evaluated with
 NO_TIME = "its share of the budget was spent; the same command with a larger --budget goes on"
 
 
@@ -30,15 +29,15 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
 
     The study keeps each process, so that no other search of it repeats one.
     """
-    kept = dict(search.store.attributes().get(ATTRIBUTE, {}))
     key = json.dumps({name: choice for name, choice in answer.as_dict().items() if name not in BATCH_KEYS})
-    tried = [Evaluated.from_dict(one) for one in kept.get(key, ())]
+    tried = list(search.store.facts.evaluated.get(key, ()))
     unfinished = ""
     if is_asked_for(search.options, search.inspection) and not search.interrupted():
 
         def keep(found: Evaluated) -> None:
             tried.append(found)
-            search.store.set_attribute(ATTRIBUTE, {**kept, key: [one.to_dict() for one in tried]})
+            facts = search.store.facts
+            search.store.keep(replace(facts, evaluated={**facts.evaluated, key: tuple(tried)}))
             rate = f"{found.samples_per_s:.3g} samples/s" if found.samples_per_s else f"{found.kind}: {found.cause}"
             search.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
 

@@ -22,12 +22,13 @@ from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.study import SearchFacts
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
-from autotune.study.place import LIMITED_BESIDE, RANKED_BESIDE, Place, lock_study, place_of
-from autotune.study.store import Store, require_comparable, storage_errors, stored_attributes
+from autotune.study.place import Place, lock_study, place_of
+from autotune.study.store import Store, require_comparable, storage_errors, stored_facts
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import FRAMEWORKS
@@ -84,14 +85,14 @@ def open_search(
             )
         waited_s = time.monotonic() - began_s if began_s is not None else 0.0
         budget = _budget(options, runner, listener, waited_s)
-        stored = stored_attributes(place)
+        stored = stored_facts(place)
         with budget.split("import"):
             device = runner.device()
-            earlier = stored or stored_attributes(plain)  # of which it is a ranking beside
+            earlier = stored or stored_facts(plain)  # of which it is a ranking beside
             limit_bytes = memory_limit(options, place if stored else plain, earlier, device.free_bytes)
             if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
                 shutil.rmtree(place.compiled, ignore_errors=True)
-            require_comparable(place, stored, **early_fingerprint(options, limit_bytes, runner))
+            require_comparable(place, stored, early_fingerprint(options, limit_bytes, runner))
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
@@ -126,7 +127,7 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
     own = search.store.place
     place = own.training(choice)
-    stored = stored_attributes(place)
+    stored = stored_facts(place)
     shared = _Shared(
         runner=search.runner,
         limit_bytes=memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
@@ -172,8 +173,7 @@ def _open_over(
     others = trained_beside(inspection, **wanted) if own is None else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
-    kept = {**fingerprint(inspection), **early_fingerprint(options, limit_bytes, runner)}
-    store = Store(place, kept, _attributes(shared, place, options, own, inspection, space))
+    store = Store(place, _search_facts(shared, place, options, own, inspection, space))
     objective = Objective(
         name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
     )
@@ -253,23 +253,24 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
     return inspection
 
 
-def _attributes(
+def _search_facts(
     shared: _Shared, place: Place, options: SearchOptions, own: Place | None, inspection: Inspection, space: Space
-) -> dict[str, Any]:
+) -> SearchFacts:
     """What a study says of its search beside the trials."""
-    return {
-        "task": inspection.facts.name,
-        "model": shared.runner.stated.model,
-        "asked": dict(shared.asked),
-        "objective": options.objective,
-        "memory_limit_bytes": shared.limit_bytes,
-        "headroom": options.headroom,
-        "space": {name: list(choices) for name, choices in space.choices.items()},
-        "unsupported": {n: why for n, why in inspection.unsupported.items() if n not in options.include},
-        "baseline_config": space.baseline.as_dict(),
-        **({LIMITED_BESIDE: place.beside} if place.beside else {}),
-        **({RANKED_BESIDE: own.study if own else place.name} if place.trained else {}),
-    }
+    return SearchFacts(
+        fingerprint=fingerprint(inspection, early_fingerprint(options, shared.limit_bytes, shared.runner)),
+        task=inspection.facts.name,
+        model=shared.runner.stated.model,
+        asked=dict(shared.asked),
+        objective=options.objective,
+        memory_limit_bytes=shared.limit_bytes,
+        headroom=options.headroom,
+        space={name: tuple(choices) for name, choices in space.choices.items()},
+        unsupported={n: why for n, why in inspection.unsupported.items() if n not in options.include},
+        baseline_config=space.baseline.as_dict(),
+        limited_beside=place.beside,
+        ranked_beside=(own.study if own else place.name) if place.trained else "",
+    )
 
 
 def _tracing(

@@ -11,7 +11,6 @@ from dataclasses import replace
 from autotune.errors import AutotuneError
 from autotune.records.config import Choice
 from autotune.records.result import Ranking, Result
-from autotune.study.store import NO_ANSWER
 from autotune.tuning.opening import open_search_beside
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.state import Search
@@ -31,7 +30,7 @@ def add_rankings(search: Search, answer: Answer) -> Result:
     if not search.others:
         return answer(search)
     own = {name: search.history.space.baseline[name] for choice in search.others for name in choice}
-    before = _kept(search)
+    before = search.store.facts.result
     result: Result | None = None
     failure = ""
     try:
@@ -54,24 +53,18 @@ def add_rankings(search: Search, answer: Answer) -> Result:
     if result is None:
         found = [f"{in_words(r.choice)} reaches {r.samples_per_s:.3g} samples/s" for r in rankings if r.samples_per_s]
         said = "; ".join([failure, *found])
-        search.store.set_attribute(NO_ANSWER, said)
+        search.store.keep(replace(search.store.facts, no_answer=said))
         raise NothingFeasible(said)
     if search.interrupted() and before is not None:
         reached = {ranking.study for ranking in rankings}
         rankings += [ranking for ranking in before.rankings if ranking.study not in reached]
-    if (kept := _kept(search)) is not None:
+    if (kept := search.store.facts.result) is not None:
         shown = rankings if kept == result else [*kept.rankings[:1], *rankings[1:]]  # an earlier answer that stays
-        search.store.set_attribute("result", replace(kept, rankings=tuple(shown)).to_dict())
+        search.store.keep(replace(search.store.facts, result=replace(kept, rankings=tuple(shown))))
     result = replace(result, rankings=tuple(rankings))
     if search.interrupted():
         raise Interrupted(result)
     return result
-
-
-def _kept(search: Search) -> Result | None:
-    """The answer that the study keeps."""
-    kept = search.store.attributes().get("result")
-    return Result.from_dict(kept) if kept else None
 
 
 def in_words(choice: Mapping[str, Choice]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autotune.errors import AutotuneError
@@ -48,10 +49,9 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
     The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
     result = _result(search, clearance, standing)
-    kept_before = bool(search.store.attributes().get("result", {}).get("confirmed"))
-    if result is not None and (result.confirmed or not kept_before):
-        search.store.set_attribute("result", result.to_dict())
-        search.store.set_attribute("warnings", list(result.warnings))
+    facts = search.store.facts
+    if result is not None and (result.confirmed or facts.result is None or not facts.result.confirmed):
+        search.store.keep(replace(facts, result=result, warnings=tuple(result.warnings)))
     return result
 
 

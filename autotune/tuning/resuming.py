@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from autotune import techniques
 from autotune.devices.calibration import arithmetic
 from autotune.errors import StudyError
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
+from autotune.records.study import Fingerprint, StudyFacts
 from autotune.runners.runner import Runner
 from autotune.study.place import Place
-from autotune.study.store import stored_attributes
+from autotune.study.store import stored_facts
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes
 from autotune.version import __version__
@@ -24,15 +24,15 @@ def place_within(options: SearchOptions, plain: Place, place: Place) -> Place:
     Args:
         place: of the ranking that is searched, which may be there without a study at `plain`.
     """
-    kept = stored_attributes(plain) or stored_attributes(place)
-    known = kept.get("fingerprint", {}).get("memory_limit_bytes")
+    kept = stored_facts(plain) or stored_facts(place)
+    known = kept.fingerprint.memory_limit_bytes if kept else None
     if known is None or options.memory_limit_bytes in (None, known):
         return plain
     assert options.memory_limit_bytes is not None
     return plain.within(options.memory_limit_bytes)
 
 
-def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any], free_bytes: int) -> int:
+def memory_limit(options: SearchOptions, place: Place, stored: StudyFacts | None, free_bytes: int) -> int:
     """The user's limit in bytes, else that of the study that is resumed, else the free memory of the device.
 
     Raises:
@@ -40,7 +40,7 @@ def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any]
     """
     if options.memory_limit_bytes is not None:
         return options.memory_limit_bytes
-    earlier: int | None = stored.get("fingerprint", {}).get("memory_limit_bytes")
+    earlier = stored.fingerprint.memory_limit_bytes if stored else None
     if earlier is None:
         return free_bytes
     if earlier > 1.1 * free_bytes:
@@ -52,44 +52,51 @@ def memory_limit(options: SearchOptions, place: Place, stored: Mapping[str, Any]
 
 
 def options_to_repeat(
-    options: SearchOptions, source: TaskSource | None, stored: Mapping[str, Any]
+    options: SearchOptions, source: TaskSource | None, stored: StudyFacts | None
 ) -> dict[str, str | int]:
     """The options that must be given again to run the answer, without defaults."""
     asked = options.asked()
     if source is not None and source.overrides.get("global_batch") is not None:
         asked["global_batch"] = source.overrides["global_batch"]
-    earlier = stored.get("asked", {}).get("memory_limit")  # goes on to hold when the study is resumed without one
+    earlier = (
+        stored.asked.get("memory_limit") if stored else None
+    )  # goes on to hold when the study is resumed without one
     return {"memory_limit": earlier, **asked} if earlier is not None else asked
 
 
-def early_fingerprint(options: SearchOptions, limit_bytes: int, runner: Runner) -> dict[str, Any]:
-    """What else must be equal, and is known before the model is imported."""
-    asked = {"memory_limit_bytes": limit_bytes, "headroom": options.headroom, "objective": options.objective}
-    lengths = {"train_steps": options.train_steps, "train_epochs": options.train_epochs}
-    asked |= {name: length for name, length in lengths.items() if length is not None}
-    return {**asked, **(arithmetic() if runner.keeps_traces else {})}
+def early_fingerprint(options: SearchOptions, limit_bytes: int, runner: Runner) -> Fingerprint:
+    """What must be equal for measurements to be comparable, as far as it is known before the model is imported."""
+    return Fingerprint(
+        memory_limit_bytes=limit_bytes,
+        headroom=options.headroom,
+        objective=options.objective,
+        train_steps=options.train_steps,
+        train_epochs=options.train_epochs,
+        environment={name: value for name, value in arithmetic().items() if value} if runner.keeps_traces else {},
+    )
 
 
-def fingerprint(inspection: Inspection) -> dict[str, Any]:
-    """What must be equal for measurements to be comparable, as far as it takes an inspection to know."""
+def fingerprint(inspection: Inspection, early: Fingerprint) -> Fingerprint:
+    """All that must be equal for measurements to be comparable."""
     device, facts = inspection.device, inspection.facts
-    choices = {
-        name: sorted(map(str, {*support.choices, *support.optional}))
-        for name, support in inspection.support.items()
-        if not techniques.REGISTRY[name].ordered
-    }
-    return {
-        "autotune": __version__,
-        "techniques": list(techniques.REGISTRY),
-        "choices": choices,
-        "task": facts.source_hash,
-        # a model file may read its sizes from elsewhere
-        **{name: getattr(facts, name) for name in ("num_parameters", "num_trainable", "parameter_bytes")},
-        "batch": list(facts.batch),
-        "device": f"{device.name} {device.model}",
-        "num_threads": device.num_threads,
-        "total_bytes": device.total_bytes,
-        "driver": device.driver,
-        "torch": device.torch_version,
-        "global_batch": inspection.global_batch,
-    }
+    return replace(
+        early,
+        autotune=__version__,
+        techniques=tuple(techniques.REGISTRY),
+        choices={
+            name: tuple(sorted(map(str, {*support.choices, *support.optional})))
+            for name, support in inspection.support.items()
+            if not techniques.REGISTRY[name].ordered
+        },
+        task=facts.source_hash,
+        num_parameters=facts.num_parameters,
+        num_trainable=facts.num_trainable,
+        parameter_bytes=facts.parameter_bytes,
+        batch=facts.batch,
+        device=f"{device.name} {device.model}",
+        num_threads=device.num_threads,
+        total_bytes=device.total_bytes,
+        driver=device.driver,
+        torch=device.torch_version,
+        global_batch=inspection.global_batch,
+    )

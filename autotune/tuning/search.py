@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.errors import AutotuneError
 from autotune.proposers.base import Proposer
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
 from autotune.runners.runner import Runner
-from autotune.study.store import NO_ANSWER
 from autotune.task.source import TaskSource
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.confirm import confirm, overtaken
@@ -70,7 +69,7 @@ def answer(search: Search) -> Result:
         if result is None and not search.interrupted():
             raise NothingFeasible(why_nothing(search))
     except AutotuneError as error:
-        search.store.set_attribute(NO_ANSWER, str(error))
+        search.store.keep(replace(search.store.facts, no_answer=str(error)))
         raise
     except KeyboardInterrupt:  # the second one: the running probe is killed
         killed = True

@@ -14,8 +14,8 @@ from autotune.units import format_bytes
 
 
 def test_answers_stand_in_rows_and_only_what_differs_between_machines_is_told(study: Study) -> None:
-    machine = {**study.attributes["fingerprint"], "device": "cuda NVIDIA T4"}
-    other = replace(study, storage="t4.db", attributes={**study.attributes, "fingerprint": machine})
+    machine = replace(study.facts.fingerprint, device="cuda NVIDIA T4")
+    other = replace(study, storage="t4.db", facts=replace(study.facts, fingerprint=machine))
     text = as_text(comparison_sections([study, other]), width=160)
     assert text.count("faster") == 2 and "gpt 2" in text
     differs = text[text.index("What differs") :]

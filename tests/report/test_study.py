@@ -85,7 +85,7 @@ def test_a_study_in_which_nothing_is_feasible_says_so(unanswered: Study) -> None
 
 def test_a_study_without_an_answer_says_what_the_search_said(unanswered: Study) -> None:
     why = "the smallest config needs at least 262 MiB; raise --memory-limit"
-    text = _flat(text_of(replace(unanswered, attributes={**unanswered.attributes, "no_answer": why})))
+    text = _flat(text_of(replace(unanswered, facts=replace(unanswered.facts, no_answer=why))))
     assert f"No answer {why}" in text and "No answer yet" not in text
 
 

@@ -13,6 +13,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.records.study import Fingerprint, SearchFacts
 from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
@@ -105,7 +106,7 @@ def test_a_reader_finds_both_by_the_searchs_name_alone(file: Path) -> None:
 def test_two_searches_in_one_file_keep_their_play_offs_apart(tmp_path: Path) -> None:
     searched(tmp_path)
     place = place_of(str(tmp_path / "closed.db"), "other", "closed")
-    Store(place, {"task": "abc"}, {})
+    Store(place, SearchFacts(fingerprint=Fingerprint(task="abc")))
     with pytest.raises(StudyError, match="holds 2 studies; choose one with --study: closed, other"):
         load_study(tmp_path / "closed.db")
     assert load_study(tmp_path / "closed.db", study="other").probes == ()

@@ -119,8 +119,8 @@ def test_a_comparison_that_did_not_finish_is_made_again_when_the_search_goes_on_
     result = answer(first)
     warning = next(text for text in result.warnings if "optimizer_impl=fused" in text)
     assert all(part in warning for part in ("not shown to train as plain fp32 does", "killed after 10 s", "--budget"))
-    compared = [kept["changes"] for kept in json.loads(json.dumps(first.store.attributes()["checks"]))]
-    assert compared and not any(["optimizer_impl", "fused"] in changes for changes in compared)
+    compared = [kept.changes for kept in first.store.facts.checks]
+    assert compared and not any(("optimizer_impl", "fused") in changes for changes in compared)
 
     second = recommender(tmp_path, runner := Compared(), sampler="cost-model", num_trials=None)
     assert answer(second).config["optimizer_impl"] == "fused"

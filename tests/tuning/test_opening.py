@@ -13,14 +13,15 @@ import pytest
 
 import autotune
 from autotune.errors import StudyError
-from autotune.records.inspection import TaskFacts
+from autotune.records.inspection import Inspection, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
+from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.records.world import World
 from autotune.report.study import study_sections
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
-from autotune.study.store import Store, storage_errors, stored_attributes
+from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _train_samples
@@ -42,8 +43,13 @@ FACTS = TaskFacts(
 GIB = 2**30
 
 
-def asked(source: TaskSource, stored: dict[str, Any] | None = None, **options: Any) -> dict[str, str | int]:
-    return options_to_repeat(SearchOptions(**options), source, stored or {})
+def stated(found: Inspection | None = None, early: Fingerprint | None = None) -> SearchFacts:
+    """What a search of that task says of itself."""
+    return SearchFacts(fingerprint=fingerprint(found or inspection(facts=FACTS), early or Fingerprint()))
+
+
+def asked(source: TaskSource, stored: StudyFacts | None = None, **options: Any) -> dict[str, str | int]:
+    return options_to_repeat(SearchOptions(**options), source, stored)
 
 
 def test_only_what_is_no_default_counts_as_asked() -> None:
@@ -62,11 +68,12 @@ def test_a_global_batch_that_was_changed_in_python_counts_as_asked() -> None:
 
 
 def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() -> None:
-    stored = {"fingerprint": {"memory_limit_bytes": GIB}, "asked": {"memory_limit": GIB, "device": "cpu"}}
+    limited = Fingerprint(memory_limit_bytes=GIB)
+    stored = StudyFacts(fingerprint=limited, asked={"memory_limit": GIB, "device": "cpu"})
     place = place_of(None, None, "tiny")
     assert memory_limit(SearchOptions(), place, stored, 2 * GIB) == GIB
     assert asked(TaskSource.of(TINY), stored) == {"memory_limit": GIB}
-    assert asked(TaskSource.of(TINY), {"fingerprint": {"memory_limit_bytes": GIB}}) == {}
+    assert asked(TaskSource.of(TINY), StudyFacts(fingerprint=limited)) == {}
 
 
 def test_an_answer_carries_what_was_asked_through_json() -> None:
@@ -89,12 +96,13 @@ def test_an_answer_carries_what_was_asked_through_json() -> None:
 )
 def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change: dict[str, Any]) -> None:
     place = place_of(str(tmp_path / "sizes.db"), None, "sizes")
-    Store(place, fingerprint(inspection(facts=FACTS)), {})
-    Store(place, fingerprint(inspection(facts=FACTS)), {})
+    Store(place, stated())
+    Store(place, stated())
     ((name, value),) = change.items()
     with pytest.raises(StudyError) as caught:
-        Store(place, fingerprint(inspection(facts=dataclasses.replace(FACTS, **change))), {})
-    assert f"{name} was {FACTS[name]!r} and is {value!r}." in str(caught.value)
+        Store(place, stated(inspection(facts=dataclasses.replace(FACTS, **change))))
+    was, now = (list(one) if isinstance(one, tuple) else one for one in (getattr(FACTS, name), value))
+    assert f"{name} was {was!r} and is {now!r}." in str(caught.value)
 
 
 def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_memory(tmp_path: Path) -> None:
@@ -103,10 +111,10 @@ def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_
         dataclasses.replace(before, device=dataclasses.replace(before.device, total_bytes=total_bytes))
         for total_bytes in (2**34 - 4096, 2**33)
     )
-    Store(place, fingerprint(before), {})
-    Store(place, fingerprint(rebooted), {})
+    Store(place, stated(before))
+    Store(place, stated(rebooted))
     with pytest.raises(StudyError, match=r"memory of the device was 16\.0 GiB and is 8\.00 GiB"):
-        Store(place, fingerprint(halved), {})
+        Store(place, stated(halved))
 
 
 @pytest.mark.parametrize(
@@ -174,21 +182,21 @@ def test_a_study_of_other_arithmetic_is_refused_before_the_model_is_imported(
 def resumed(folder: Path, **options: Any) -> None:
     """Resume a study that was begun with the defaults and 1 GiB of memory."""
     (folder / "model.py").write_text("raise SystemExit('imported')")
-    begun = {"memory_limit_bytes": GIB, "headroom": 0.05, "objective": "throughput", "ONEDNN_MAX_CPU_ISA": ""}
-    Store(place_of(str(folder / "gpt.db"), None, folder.name), {**fingerprint(inspection(facts=FACTS)), **begun}, {})
+    begun = Fingerprint(memory_limit_bytes=GIB, headroom=0.05, objective="throughput")
+    Store(place_of(str(folder / "gpt.db"), None, folder.name), stated(early=begun))
     autotune.search(folder / "model.py", device="cpu", storage=str(folder / "gpt.db"), **options)
 
 
 def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -> None:
     place = place_of(str(tmp_path / "old.db"), None, "old")
-    known = fingerprint(inspection(facts=FACTS))
-    Store(place, {key: value for key, value in known.items() if key != "batch"}, {})
+    known = stated()
+    Store(place, SearchFacts(fingerprint=dataclasses.replace(known.fingerprint, batch=None)))
     with pytest.raises(StudyError, match=r"batch was not recorded and is \['float32 .*--study NAME"):
-        Store(place, known, {})
+        Store(place, known)
 
 
 def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:
-    assert stored_attributes(place_of(str(tmp_path / "none.db"), None, "none")) == {}
+    assert stored_facts(place_of(str(tmp_path / "none.db"), None, "none")) is None
     assert not (tmp_path / "none.db").exists()
 
 
@@ -207,10 +215,10 @@ def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sqlite3.dbapi2, "connect", connect_impatiently)
     place = place_of(str(tmp_path / "gpt.db"), None, "gpt")
-    store = Store(place, {}, {})
+    store = Store(place, SearchFacts())
     other = connect(tmp_path / "gpt.db")
     other.execute("BEGIN EXCLUSIVE")
-    for use in (lambda: store.set_attribute("key", 1), lambda: Store(place, {}, {})):
+    for use in (lambda: store.keep(StudyFacts(no_answer="none")), lambda: Store(place, SearchFacts())):
         with pytest.raises(StudyError) as caught, storage_errors(place):
             use()
         assert str(tmp_path / "gpt.db") in str(caught.value) and "database is locked" in str(caught.value)

@@ -245,8 +245,8 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
     with pytest.raises(NothingFeasible, match=r"oom: no memory.*--headroom 15%.*--study NAME"):
         answer(recommender(tmp_path, Failing()))
     study = load_study(tmp_path / "closed.db")
-    assert study.result is None and "--headroom 15%" in study.attributes["no_answer"]
-    assert recommender(tmp_path, Failing()).store.attributes()["no_answer"] == ""  # until this one ends
+    assert study.result is None and "--headroom 15%" in study.facts.no_answer
+    assert recommender(tmp_path, Failing()).store.facts.no_answer == ""  # until this one ends
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_round_that_was_cut_short_does_not_count_when_the_search_goes_on(tmp_p
     with pytest.raises(Interrupted):
         answer(recommender(tmp_path, runner, interrupted=lambda: len(runner.played) >= num_runs))
     answer(made := recommender(tmp_path, Staged(noise=0.1, seed=1), num_trials=1))
-    whole = made.store.attributes()["whole_rounds"]
+    whole = made.store.facts.whole_rounds
     played = [trial.round for trial in made.history.trials if trial.round is not None]
     playing = (*made.play_off.entrants, made.play_off.baseline)
     counted = {number for entrant in playing for number in entrant.outcomes}

@@ -43,7 +43,7 @@ _FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-of
 
 def render(study: Study) -> str:
     """The page: the answer, pictures where matplotlib is installed, the reasons, how to run it, every probe, and the machine."""
-    headline, *sections = study_sections(study, model=study.attributes.get("model", "model.py"))
+    headline, *sections = study_sections(study, model=study.facts.model)
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]
     probes = [section for section in sections if section.title == "Probes"]

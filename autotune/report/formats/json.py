@@ -11,16 +11,16 @@ from autotune.study.reading import Study
 
 
 def render(study: Study) -> str:
-    """The whole study as one JSON document: its attributes, every probe with all that was measured, front and answer.
+    """The whole study as one JSON document: its facts, every probe with all that was measured, front and answer.
 
-    Keys: `study`, `storage`, the study's attributes (`task`, `objective`, `memory_limit_bytes`, ...), `num_running`,
+    Keys: `study`, `storage`, the study's facts (`task`, `objective`, `memory_limit_bytes`, ...), `num_running`,
     `num_lost`, `probes`, `front`, and `result` (null without an answer).
     """
     return document(
         {
             "study": study.name,
             "storage": study.storage,
-            **study.attributes,
+            **study.facts.to_dict(),
             "num_running": study.num_running,
             "num_lost": study.num_lost,
             "probes": [_probe(probe) for probe in study.probes],

@@ -13,6 +13,7 @@ import pytest
 from autotune import notebook
 from autotune.records.config import Config
 from autotune.records.result import Dropped, Ranking
+from autotune.records.study import Fingerprint
 from autotune.report import plots
 from autotune.report.formats.html import render
 from autotune.report.html import STYLE
@@ -108,16 +109,16 @@ def hostile(study: Study) -> Study:
         warnings=(HOSTILE,),
         rankings=(Ranking(choice={"variant": HOSTILE}, study=HOSTILE, failure=HOSTILE),),
     )
-    attributes: dict[str, Any] = {
-        **study.attributes,
-        "model": f"{HOSTILE}.py",
-        "task": HOSTILE,
-        "no_answer": HOSTILE,
-        "unsupported": {HOSTILE: HOSTILE},
-        "baseline_config": choosing(study.baseline_config),
-        "fingerprint": {"device": HOSTILE, HOSTILE: HOSTILE},
-    }
-    return replace(study, name=HOSTILE, attributes=attributes, probes=tuple(probes), result=result)
+    facts = replace(
+        study.facts,
+        model=f"{HOSTILE}.py",
+        task=HOSTILE,
+        no_answer=HOSTILE,
+        unsupported={HOSTILE: HOSTILE},
+        baseline_config=choosing(study.baseline_config),
+        fingerprint=Fingerprint(device=HOSTILE, environment={HOSTILE: HOSTILE}),
+    )
+    return replace(study, name=HOSTILE, facts=facts, probes=tuple(probes), result=result)
 
 
 def require_text(page: str) -> None:

@@ -1,0 +1,168 @@
+"""What a study keeps beside its probes, and of each probe before and after it ran: plain data in Optuna's attributes.
+
+Each field is an attribute of its own, under its name. A field with a default is not known of older studies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from autotune.records.config import Choice
+from autotune.records.formats import Record
+from autotune.records.outcome import Outcome
+from autotune.records.prediction import Prediction
+from autotune.records.result import Check, Evaluated, Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint(Record):
+    """What must be equal for measurements to be comparable. None: there is none, or an older study did not record it.
+
+    Attributes:
+        autotune, torch, driver: versions.
+        techniques: their names; `choices` are those of the techniques without an order, as text.
+        task: hash of its source; a model file may read its sizes from elsewhere.
+        device: its name and model.
+        environment: variables that change a device's arithmetic, those that are set.
+    """
+
+    autotune: str | None = None
+    techniques: tuple[str, ...] | None = None
+    choices: dict[str, tuple[str, ...]] | None = None
+    task: str | None = None
+    num_parameters: int | None = None
+    num_trainable: int | None = None
+    parameter_bytes: int | None = None
+    batch: tuple[str, ...] | None = None
+    device: str | None = None
+    num_threads: int | None = None
+    total_bytes: int | None = None
+    driver: str | None = None
+    torch: str | None = None
+    global_batch: int | None = None
+    memory_limit_bytes: int | None = None
+    headroom: float | None = None
+    objective: str | None = None
+    train_steps: int | None = None
+    train_epochs: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild it. Older studies have the variables of the environment beside the rest, those that are not set as well."""
+        return super().from_dict(
+            {"environment": {key: data[key] for key in data if key.isupper() and data[key]}, **data}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFacts(Record):
+    """What a search says of itself when it opens its study.
+
+    Attributes:
+        task: its name; empty where the study does not say.
+        model: the model file, and the name of the Task in it; empty for a task built in Python.
+        asked: the options that must be given again to run the answer.
+        space: technique -> choices that are searched.
+        unsupported: technique -> why it, or a choice of it, is not searched.
+        baseline_config: empty where the search did not get that far.
+        limited_beside: name of the study that was there before, with another memory limit; empty where there is none.
+        ranked_beside: name of the user's own study, where something else is trained; else empty.
+    """
+
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    task: str = ""
+    model: str = "model.py"
+    asked: dict[str, str | int] = field(default_factory=dict)
+    objective: str = "throughput"
+    memory_limit_bytes: int = 0
+    headroom: float = 0.0
+    space: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
+    baseline_config: dict[str, Choice] = field(default_factory=dict)
+    limited_beside: str = ""
+    ranked_beside: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Record):
+    """Some changes of a config, compared with plain fp32."""
+
+    changes: tuple[tuple[str, Choice], ...]
+    check: Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Record):
+    """How far memory was traced: groups of configs, what could not be traced and why, and seconds."""
+
+    num_groups: int
+    failures: dict[str, str]
+    wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFacts(SearchFacts):
+    """What the last search said of itself, and what all searches of the study found beside the probes.
+
+    Attributes:
+        format: of the study; one that does not say has the first.
+        searched_at: when the last search began, in UTC.
+        no_answer: why the last search found none; empty where it did, or did not end.
+        result: the last answer.
+        warnings: those of the last answer.
+        whole_rounds: numbers of the play-off's rounds that were not cut short.
+        checks: every comparison that finished.
+        evaluated: every process that evaluated, by the techniques that it evaluated with.
+    """
+
+    format: int = 1
+    searched_at: str = ""
+    no_answer: str = ""
+    result: Result | None = None
+    warnings: tuple[str, ...] = ()
+    whole_rounds: tuple[int, ...] = ()
+    checks: tuple[Comparison, ...] = ()
+    evaluated: dict[str, tuple[Evaluated, ...]] = field(default_factory=dict)
+    traces: Traced | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunTrial(Record):
+    """A trial before it runs.
+
+    Attributes:
+        number: counted over search and play-off; None where Optuna's own counts over both, as up to format 2.
+        stage, reason, round: of its `Proposal`.
+    """
+
+    config: dict[str, Choice]
+    stage: str
+    reason: str = ""
+    number: int | None = None
+    prediction: Prediction | None = None
+    round: int | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild it. Studies of format 1 call a prediction a forecast."""
+        return super().from_dict({"prediction": data.get("forecast"), **data})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedTrial(Record):
+    """What came of a trial. The outcome is written last: with it the trial has ended, told or not.
+
+    Attributes:
+        ended: the outcome's kind, or `over the limit`.
+        peak_bytes: of its measurement.
+    """
+
+    feasible: bool
+    ended: str = ""
+    score: float = 0.0
+    disturbed: bool = False
+    peak_bytes: int | None = None
+    outcome: Outcome
