@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autotune.errors import StudyError
+
+_hints_of = cache(get_type_hints)  # a study has thousands of records, and texts are evaluated for each field
 
 
 class Record:
@@ -46,7 +49,7 @@ def decode(kind: Any, data: Any) -> Any:
 
 
 def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     return kind(**{name: decode(hints[name], value) for name, value in data.items() if name in hints})
 
 

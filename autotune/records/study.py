@@ -14,6 +14,7 @@ from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.result import Check, Evaluated, Result
+from autotune.records.trial import SEARCH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +131,38 @@ class StudyFacts(SearchFacts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Owner(Record):
+    """A process that runs a search.
+
+    Attributes:
+        host: the machine, as far as numbers of processes mean the same.
+        started: when the process was, by which it is told from a later one of its number.
+    """
+
+    host: str
+    pid: int
+    started: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class BegunTrial(Record):
-    """A trial before it runs.
+    """A trial before it has ended.
 
     Attributes:
         number: counted over search and play-off; None where Optuna's own counts over both, as up to format 2.
         stage, reason, round: of its `Proposal`.
+        owner: who runs it.
+        seen_at_s: when its owner last said that it lives, in seconds since 1970.
     """
 
-    config: dict[str, Choice]
-    stage: str
+    config: dict[str, Choice] = field(default_factory=dict)
+    stage: str = SEARCH
     reason: str = ""
     number: int | None = None
     prediction: Prediction | None = None
     round: int | None = None
+    owner: Owner | None = None
+    seen_at_s: float = 0.0
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

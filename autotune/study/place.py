@@ -1,4 +1,4 @@
-"""Where a study is kept, and the lock that admits one search at a time."""
+"""Where a study is kept, and the lock that admits one search of this machine at a time."""
 
 from __future__ import annotations
 

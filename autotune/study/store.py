@@ -7,6 +7,7 @@ samplers of Optuna see each config of the search once.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from autotune.records.prediction import Prediction
 from autotune.records.study import BegunTrial, EndedTrial, Fingerprint, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
+from autotune.study import owners
 from autotune.study.distributions import distributions_of
 from autotune.study.place import PLAY_OFF_OF, Place
 from autotune.units import format_bytes
@@ -96,7 +98,9 @@ class Store:
         self.keep(replace(known, **vars(facts), format=FORMAT, no_answer="", searched_at=now))
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
-        self._next_number = 1 + max((trial.number for trial in self.trials()), default=-1)  # lost ones are not shown
+        shown = [trial for trial in self._kept() if trial.state is not TrialState.FAIL]
+        self._next_number = 1 + max(map(_number, shown), default=-1)
+        self._beaten_s = time.monotonic()
 
     def _opened(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
@@ -153,6 +157,8 @@ class Store:
             reason=proposal.reason or (prediction.reason if prediction else ""),
             prediction=prediction,
             round=proposal.round,
+            owner=owners.this_process(),
+            seen_at_s=time.time(),
         )
         study = self._study_of(proposal.stage)
         opened = create_trial(
@@ -165,6 +171,14 @@ class Store:
         trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(study.study_name), opened)
         self._running[number] = study, optuna.Trial(study, trial_id)
         return number
+
+    def beat(self) -> None:
+        """Say of the trials that run that their controller lives. Ask for it often: it is written once in a while."""
+        now_s = time.monotonic()
+        if now_s - self._beaten_s > owners.BEAT_S:
+            self._beaten_s = now_s
+            for _, trial in self._running.values():
+                trial.set_user_attr("seen_at_s", time.time())
 
     def finish(self, number: int, outcome: Outcome, objective: Objective, *, disturbed: bool) -> Trial:
         """Record an outcome. An infeasible one is COMPLETE with a constraint and the value of what does not train at all.
@@ -196,8 +210,10 @@ class Store:
 
 
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
-    """Heartbeats do not work with ask and tell; the lock says that nobody runs these trials."""
+    """Optuna's own heartbeats do not work with ask and tell, and do not ask a process whether it lives."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+        if not owners.is_gone(BegunTrial.from_dict(trial.user_attrs)):
+            continue
         if "outcome" in trial.user_attrs:  # measured, and not yet told
             study.tell(trial.number, EndedTrial.from_dict(trial.user_attrs).score)
         else:
@@ -215,7 +231,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
     begun, ended = BegunTrial.from_dict(trial.user_attrs), EndedTrial.from_dict(trial.user_attrs)
     assert trial.value is not None  # every finished trial has one
     return Trial(
-        number=trial.number if begun.number is None else begun.number,
+        number=_number(trial),
         stage=begun.stage,
         config=Config(tuple(begun.config.items())),
         reason=begun.reason,
@@ -227,6 +243,12 @@ def trial_of(trial: FrozenTrial) -> Trial:
         disturbed=ended.disturbed,
         started=trial.datetime_start,
     )
+
+
+def _number(trial: FrozenTrial) -> int:
+    """One count over search and play-off."""
+    number = BegunTrial.from_dict(trial.user_attrs).number
+    return trial.number if number is None else number
 
 
 def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:

@@ -184,6 +184,7 @@ class Probing:
 
     def _look_after_running(self) -> None:
         """Tell how far the probes have come, and end those that nothing can come of any more."""
+        self.store.beat()
         for ticket, flight in self._in_flight.items():
             if (progress := self.runner.progress(ticket)) is None:
                 continue
