@@ -53,6 +53,7 @@ def inspect_task(
         Exception: memory ran out before anything was trained, or because others hold it.
     """
     from autotune import techniques
+    from autotune.probe.signature import signature_of
     from autotune.probe.whole_batch import uncut, warnings_of
     from autotune.task.batches import to_device
     from autotune.task.facts import gather_facts
@@ -67,6 +68,7 @@ def inspect_task(
     facts = gather_facts(task)
     baseline = _baseline(task, facts.dataset_size).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
+    signature = signature_of(task, model, few)
     coupling = Coupling.unknown(not_compared) if not_compared else None
     if untrained is not None:
         few = untrained.inputs(few)
@@ -91,6 +93,7 @@ def inspect_task(
         shortage=first.shortage,
         comparable=not task.takes_whole_steps,
         coupling=coupling,
+        signature=signature,
     ).to_dict()
 
 

@@ -9,6 +9,7 @@ from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
 from autotune.records.device import DeviceInfo
 from autotune.records.formats import Record
+from autotune.records.signature import ModelSignature
 from autotune.records.world import World
 
 
@@ -119,6 +120,7 @@ class Inspection(Record):
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
         built_for_real: where nothing was to be trained: why the model was built with its values all the same; else empty.
         world: the processes of a command, each of which trains batches of its own; None while their number is unknown.
+        signature: of the model; None where it is not seen.
     """
 
     facts: TaskFacts
@@ -136,6 +138,7 @@ class Inspection(Record):
     coupling: Coupling | None = None
     built_for_real: str = ""
     world: World | None = field(default_factory=World)
+    signature: ModelSignature | None = None
 
     @property
     def sample_s(self) -> float | None:

@@ -14,6 +14,7 @@ from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.result import Check, Evaluated, Result
+from autotune.records.signature import ModelSignature
 from autotune.records.trial import SEARCH
 
 
@@ -71,6 +72,7 @@ class SearchFacts(Record):
         baseline_config: empty where the search did not get that far.
         limited_beside: name of the study that was there before, with another memory limit; empty where there is none.
         ranked_beside: name of the user's own study, where something else is trained; else empty.
+        signature: of the model; None where it was not seen.
     """
 
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
@@ -85,6 +87,7 @@ class SearchFacts(Record):
     baseline_config: dict[str, Choice] = field(default_factory=dict)
     limited_beside: str = ""
     ranked_beside: str = ""
+    signature: ModelSignature | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
+from autotune.records.signature import LossKind
 from autotune.task.describe import describe
 
 IGNORED_LABEL = -100  # what torch's cross entropy and Hugging Face models leave out of the mean
@@ -39,6 +40,13 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
             raise _no_default(batch, f"model(x) returned {describe(output)} where a tensor was expected", output)
         return _mean_squared_error(output, y, batch) if y.is_floating_point() else _cross_entropy(output, y, batch)
     raise _no_default(batch, "a dict for model(**batch) or a pair (x, y) of model input and target was expected", None)
+
+
+def default_kind(batch: Any) -> LossKind:
+    """Which of its losses `default_loss` takes for a batch."""
+    if not _is_pair(batch):
+        return LossKind.MODEL
+    return LossKind.MEAN_SQUARED_ERROR if batch[1].is_floating_point() else LossKind.CROSS_ENTROPY
 
 
 def reported(returned: Any) -> torch.Tensor:

@@ -270,6 +270,7 @@ def _search_facts(
         baseline_config=space.baseline.as_dict(),
         limited_beside=place.beside,
         ranked_beside=(own.study if own else place.name) if place.trained else "",
+        signature=inspection.signature,
     )
 
 
