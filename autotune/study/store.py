@@ -22,23 +22,21 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import StudyError, first_line
 from autotune.records.config import Config
-from autotune.records.device import same_memory
 from autotune.records.formats import require_readable
 from autotune.records.objective import SCORES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
-from autotune.records.study import BegunTrial, EndedTrial, Fingerprint, SearchFacts, StudyFacts
+from autotune.records.study import BegunTrial, EndedTrial, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
 from autotune.study import owners
+from autotune.study.comparable import require_equal
 from autotune.study.distributions import distributions_of
 from autotune.study.place import PLAY_OFF_OF, Place
-from autotune.units import format_bytes
 
 # 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
 # feasible value. Both open.
 FORMAT = 3
-MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
 
 @contextlib.contextmanager
@@ -93,7 +91,7 @@ class Store:
             self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
         known = self.facts
         if "fingerprint" in self._study.user_attrs:
-            _require_equal(place, known.fingerprint, facts.fingerprint)
+            require_equal(place, known.fingerprint, facts.fingerprint)
         now = datetime.now(UTC).isoformat()
         self.keep(replace(known, **vars(facts), format=FORMAT, no_answer="", searched_at=now))
         for study in filter(None, (self._study, self._play_off)):
@@ -210,7 +208,7 @@ class Store:
 
 
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
-    """Optuna's own heartbeats do not work with ask and tell, and do not ask a process whether it lives."""
+    """Optuna's own heartbeats do not work with ask and tell, and cannot ask a process whether it lives."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         if not owners.is_gone(BegunTrial.from_dict(trial.user_attrs)):
             continue
@@ -286,47 +284,3 @@ def _cause(error: BaseException) -> str:
     while isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
     return first_line(getattr(error, "orig", None) or error)
-
-
-def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerprint) -> None:
-    """Refuse a study that cannot be resumed, by what of its fingerprint is known before anything takes seconds.
-
-    Raises:
-        StudyError: it has other values.
-    """
-    if stored is not None:
-        known = vars(stored.fingerprint)
-        in_both = {name: value for name, value in vars(early).items() if None not in (value, known[name])}
-        _require_equal(place, stored.fingerprint, replace(stored.fingerprint, **in_both))
-
-
-def _require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None:
-    was, now = _flat(known), _flat(wanted)
-    differences = []
-    for key in sorted({*was, *now}):
-        if was.get(key) == now.get(key) or (key == "total_bytes" and same_memory(was[key] or 0, now[key] or 0)):
-            continue
-        before, after = _shown(was, key), _shown(now, key)
-        if before == after:  # a few bytes apart
-            before, after = f"{was[key]} bytes", f"{now[key]} bytes"
-        differences.append(f"{MEMORIES.get(key, key)} was {before} and is {after}")
-    if differences:
-        raise StudyError(
-            f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
-            f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
-        )
-
-
-def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
-    """Each value by its name, variables of the environment among them."""
-    found = vars(fingerprint)
-    return {**{key: value for key, value in found.items() if key != "environment"}, **fingerprint.environment}
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key, "")  # a variable of the environment that is not set
-    if value is None:
-        return "none" if key == "global_batch" else "not recorded"  # by another version
-    if key in MEMORIES:
-        return format_bytes(value)
-    return repr(list(value) if isinstance(value, tuple) else value)
