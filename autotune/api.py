@@ -37,6 +37,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
@@ -193,11 +194,12 @@ def _run_one(
             timeout_s=options.timeout_s,
         )
         complete = _complete(config, runner.stated)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
             trained=techniques.trained(complete),
         )
+        inspection = runner.run(job)
         if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
             _require_support(complete, inspection)
             for warning in inspection.facts["warnings"]:
@@ -273,14 +275,15 @@ def predict(
     with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner.stated)
         calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=None,
             timeout_s=left_s(),
             calibration=calibration,
             absent=None if gpu is None else info,
-            trained=None if only is None else techniques.trained(only),
+            trained={} if only is None else techniques.trained(only),
             trains=False,
         )
+        inspection = runner.run(job)
         if isinstance(inspection, Outcome):
             raise prediction_failed(inspection, asked.timeout_s)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
@@ -350,14 +353,15 @@ def explain(
         trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
         complete = None if config is None else _complete(config, runner.stated)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=limit if gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if gpu is None else info,
-            trained=None if complete is None else techniques.trained(complete),
+            trained={} if complete is None else techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
             trains=gpu is None,
         )
+        inspection = runner.run(job)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit) if gpu is None else prediction_failed(inspection)
         complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)

@@ -21,17 +21,7 @@ from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.instant import InstantRunner
-from autotune.runners.runner import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    JobResult,
-    NotCompared,
-    ProbeJob,
-    TraceJob,
-)
+from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of
@@ -76,7 +66,7 @@ class ClosedFormRunner(InstantRunner):
     def device(self) -> DeviceInfo:
         return inspection().device
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         match job:
             case CalibrateJob():
                 return NOT_MEASURED

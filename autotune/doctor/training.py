@@ -19,6 +19,7 @@ from autotune.records.calibration import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import CalibrateJob, InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.space import build_space
 from autotune.task import Task
@@ -107,10 +108,10 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
     info = runner.device()
     facts: Facts = {"slow_start": runner.slow_start}
     if task is TASKS[0]:
-        calibration = runner.calibrate()
+        calibration = runner.run(CalibrateJob())
         facts["calibration"] = asdict(calibration)
         facts["calibrated"] = isinstance(calibration, Calibration)
-    inspection = runner.inspect(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S)
+    inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S))
     if not isinstance(inspection, Inspection):
         return {**facts, "failure": f"a training step failed: {inspection.cause}"}
     config = techniques.complete(inspection.baseline)

@@ -9,6 +9,7 @@ from autotune.devices.contention import DISTURBED
 from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Outcome
+from autotune.runners.jobs import CalibrateJob
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study import calibrations
 
@@ -23,7 +24,7 @@ def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[
     if path is not None and (kept := calibrations.kept(path)) is not None:
         return kept, ""
     try:
-        found = runner.calibrate()
+        found = runner.run(CalibrateJob())
     except ProbeFault as fault:
         return NOT_MEASURED, str(fault)
     if isinstance(found, Outcome):

@@ -14,6 +14,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.modules import fold_repeats
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import AnatomyJob, ModulesJob
 from autotune.runners.runner import Runner
 from autotune.techniques.labels import describe
 
@@ -90,7 +91,7 @@ def _trace(
     """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
     if why := _untraceable(inspection, configs[0]):
         return None, why, ()
-    found = runner.anatomies(configs, target, 2 * timeout_s, slice_s=timeout_s)
+    found = runner.run(AnatomyJob(configs=tuple(configs), target=target, slice_s=timeout_s, timeout_s=2 * timeout_s))
     if isinstance(found, Outcome):
         return None, found.cause, ()
     first, *others = found
@@ -117,7 +118,7 @@ def _measure(
     probe = runner.probe(config, settings)
     if probe.measurement is None:
         return probe, None, probe.cause
-    found = runner.modules(config, settings)
+    found = runner.run(ModulesJob(config=config, settings=settings))
     if isinstance(found, Outcome):
         return probe, None, found.cause
     if not found.seconds:

@@ -22,6 +22,7 @@ from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
@@ -230,13 +231,14 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
     trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
 
     def inspect(limit_bytes: int) -> Inspection | Outcome:
-        return shared.runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=budget.first_timeout_s,
             calibration=shared.calibration,
             trained=trained,
             comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
         )
+        return shared.runner.run(job)
 
     with budget.split("inspection"):
         inspection = inspect_within(shared.runner, inspect, shared.limit_bytes)

@@ -19,6 +19,7 @@ from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.recorded import Figure, Header, Row, Table, TableError, figures_of
 from autotune.runners.runner import Runner
@@ -72,13 +73,14 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     )
     with runner:
         calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,
             calibration=calibration,
             trained=_trained_choices(options.grid),
             comparing_s=COMPARING_S,
         )
+        inspection = runner.run(job)
         if isinstance(inspection, Outcome):
             raise inspection_failed(inspection, limit_bytes)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
