@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
-from autotune.runners.jobs import InspectJob
+from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
@@ -52,7 +53,7 @@ from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspection_failed, prediction_failed
+from autotune.tuning.inspecting import inspect
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
@@ -199,8 +200,8 @@ def _run_one(
             timeout_s=settings.timeout_s,
             trained=techniques.trained(complete),
         )
-        inspection = runner.run(job)
-        if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
+        with contextlib.suppress(JobFailed):  # why, the probe will tell better
+            inspection = runner.run(job)
             _require_support(complete, inspection)
             for warning in inspection.facts["warnings"]:
                 on_warning(warning)
@@ -283,9 +284,7 @@ def predict(
             trained={} if only is None else techniques.trained(only),
             trains=False,
         )
-        inspection = runner.run(job)
-        if isinstance(inspection, Outcome):
-            raise prediction_failed(inspection, asked.timeout_s)
+        inspection = inspect(runner, job, asked.timeout_s)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
@@ -361,9 +360,7 @@ def explain(
             comparing_s=sweeping.COMPARING_S,
             trains=gpu is None,
         )
-        inspection = runner.run(job)
-        if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit) if gpu is None else prediction_failed(inspection)
+        inspection = inspect(runner, job)
         complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
         _require_support(complete, inspection)
         return explaining.explain(

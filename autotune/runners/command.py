@@ -188,16 +188,18 @@ class CommandRunner(LocalRunner):
         """As `Runner.command`."""
         return self._command.line(config)
 
-    def run(self, job: Job[R], watch: Callable[[R], None] | None = None) -> R | Outcome:
-        """As `Runner.run`. Of an inspection, a few steps of the baseline's command tell whether it trains, in how many processes, and
-        how fast; what the script keeps to itself is said at once.
+    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+        """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
+        fast. What the script keeps to itself is said at once.
 
         Raises:
             ConfigError: the global batch cannot be shared by so many processes.
         """
-        found: Any = self._known(job) or super().run(job, watch)
-        if isinstance(job, InspectJob):
-            found = self._not_begun(found) if isinstance(found, Outcome) else self._inspected(found)
+        found: Any = self._known(job) or super()._run(job, watch)
+        if isinstance(found, Inspection):
+            found = self._inspected(found)
+        elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
+            found = replace(found, cause=f"{found.cause}; {NO_STEP}")
         result: R | Outcome = found
         return result
 
@@ -218,10 +220,6 @@ class CommandRunner(LocalRunner):
                 unseen = "a command trains, whose model is not seen"
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), unseen))
         return None
-
-    def _not_begun(self, outcome: Outcome) -> Outcome:
-        unseen = outcome.kind is Kind.TIMEOUT and outcome.bound is None
-        return replace(outcome, cause=f"{outcome.cause}; {NO_STEP}") if unseen else outcome
 
     def _inspected(self, found: Inspection) -> Inspection:
         """The inspection, with what a few steps have told."""

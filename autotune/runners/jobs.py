@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED, Calibration
@@ -27,6 +28,14 @@ CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU ta
 R = TypeVar("R")
 Message = Mapping[str, Any]  # of a worker
 Anatomies = tuple[Anatomy | str, ...]  # of each config, or why it cannot be traced; of those begun
+
+
+class JobFailed(AutotuneError):
+    """A job failed, by what the config or the user's code does, or for want of memory or time: `outcome` says how."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.cause, frames=outcome.detail)
+        self.outcome = outcome
 
 
 class Job(Generic[R]):
@@ -69,6 +78,16 @@ class Job(Generic[R]):
     def after(self, outcome: Outcome) -> Self | None:
         """The job to run in place of this one, which failed; None for none."""
         return None
+
+    def result(self, found: R | Outcome) -> R:
+        """What comes of it, once it has ended.
+
+        Raises:
+            JobFailed: it failed, and how is no result of it.
+        """
+        if isinstance(found, Outcome):
+            raise JobFailed(found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +164,9 @@ class ConfigJob(Job[R]):
 class MeasureJob(ConfigJob[Outcome]):
     """What measures a config: how it ended is the result, however that was."""
 
+    def result(self, found: Outcome) -> Outcome:
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeJob(MeasureJob):
@@ -177,8 +199,8 @@ class NotCompared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckJob(ConfigJob[Check | NotCompared]):
-    """Compare a config's gradients with plain fp32's, on `batch_size` samples."""
+class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
+    """Compare a config's gradients with plain fp32's, on `batch_size` samples. What keeps it from that is a result, too."""
 
     name: ClassVar[str] = "check"
     batch_size: int
@@ -189,6 +211,9 @@ class CheckJob(ConfigJob[Check | NotCompared]):
 
     def read(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
         return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
+
+    def result(self, found: Check | NotCompared | Outcome) -> Check | NotCompared | Outcome:
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,21 +173,25 @@ class Runner(ABC):
         """Another runner of the task, to be entered, whose tracing disturbs no probe; None where it would."""
         return None
 
-    def run(self, job: Job[R], watch: Callable[[R], None] | None = None) -> R | Outcome:
-        """Run one job to its end, while nothing else is in flight; an `Outcome` where it failed.
+    def run(self, job: Job[R], watch: Callable[[R], None] | None = None) -> R:
+        """Run one job to its end, while nothing else is in flight.
 
         Args:
             watch: is told now and then what is found so far.
+
+        Raises:
+            JobFailed: it failed, and how is no result of such a job (of a probe it is).
+            ProbeFault: the machinery failed.
         """
         found = self._run(job, watch)
         if isinstance(found, Outcome) and found.crowded and job.again_where_crowded:
             found = self._run(job, watch)
         if isinstance(found, Outcome) and (another := job.after(found)) is not None:
             return self.run(another, watch)
-        return found
+        return job.result(found)
 
     def probe(self, config: Config, settings: ProbeSettings) -> Outcome:
-        """Train a few steps of a config. Never raises for what the config or the user's code does."""
+        """Train a few steps of a config. What the config or the user's code does is an outcome."""
         return self.run(ProbeJob(config=config, settings=settings))
 
     def in_all_that_is_free(self, run: Callable[[int], R], limit_bytes: int) -> R | None:
@@ -232,7 +236,6 @@ class Runner(ABC):
             except ProbeFault as fault:
                 why = str(fault)
                 continue
-            assert isinstance(found, Traces), found
             traces = traces.merged(found)
             why = next(reversed(list(found.failures.values())), "tracing ended early")
         left = plan.without(traces)

@@ -26,7 +26,7 @@ from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.tuning.calibrating import calibrate_device
-from autotune.tuning.inspecting import inspection_failed
+from autotune.tuning.inspecting import inspect
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
@@ -80,9 +80,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             trained=_trained_choices(options.grid),
             comparing_s=COMPARING_S,
         )
-        inspection = runner.run(job)
-        if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit_bytes)
+        inspection = inspect(runner, job)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
