@@ -129,8 +129,9 @@ def enter(request: dict[str, Any]) -> None:
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
-    from autotune.probe.measure import LATE, Run
+    from autotune.probe.measure import Run
     from autotune.probe.overflow import first_overflow
+    from autotune.probe.timing import LATE
     from autotune.recovery import RAISE
     from autotune.session import prepare
 

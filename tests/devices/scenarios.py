@@ -10,7 +10,7 @@ from typing import Any
 from autotune import techniques
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
-from autotune.probe.measure import disturbances
+from autotune.probe.timing import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
