@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from autotune.errors import AutotuneError
@@ -17,6 +17,7 @@ from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
+from autotune.records.formats import Record
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
@@ -56,8 +57,8 @@ class Job(Generic[R]):
         def timeout_s(self) -> float: ...
 
     def arguments(self) -> dict[str, Any]:
-        """What the worker's function takes beside the device: plain data."""
-        return {}
+        """What the worker's function takes beside the device: the fields as plain data."""
+        return {name: _plain(value) for name, value in vars(self).items() if name != "timeout_s"}
 
     def read(self, answer: Message, told: Sequence[Message]) -> R:
         """What the worker's answer says, where that is no outcome.
@@ -124,17 +125,6 @@ class InspectJob(Job[Inspection]):
     trains: bool = True
     not_compared: str = ""
 
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "memory_limit_bytes": self.memory_limit_bytes,
-            "calibration": self.calibration.to_dict(),
-            "absent": None if self.absent is None else asdict(self.absent),
-            "trained": dict(self.trained),
-            "comparing_s": self.comparing_s,
-            "trains": self.trains,
-            "not_compared": self.not_compared,
-        }
-
     def read(self, answer: Message, told: Sequence[Message]) -> Inspection:
         return Inspection.from_dict(answer["inspection"])
 
@@ -155,9 +145,6 @@ class ConfigJob(Job[R]):
     @property
     def timeout_s(self) -> float:
         return self.settings.timeout_s
-
-    def arguments(self) -> dict[str, Any]:
-        return {"config": self.config.as_dict(), "settings": self.settings.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +174,6 @@ class EvaluateJob(MeasureJob):
     name: ClassVar[str] = "evaluate"
     num_samples: int
 
-    def arguments(self) -> dict[str, Any]:
-        return {**super().arguments(), "num_samples": self.num_samples}
-
 
 @dataclass(frozen=True, kw_only=True)
 class NotCompared:
@@ -206,8 +190,7 @@ class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
     batch_size: int
 
     def arguments(self) -> dict[str, Any]:
-        limit_bytes = self.settings.memory_limit_bytes
-        return {"config": self.config.as_dict(), "memory_limit_bytes": limit_bytes, "batch_size": self.batch_size}
+        return {**super().arguments(), "memory_limit_bytes": self.settings.memory_limit_bytes}
 
     def read(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
         return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
@@ -239,9 +222,6 @@ class TracingJob(Job[R]):
     slice_s: float = math.inf
     timeout_s: float
 
-    def arguments(self) -> dict[str, Any]:
-        return {"target": self.target, "slice_s": self.slice_s}
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob(TracingJob[Traces]):
@@ -249,9 +229,6 @@ class TraceJob(TracingJob[Traces]):
 
     name: ClassVar[str] = "trace"
     plan: Plan
-
-    def arguments(self) -> dict[str, Any]:
-        return {**super().arguments(), "plan": self.plan.to_dict()}
 
     def read(self, answer: Message, told: Sequence[Message]) -> Traces:
         return self.found(told)
@@ -278,8 +255,11 @@ class AnatomyJob(TracingJob[Anatomies]):
     name: ClassVar[str] = "anatomy"
     configs: tuple[Config, ...]
 
-    def arguments(self) -> dict[str, Any]:
-        return {**super().arguments(), "configs": [config.as_dict() for config in self.configs]}
-
     def read(self, answer: Message, told: Sequence[Message]) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.to_dict() if isinstance(value, Record) else dict(value) if isinstance(value, Mapping) else value
