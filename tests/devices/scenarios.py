@@ -83,7 +83,7 @@ class FakeCardRunner(InstantRunner):
 
     machine: Machine
     before: Callable[[int], None] = lambda number: None
-    during: Callable[[Job, int], None] = lambda job, number: None
+    during: Callable[[Job[Any], int], None] = lambda job, number: None
     index: int = 0
     releases_in: int = 0
 
