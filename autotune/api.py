@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
+from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
@@ -51,7 +53,7 @@ from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspection_failed, prediction_failed
+from autotune.tuning.inspecting import inspect
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
@@ -193,12 +195,13 @@ def _run_one(
             timeout_s=options.timeout_s,
         )
         complete = _complete(config, runner.stated)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
             trained=techniques.trained(complete),
         )
-        if isinstance(inspection, Inspection):  # what else there is, the probe will tell better
+        with contextlib.suppress(JobFailed):  # why, the probe will tell better
+            inspection = runner.run(job)
             _require_support(complete, inspection)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
@@ -273,16 +276,15 @@ def predict(
     with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner.stated)
         calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=None,
             timeout_s=left_s(),
             calibration=calibration,
             absent=None if gpu is None else info,
-            trained=None if only is None else techniques.trained(only),
+            trained={} if only is None else techniques.trained(only),
             trains=False,
         )
-        if isinstance(inspection, Outcome):
-            raise prediction_failed(inspection, asked.timeout_s)
+        inspection = inspect(runner, job, asked.timeout_s)
         space, _ = build_space(inspection, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
@@ -350,16 +352,15 @@ def explain(
         trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
         complete = None if config is None else _complete(config, runner.stated)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=limit if gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if gpu is None else info,
-            trained=None if complete is None else techniques.trained(complete),
+            trained={} if complete is None else techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
             trains=gpu is None,
         )
-        if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit) if gpu is None else prediction_failed(inspection)
+        inspection = inspect(runner, job)
         complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
         _require_support(complete, inspection)
         return explaining.explain(

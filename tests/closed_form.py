@@ -22,17 +22,7 @@ from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.study import Fingerprint, SearchFacts
 from autotune.runners.instant import InstantRunner
-from autotune.runners.runner import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    JobResult,
-    NotCompared,
-    ProbeJob,
-    TraceJob,
-)
+from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of
@@ -77,7 +67,7 @@ class ClosedFormRunner(InstantRunner):
     def device(self) -> DeviceInfo:
         return inspection().device
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         match job:
             case CalibrateJob():
                 return NOT_MEASURED

@@ -15,8 +15,8 @@ from autotune.prediction.plan import plan_traces
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import NonFiniteError, Run
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import NotCompared
 from autotune.task import Task, load_task
 from autotune.task.facts import check_task, gather_facts
 from autotune.task.source import TaskSource
@@ -163,5 +163,7 @@ def test_its_inspection_says_that_its_gradients_cannot_be_compared(task):
 
 def test_its_gradients_are_not_compared_and_the_reason_is_told(tmp_path):
     with LocalRunner(TaskSource.of(GAN), device="cpu", logs=tmp_path) as runner:
-        found = runner.check(complete({"batch_size": 4}), ProbeSettings(memory_limit_bytes=None), 4)
+        found = runner.run(
+            CheckJob(config=complete({"batch_size": 4}), settings=ProbeSettings(memory_limit_bytes=None), batch_size=4)
+        )
     assert isinstance(found, NotCompared) and "own step is one unit" in found.reason

@@ -15,10 +15,9 @@ from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError
 from autotune.prediction.memory import MemoryModel
-from autotune.records.calibration import Calibration
-from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.space import build_space
 from autotune.task import Task
@@ -107,12 +106,14 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
     info = runner.device()
     facts: Facts = {"slow_start": runner.slow_start}
     if task is TASKS[0]:
-        calibration = runner.calibrate()
-        facts["calibration"] = asdict(calibration)
-        facts["calibrated"] = isinstance(calibration, Calibration)
-    inspection = runner.inspect(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S)
-    if not isinstance(inspection, Inspection):
-        return {**facts, "failure": f"a training step failed: {inspection.cause}"}
+        try:
+            facts |= {"calibrated": True, "calibration": asdict(runner.run(CalibrateJob()))}
+        except JobFailed as failed:
+            facts |= {"calibrated": False, "calibration": asdict(failed.outcome)}
+    try:
+        inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S))
+    except JobFailed as failed:
+        return {**facts, "failure": f"a training step failed: {failed}"}
     config = techniques.complete(inspection.baseline)
     settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=PATIENCE_S)
     outcomes = [runner.probe(config, settings) for _ in range(2 if task is TASKS[0] else 1)]

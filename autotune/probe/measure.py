@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
-from autotune.devices.contention import DISTURBED
 from autotune.probe import compilation
 from autotune.probe.leaks import kept
 from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
 from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
-from autotune.records.outcome import THROTTLED, Kept, Measurement
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Timing
+from autotune.records.outcome import Kept, Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
@@ -31,8 +30,6 @@ from autotune.task.batches import StepBatch
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
-FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
-LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
 
 
 class NonFiniteError(Exception):
@@ -66,6 +63,8 @@ class Run:
         self._micro_batches = micro_batches(self.session)
         self._graph_breaks_before = compilation.num_graph_breaks()
         self._reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
+        unequal, samples = self.session.task.dataset() is not None, self.session.config.samples_per_step
+        self._timing = Timing(self.settings, samples, self.device.peak_bytes, unequal)
 
     @property
     def stage(self) -> str:
@@ -93,30 +92,15 @@ class Run:
         self.warm_up()
         warmup_s = self.train_s
         self._reporter.enter("timing")
-        blocks = Blocks(
-            interval=self.settings.interval,
-            max_timed_s=self.settings.max_timed_s,
-            min_timed_s=self.settings.min_timed_s,
-            unequal=self.session.task.dataset() is not None,
-        )
         timed_s, growth, contention, phases = 0.0, 0.0, 0.0, {}
-        if cut_short := self._is_hopeless():
-            for step_s in self._whole_steps_s():
-                blocks.add(self.session.config.samples_per_step / step_s, 0.0)
-        else:
-            growth, contention = self._time(blocks), self.device.contention()
+        if not (cut_short := self._timing.cut_short(self._whole_steps_s())):
+            growth, contention = self._time(), self.device.contention()
             timed_s = self.train_s - warmup_s
             phases = self._phases() if self.settings.phases else {}
-        detail = self.device.memory_detail()
-        speed, low, high = blocks.throughput
-        telemetry = self.device.telemetry()
-        measured = Measurement(
-            samples_per_s=speed,
-            samples_per_s_low=low,
-            samples_per_s_high=high,
-            step_s=self.session.config.samples_per_step / speed,
-            peak_bytes=self.device.peak_bytes(),
-            block_samples_per_s=tuple(blocks.samples_per_s),
+        measured = self._timing.measurement(
+            self.device,
+            contention=contention,
+            slowdowns=self._slowdowns,
             num_steps=self.num_steps,
             setup_s=setup_s,
             warmup_s=warmup_s,
@@ -129,16 +113,12 @@ class Run:
             final_loss=float(self._loss),
             growth_bytes_per_step=growth,
             skipped_steps=self._skipped_steps(),
-            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
-            num_ooms=int(detail.get("num_ooms", 0)),
-            contention=contention,
             cut_short=cut_short,
-            disturbances=disturbances(contention, self._slowdowns, len(blocks.samples_per_s)),
-            memory=detail,
-            telemetry=telemetry.values,
             places=self.session.places,
         )
-        return replace(measured, leaks=self._leaks()) if growth and not self._has_spent(0.5) else measured
+        if not growth or self._spent_s > self.settings.timeout_s / 2:
+            return measured
+        return replace(measured, leaks=self._leaks())
 
     def _leaks(self) -> tuple[Kept, ...]:
         """What each micro batch leaves behind. Whatever goes wrong here (memory runs out), the run was measured.
@@ -166,9 +146,8 @@ class Run:
         self._first_graphs = compilation.num_graphs()
         while True:
             compiling_s += self._warm_step(self._take(1))
-            enough = len(self.warm_steps) >= MIN_WARMUP_STEPS and self._scaler_settled()
-            settled = is_warm(self._whole_steps_s()) or self.train_s - compiling_s > self.settings.max_warmup_s
-            if enough and settled and not self.warm_steps[-1].compiled:
+            warm = self._timing.is_warm(len(self.warm_steps), self._whole_steps_s(), self.train_s - compiling_s)
+            if self._scaler_settled() and warm and not self.warm_steps[-1].compiled:
                 break
         if self.session.task.dataset() is not None:
             self._clock(partial(self._accumulate_part, first), len(first))
@@ -242,15 +221,9 @@ class Run:
             return 0
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
-    def _is_hopeless(self) -> bool:
-        """Whether it is not worth timing: much slower than the baseline, or far from the front even in its fastest step."""
-        steps_s, samples = self._whole_steps_s(), self.session.config.samples_per_step
-        is_slow = samples / median(steps_s) < self.settings.slowest_samples_per_s
-        return not self.settings.num_steps and (is_slow or self._is_beaten(FAR * samples / min(steps_s)))
-
-    def _time(self, blocks: Blocks) -> float:
+    def _time(self) -> float:
         """Time blocks until there are enough. Returns the growth of memory in bytes per optimizer step."""
-        config = self.session.config
+        config, blocks = self.session.config, self._timing.blocks
         typical = self._typical()
         step_s = self._whole_s(typical)
         exact = self.settings.num_steps
@@ -260,7 +233,7 @@ class Run:
         held: list[tuple[int, int]] = []
         self.device.start_measuring()
         done = 0
-        while done < exact if exact else not (blocks.enough or self._has_lost(blocks) or self._is_late(blocks)):
+        while not self._timing.is_done(done, self._spent_s):
             if sliced:
                 slice_s = self._clock(partial(self._accumulate_next, num_micro), num_micro)
                 update_s = self._clock(self._update)
@@ -276,20 +249,10 @@ class Run:
             self._slowdowns.update(self.device.slowdowns())
         return growth_per_step(held)
 
-    def _has_lost(self, blocks: Blocks) -> bool:
-        """Whether something that was measured is surely faster in no more memory."""
-        return len(blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(blocks.throughput[2])
-
-    def _is_beaten(self, samples_per_s: float) -> bool:
-        peak_bytes = self.device.peak_bytes()
-        return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
-
-    def _is_late(self, blocks: Blocks) -> bool:
-        return bool(blocks.samples_per_s) and self._has_spent(LATE)
-
-    def _has_spent(self, share: float) -> bool:
-        """Whether that share of the time-out is over, setup included."""
-        return time.perf_counter() - self._began_s > share * self.settings.timeout_s
+    @property
+    def _spent_s(self) -> float:
+        """Seconds so far, setup included."""
+        return time.perf_counter() - self._began_s
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""
@@ -364,13 +327,6 @@ class Run:
         for name, parameter in self.session.model.named_parameters():
             if parameter.grad is not None and not is_finite(dense_values(parameter.grad)):
                 raise NonFiniteError(f"the gradient of {name} was not finite at optimizer step {self.num_steps + 1}")
-
-
-def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
-    """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
-    contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
-    throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
-    return (*contended, *(f"{THROTTLED}{reason}" for reason in throttled))
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -1,19 +1,28 @@
-"""Decides when a probe is warm and timed long enough, and how certain its throughput is. Pure rules, no clock."""
+"""Decides when a run is warm and timed long enough, and how certain its throughput is. Rules without a clock, for the steps of a
+probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
+from typing import Any
 
+from autotune.devices import Device
+from autotune.devices.contention import DISTURBED
 from autotune.records.intervals import NORMAL_95
+from autotune.records.outcome import THROTTLED, Measurement
+from autotune.records.settings import ProbeSettings
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
 OVERTIME = 3  # times the time allowed, at which two blocks have to do: steps that take so long differ little
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
+FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
+LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
 STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
 
 
@@ -111,3 +120,102 @@ class Blocks:
             return count >= 2 and self.timed_s >= OVERTIME * self.max_timed_s
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
         return self.half_width <= self.interval or stalled or self.timed_s >= self.max_timed_s
+
+
+@dataclass
+class Timing:
+    """When a run is warm, whether it is worth timing, and when it was timed enough.
+
+    Attributes:
+        samples: of an optimizer step.
+        peak_bytes: reads the most memory held so far.
+        unequal: as of `Blocks`.
+        blocks: that were timed so far.
+    """
+
+    settings: ProbeSettings
+    samples: int
+    peak_bytes: Callable[[], int]
+    unequal: bool
+    blocks: Blocks = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.blocks = Blocks(settings.interval, settings.max_timed_s, settings.min_timed_s, self.unequal)
+
+    def is_warm(self, num_steps: int, steps_s: Sequence[float], warmup_s: float) -> bool:
+        """Whether enough steps were taken, and they have settled or the time for that is up.
+
+        Args:
+            steps_s: durations of those steps that tell of the speed.
+            warmup_s: that all have taken.
+        """
+        settled = is_warm(steps_s) or warmup_s > self.settings.max_warmup_s
+        return num_steps >= MIN_WARMUP_STEPS and settled
+
+    def cut_short(self, steps_s: Sequence[float]) -> bool:
+        """Take the steps of the warm-up for the measurement, where it is not worth timing: much slower than the baseline, or far from
+        the front even in its fastest step. Returns whether that is so.
+        """
+        is_slow = self.samples / median(steps_s) < self.settings.slowest_samples_per_s
+        is_hopeless = is_slow or self._is_beaten(FAR * self.samples / min(steps_s))
+        if self.settings.num_steps or not is_hopeless:
+            return False
+        for step_s in steps_s:
+            self.blocks.add(self.samples / step_s, 0.0)
+        return True
+
+    def is_done(self, num_steps: int, spent_s: float) -> bool:
+        """Whether to time no further block.
+
+        Args:
+            num_steps: that were timed.
+            spent_s: since the process, or the command, was started.
+        """
+        if self.settings.num_steps:
+            return num_steps >= self.settings.num_steps
+        is_late = bool(self.blocks.samples_per_s) and spent_s > LATE * self.settings.timeout_s
+        return is_late or self.blocks.enough or self._has_lost
+
+    @property
+    def _has_lost(self) -> bool:
+        """Whether something that was measured is surely faster in no more memory."""
+        return len(self.blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(self.blocks.throughput[2])
+
+    def _is_beaten(self, samples_per_s: float) -> bool:
+        peak_bytes = self.peak_bytes()
+        return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
+
+    def measurement(
+        self, device: Device, *, contention: float, slowdowns: Mapping[str, int], **found: Any
+    ) -> Measurement:
+        """What was measured.
+
+        Args:
+            slowdowns: what slowed the device down, by the number of blocks.
+            found: the other fields.
+        """
+        speed, low, high = self.blocks.throughput
+        detail = device.memory_detail()
+        return Measurement(
+            samples_per_s=speed,
+            samples_per_s_low=low,
+            samples_per_s_high=high,
+            step_s=self.samples / speed,
+            peak_bytes=self.peak_bytes(),
+            block_samples_per_s=tuple(self.blocks.samples_per_s),
+            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
+            num_ooms=int(detail.get("num_ooms", 0)),
+            contention=contention,
+            disturbances=disturbances(contention, slowdowns, len(self.blocks.samples_per_s)),
+            memory=detail,
+            telemetry=device.telemetry().values,
+            **found,
+        )
+
+
+def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
+    """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
+    contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
+    throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
+    return (*contended, *(f"{THROTTLED}{reason}" for reason in throttled))

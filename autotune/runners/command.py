@@ -7,25 +7,35 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autotune import techniques
 from autotune.errors import ConfigError
-from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
-from autotune.records.calibration import NOT_MEASURED, Calibration
+from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import World
+from autotune.runners.jobs import (
+    CalibrateJob,
+    CheckJob,
+    EvaluateJob,
+    InspectJob,
+    Job,
+    NotCompared,
+    ProbeJob,
+    R,
+    TraceJob,
+)
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import InspectJob, Job, NotCompared, ProbeJob, Stated
+from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
 from autotune.units import plural
 
@@ -179,41 +189,41 @@ class CommandRunner(LocalRunner):
         """As `Runner.command`."""
         return self._command.line(config)
 
-    def calibrate(self) -> Calibration:
-        """Nothing: no figure of the device says how fast a script is whose operators are not seen."""
-        return NOT_MEASURED
-
-    def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> NotCompared:
-        """Nothing: the gradients are the script's."""
-        return NotCompared(
-            reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
-            "compare the loss of a longer run"
-        )
-
-    def evaluate(self, config: Config, settings: ProbeSettings, num_samples: int) -> Outcome:
-        """Nothing: how the script evaluates is not seen."""
-        return Outcome(
-            kind=Kind.UNSUPPORTED, cause="the script's own model is not seen, so it cannot be evaluated alone"
-        )
-
-    def trace(
-        self, configs: Iterable[Config], target: str, timeout_s: float, *, known: Traces | None = None, **_: Any
-    ) -> Traces:
-        """Nothing: there is no model outside the script."""
-        left = plan_traces(configs).without(known or Traces(target=target)).labels()
-        failed = Traces(target=target, failures=dict.fromkeys(left, "a command trains, whose model is not seen"))
-        return (known or Traces(target=target)).merged(failed)
-
-    def inspect(self, *, memory_limit_bytes: int | None, timeout_s: float, **_: Any) -> Inspection | Outcome:
-        """Run a few steps of the baseline's command: whether it trains, in how many processes, and how fast.
+    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+        """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
+        fast. What the script keeps to itself is said at once.
 
         Raises:
             ConfigError: the global batch cannot be shared by so many processes.
         """
-        found = super().inspect(memory_limit_bytes=memory_limit_bytes, timeout_s=timeout_s)
-        if isinstance(found, Outcome):
-            unseen = found.kind is Kind.TIMEOUT and found.bound is None
-            return replace(found, cause=f"{found.cause}; {NO_STEP}") if unseen else found
+        found: Any = self._known(job) or super()._run(job, watch)
+        if isinstance(found, Inspection):
+            found = self._inspected(found)
+        elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
+            found = replace(found, cause=f"{found.cause}; {NO_STEP}")
+        result: R | Outcome = found
+        return result
+
+    def _known(self, job: Job[Any]) -> Any:
+        """What comes of a job that cannot be asked of a script; None for another."""
+        match job:
+            case CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
+                return NOT_MEASURED
+            case CheckJob():
+                return NotCompared(
+                    reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
+                    "compare the loss of a longer run"
+                )
+            case EvaluateJob():
+                unseen = "the script's own model is not seen, so it cannot be evaluated alone"
+                return Outcome(kind=Kind.UNSUPPORTED, cause=unseen)
+            case TraceJob():
+                unseen = "a command trains, whose model is not seen"
+                return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), unseen))
+        return None
+
+    def _inspected(self, found: Inspection) -> Inspection:
+        """The inspection, with what a few steps have told."""
         self._world = found.world
         world = found.world or World()  # unknown where memory ran out before any step
         global_batch, baseline = self._shared(world.size)
@@ -236,7 +246,7 @@ class CommandRunner(LocalRunner):
         """Nothing: there is nothing to trace."""
         return
 
-    def _arguments(self, job: Job) -> dict[str, Any]:
+    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
         world = self._world and self._world.to_dict()

@@ -8,32 +8,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import describe_exit
-from autotune.prediction.traces import Traces
-from autotune.records.calibration import Calibration
-from autotune.records.explanation import Anatomy, ModuleTimes
-from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPILING, Progress
-from autotune.records.result import Check
-from autotune.runners.runner import AnatomyJob, Job, JobResult, NotCompared, TraceJob
+from autotune.runners.jobs import Job, TracingJob
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
 LOG_TOLD = 4000  # characters of it that go into an outcome
-_READ: dict[str, Callable[[Any], JobResult]] = {  # what a worker answers, other than an outcome
-    "calibration": Calibration.from_dict,
-    "inspection": Inspection.from_dict,
-    "not_compared": lambda reason: NotCompared(reason=reason),
-    "anatomies": lambda found: tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in found),
-    "modules": ModuleTimes.from_dict,
-    "check": lambda found: Check(**found),
-}
 
 
 @dataclass
@@ -41,7 +28,7 @@ class InFlight:
     """A job whose worker may still run."""
 
     ticket: int
-    job: Job
+    job: Job[Any]
     log: Path  # what the user's code prints
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
@@ -51,7 +38,7 @@ class InFlight:
     _result: dict[str, Any] | None = None
     _compile_cold_s: float = 0.0
     _compiling_s: float = 0.0  # of the whole process in which that was
-    _trace_messages: list[dict[str, Any]] = field(default_factory=list)
+    _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
     _unread: bytes = b""
 
     def read(self) -> None:
@@ -67,25 +54,30 @@ class InFlight:
             elif "result" in message:
                 self._result = message["result"]
             else:
-                self._trace_messages.append(message)
+                self._told.append(message)
 
     def close(self) -> None:
         """Close the pipe."""
         os.close(self.channel)
 
-    def result(self, ended: dict[str, Any]) -> JobResult:
+    def found(self) -> Any:
+        """What the worker has found so far; None where that is not known."""
+        self.read()
+        return self.job.found(self._told)
+
+    def failed(self, outcome: Outcome) -> Any:
+        """What is left of the job, which failed."""
+        return self.job.failed(outcome, self._told)
+
+    def result(self, ended: dict[str, Any]) -> Any:
         """What came of the job, once the supervisor has said how its process `ended`."""
         wall_s = time.monotonic() - self.started_s
         log = _keep_tail(self.log)
         printed = self.log.read_text(encoding="utf-8", errors="replace") if log else ""
         found = None if ended["timed_out"] else self._result
-        if isinstance(self.job, TraceJob):
-            if found is None:
-                return self.traces(self.job, self._how_it_ended(ended, printed)[1], timed_out=ended["timed_out"])
-            return self.traces(self.job, found.get("outcome", {}).get("cause", ""))
         if found is None:
             kind, cause = self._how_it_ended(ended, printed)
-            return Outcome(
+            outcome = Outcome(
                 kind=kind,
                 cause=cause,
                 detail=printed[-LOG_TOLD:],
@@ -96,33 +88,17 @@ class InFlight:
                 compiling_s=wall_s if self.progress.stage == COMPILING else self._compiling_s,
                 bound=self.progress.bound,
             )
-        ((name, data),) = found.items()
-        if name != "outcome":
-            return _READ[name](data)
-        outcome = Outcome.from_dict(data | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log})
-        if outcome.measurement is None:
-            return outcome
-        return replace(outcome, measurement=replace(outcome.measurement, compile_cold_s=self._compile_cold_s))
-
-    def traces(self, job: TraceJob, died: str, *, timed_out: bool = False) -> Traces:
-        """What a tracing job found.
-
-        Args:
-            died: how it failed; empty when it did not. The group that it had begun has failed then, or, where it did not
-                get to one before its time was up, none.
-        """
-        found = Traces(target=job.target)
-        begun = [] if timed_out else job.plan.labels()
-        for message in self._trace_messages:
-            if "traces" in message:
-                found = found.merged(Traces.from_dict(message["traces"]))
-            elif "begun" in message:
-                begun = [message["begun"]]
-        return found.merged(Traces(target=job.target, failures=dict.fromkeys(begun, died))) if died else found
+            return self.failed(outcome)
+        if "outcome" not in found:
+            return self.job.read(found, self._told)
+        outcome = Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log})
+        if (measured := outcome.measurement) is not None:
+            return replace(outcome, measurement=replace(measured, compile_cold_s=self._compile_cold_s))
+        return self.failed(outcome)
 
     def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""
-        during = "during tracing" if isinstance(self.job, TraceJob | AnatomyJob) else f"during {self.progress.stage}"
+        during = "during tracing" if isinstance(self.job, TracingJob) else f"during {self.progress.stage}"
         if ended["stuck"]:
             where = "it may hold the device's memory until the machine is restarted"
             return Kind.CRASHED, f"it was killed and does not end, {during}: it is stuck in a driver, and {where}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 from autotune.records.progress import Progress
-from autotune.runners.runner import Finished, Job, JobResult, Runner
+from autotune.runners.jobs import Job
+from autotune.runners.runner import Finished, Runner
 
 
 class InstantRunner(Runner):
@@ -20,10 +22,10 @@ class InstantRunner(Runner):
         self._finished.clear()
 
     @abstractmethod
-    def result_of(self, job: Job) -> JobResult:
-        """The result of a job."""
+    def result_of(self, job: Job[Any]) -> Any:
+        """The result of a job; an `Outcome` where it failed."""
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job[Any]) -> int:
         """As `Runner.submit`; the job has ended when this returns. Raises what `result_of` raises."""
         if len(self._finished) >= self.num_slots:
             raise RuntimeError(f"all {self.num_slots} slots are taken; collect a job first")

@@ -18,29 +18,16 @@ from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
-from autotune.prediction.traces import Traces
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import InFlight
-from autotune.runners.request import arguments_of
-from autotune.runners.runner import (
-    AnatomyJob,
-    CheckJob,
-    EvaluateJob,
-    Finished,
-    Job,
-    ModulesJob,
-    ProbeFault,
-    ProbeJob,
-    Runner,
-    Stated,
-    TraceJob,
-)
+from autotune.runners.jobs import ConfigJob, Job, MeasureJob, TracingJob
+from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
@@ -138,7 +125,7 @@ class LocalRunner(Runner):
             self._source, logs=logs, device="cpu", import_timeout_s=self._import_timeout_s, fork=self._fork
         )
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job[Any]) -> int:
         """As `Runner.submit`: one job at a time."""
         if self._running is not None:
             raise RuntimeError("a job is running; collect it first")
@@ -149,10 +136,10 @@ class LocalRunner(Runner):
         self._num_jobs += 1
         compiles = (
             self._source is not None  # what a command compiles is its own business
-            and isinstance(job, ProbeJob | CheckJob | ModulesJob | EvaluateJob)
+            and isinstance(job, ConfigJob)
             and techniques.setup_s(job.config) > 0
         )
-        is_first = isinstance(job, ProbeJob | EvaluateJob) and (job.name, job.config) not in self._compile_cold_s
+        is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
             "ticket": self._num_jobs,
@@ -164,7 +151,7 @@ class LocalRunner(Runner):
             "log": str(log),
             "timeout_s": job.timeout_s,
         }
-        if not isinstance(job, TraceJob | AnatomyJob):
+        if not isinstance(job, TracingJob):
             self._device.settle()
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
@@ -191,16 +178,16 @@ class LocalRunner(Runner):
             result = running.result(ended)
         except ProbeFault as fault:
             self._disconnect()
-            if not isinstance(running.job, TraceJob):
+            result = running.failed(Outcome(kind=Kind.CRASHED, cause=str(fault)))
+            if isinstance(result, Outcome):
                 self._forget(running)
                 raise
-            result = running.traces(running.job, str(fault))
         ended_well = ended is not None and ended["exit_code"] >= 0
-        if ended_well and isinstance(running.job, ProbeJob | EvaluateJob):
-            found = result.measurement if isinstance(result, Outcome) else None
+        if ended_well and isinstance(running.job, MeasureJob):
+            found = result.measurement
             job = running.job.name, running.job.config
             cold_s = self._compile_cold_s.setdefault(job, found.compile_cold_s if found else 0.0)
-            if isinstance(result, Outcome) and found is not None:
+            if found is not None:
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
         self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
@@ -213,13 +200,10 @@ class LocalRunner(Runner):
         self._running.read()
         return self._running.progress
 
-    def found(self, ticket: int) -> Traces | None:
+    def found(self, ticket: int) -> Any:
         """As `Runner.found`."""
         running = self._running
-        if running is None or running.ticket != ticket or not isinstance(running.job, TraceJob):
-            return None
-        running.read()
-        return running.traces(running.job, "")
+        return None if running is None or running.ticket != ticket else running.found()
 
     def cancel(self, ticket: int) -> None:
         if self._running is not None and self._running.ticket == ticket and self._connection is not None:
@@ -267,9 +251,9 @@ class LocalRunner(Runner):
             self._compiled.close(running.compiled, keep=keep_compiled)
         self._running = None
 
-    def _arguments(self, job: Job) -> dict[str, Any]:
+    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        return arguments_of(job, device=self._device.name, channel=self._channel)
+        return {"device": self._device.name, **job.arguments()}
 
     def _held(self) -> str:
         """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""

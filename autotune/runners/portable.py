@@ -17,12 +17,11 @@ import psutil
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.prediction.traces import Traces
 from autotune.records.device import DeviceInfo
 from autotune.records.progress import Progress
 from autotune.runners.in_flight import InFlight
-from autotune.runners.request import arguments_of
-from autotune.runners.runner import AnatomyJob, Finished, InspectJob, Job, ProbeFault, Runner, Stated, TraceJob
+from autotune.runners.jobs import InspectJob, Job, TracingJob
+from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 
@@ -74,9 +73,9 @@ class PortableRunner(Runner):
         """The device, with what is free now."""
         return self._device.info()
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job[Any]) -> int:
         """As `Runner.submit`, for an inspection or a trace. Raises ProbeFault for another job."""
-        if not isinstance(job, InspectJob | TraceJob | AnatomyJob):
+        if not isinstance(job, InspectJob | TracingJob):
             raise ProbeFault(f"{job.name} trains, which takes Linux")
         self._num_jobs += 1
         channel, request = self._folder / f"{self._num_jobs}.channel", self._folder / f"{self._num_jobs}.json"
@@ -86,7 +85,7 @@ class PortableRunner(Runner):
         asked: dict[str, Any] = {
             "job": job.name,
             "compiled": "",
-            "arguments": arguments_of(job, device=self._device.name, channel=str(channel)),
+            "arguments": {"device": self._device.name, **job.arguments()},
             "blas_threads": 0,
             "widest": None,
             "channel": str(channel),
@@ -129,13 +128,10 @@ class PortableRunner(Runner):
         """As `Runner.progress`: of probes alone, which do not run here."""
         return None
 
-    def found(self, ticket: int) -> Traces | None:
+    def found(self, ticket: int) -> Any:
         """As `Runner.found`."""
         running = self._running and self._running[0]
-        if running is None or running.ticket != ticket or not isinstance(running.job, TraceJob):
-            return None
-        running.read()
-        return running.traces(running.job, "")
+        return None if running is None or running.ticket != ticket else running.found()
 
     def cancel(self, ticket: int) -> None:
         """As `Runner.cancel`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autotune import techniques
 from autotune.prediction.traces import Traces
@@ -15,21 +16,18 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table as table_file
 from autotune.runners.instant import InstantRunner
-from autotune.runners.recorded import Row, Table, TableError
-from autotune.runners.runner import (
-    AnatomyJob,
+from autotune.runners.jobs import (
     CalibrateJob,
     CheckJob,
     EvaluateJob,
     InspectJob,
     Job,
-    JobResult,
-    ModulesJob,
     NotCompared,
     ProbeJob,
-    Stated,
     TraceJob,
 )
+from autotune.runners.recorded import Row, Table, TableError
+from autotune.runners.runner import Stated
 
 
 class ReplayRunner(InstantRunner):
@@ -77,7 +75,7 @@ class ReplayRunner(InstantRunner):
         info = self._table.header.device_info()
         return info if self._memory_limit_bytes is None else replace(info, free_bytes=self._memory_limit_bytes)
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
         match job:
             case CalibrateJob():
@@ -96,7 +94,7 @@ class ReplayRunner(InstantRunner):
                 )
             case TraceJob():
                 return self._traces(job)
-            case AnatomyJob() | ModulesJob():
+            case _:
                 raise TableError(f"the table {self._table.path} holds no anatomy of a config; explain the model itself")
 
     def _traces(self, job: TraceJob) -> Traces:

@@ -1,4 +1,4 @@
-"""`Runner`: what runs inspections, probes, checks and traces. A search knows nothing else of where they run.
+"""`Runner`: what runs jobs (`runners/jobs.py`): inspections, probes, checks, traces. A search knows nothing else of where they run.
 
 Local processes (`runners/local.py`) and recorded tables (`runners/replay.py`) are runners. A new one is a file of its own.
 """
@@ -9,29 +9,22 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self
 
 from autotune.errors import AutotuneError
-from autotune.prediction.plan import Plan, plan_traces
+from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
-from autotune.records.explanation import Anatomy, ModuleTimes
-from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome
-from autotune.records.progress import COMPARING, Progress
-from autotune.records.result import Check
+from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
 
-CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
-
 WATCH_S = 1.0  # between two looks at what a trace has found
-
-R = TypeVar("R")
 
 
 class ProbeFault(AutotuneError):
@@ -64,137 +57,47 @@ class Stated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateJob:
-    """Measure the device itself."""
-
-    name: ClassVar[str] = "calibrate"
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectJob:
-    """Validate the task and ask which techniques apply.
-
-    Attributes:
-        absent: a GPU to ask for that is not there.
-        trained: what is to be trained of the task, where it is not what the task's baseline trains.
-        comparing_s: for finding out whether a batch may be cut; 0 where that is not looked into.
-        not_compared: why finding that out failed before.
-        trains: whether a step is tried. Where not, no model is built for real either, unless its code needs values.
-    """
-
-    name: ClassVar[str] = "inspect"
-    memory_limit_bytes: int | None
-    timeout_s: float
-    calibration: Calibration = NOT_MEASURED
-    absent: DeviceInfo | None = None
-    trained: Mapping[str, Choice] = field(default_factory=dict)
-    comparing_s: float = 0.0
-    trains: bool = True
-    not_compared: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigJob:
-    """What runs a config itself."""
-
-    config: Config
-    settings: ProbeSettings
-
-    @property
-    def timeout_s(self) -> float:
-        """The process is killed then."""
-        return self.settings.timeout_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeJob(ConfigJob):
-    """Train a few steps of a config and measure them."""
-
-    name: ClassVar[str] = "probe"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckJob(ConfigJob):
-    """Compare a config's gradients with plain fp32's, on `batch_size` samples."""
-
-    name: ClassVar[str] = "check"
-    batch_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceJob:
-    """Trace the memory of a plan's groups, one after another; after `slice_s` none is begun but the first."""
-
-    name: ClassVar[str] = "trace"
-    plan: Plan
-    target: str
-    slice_s: float
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnatomyJob:
-    """Trace what lives at the peak of each of some configs; after `slice_s` none is begun but the first."""
-
-    name: ClassVar[str] = "anatomy"
-    configs: tuple[Config, ...]
-    target: str
-    slice_s: float
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModulesJob(ConfigJob):
-    """Measure where a config's time goes, module by module."""
-
-    name: ClassVar[str] = "modules"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateJob:
-    """Measure evaluation with a config, after a training step of `num_samples`."""
-
-    name: ClassVar[str] = "evaluate"
-    config: Config
-    settings: ProbeSettings
-    num_samples: int
-
-    @property
-    def timeout_s(self) -> float:
-        """The process is killed then."""
-        return self.settings.timeout_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotCompared:
-    """A check that this runner cannot do, and why."""
-
-    reason: str
-
-
-Job = CalibrateJob | InspectJob | ProbeJob | CheckJob | TraceJob | AnatomyJob | ModulesJob | EvaluateJob
-Anatomies = tuple[Anatomy | str, ...]  # of each config, or why it cannot be traced; of those begun
-JobResult = Calibration | Inspection | Outcome | Check | NotCompared | Traces | Anatomies | ModuleTimes
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finished:
     """A job that ended.
 
     Attributes:
         ticket: as `submit` gave it.
-        result: of a `CalibrateJob` a `Calibration`, of an `InspectJob` an `Inspection`, of a `ProbeJob` an `Outcome`, of a
-            `CheckJob` a `Check` or `NotCompared`, of a `TraceJob` the `Traces` that it added, of an `AnatomyJob` `Anatomies`, of a
-            `ModulesJob` `ModuleTimes`, of an `EvaluateJob` an `Outcome`. What failed is an `Outcome`.
+        result: what its `Job.read` makes of the answer; an `Outcome` where it failed.
     """
 
     ticket: int
-    result: JobResult
+    result: Any
 
 
 class Runner(ABC):
     """Runs jobs on one task and one device. A context manager: leaving it leaves no process behind.
+
+    It is entered first. Then for each job comes `submit`; `progress` and `found` a few times a second while it runs, and `cancel`
+    where nothing can come of it any more; `collect` until it returns the job. `device` and `now_s` may come at any time. One
+    that has the jobs run on another machine, over a connection of its own:
+
+        class Remote(Runner):
+            def __enter__(self) -> Self:
+                self._host = connect(self._address)
+                self.task_name = self._host.task_name
+                return self
+
+            def submit(self, job: Job[Any]) -> int:
+                self._job, self._ticket = job, self._ticket + 1
+                self._host.send({"job": job.name, "timeout_s": job.timeout_s, "arguments": job.arguments()})
+                return self._ticket
+
+            def progress(self, ticket: int) -> Progress | None:
+                return self._host.progress if ticket == self._ticket else None
+
+            def collect(self, timeout_s: float | None = None) -> Finished | None:
+                if (answer := self._host.receive(timeout_s)) is None:
+                    return None
+                failed = Outcome.from_dict(answer["outcome"]) if "outcome" in answer else None
+                return Finished(ticket=self._ticket, result=failed or self._job.read(answer, ()))
+
+            def __exit__(self, *exc_info: object) -> None:
+                self._host.close()  # which ends what runs there; and `cancel`, `device`, `now_s`
 
     Attributes:
         num_slots: jobs that may be in flight.
@@ -237,7 +140,7 @@ class Runner(ABC):
         """The device that jobs run on, as it is now."""
 
     @abstractmethod
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job[Any]) -> int:
         """Start a job. Returns its ticket.
 
         Raises:
@@ -258,8 +161,8 @@ class Runner(ABC):
     def progress(self, ticket: int) -> Progress | None:
         """How far a probe in flight has come; None for a ticket that is not in flight."""
 
-    def found(self, ticket: int) -> Traces | None:
-        """What a trace in flight has found so far; None where that is not known."""
+    def found(self, ticket: int) -> Any:
+        """What a job in flight has found so far; None where that is not known."""
         return None
 
     @abstractmethod
@@ -270,93 +173,31 @@ class Runner(ABC):
         """Another runner of the task, to be entered, whose tracing disturbs no probe; None where it would."""
         return None
 
-    def calibrate(self) -> Calibration | Outcome:
-        """Measure the device itself; an `Outcome` when that failed."""
-        result = self._run(CalibrateJob(timeout_s=CALIBRATION_TIMEOUT_S))
-        assert isinstance(result, Calibration | Outcome), result
-        return result
-
-    def inspect(
-        self,
-        *,
-        memory_limit_bytes: int | None,
-        timeout_s: float,
-        calibration: Calibration = NOT_MEASURED,
-        absent: DeviceInfo | None = None,
-        trained: Mapping[str, Choice] | None = None,
-        comparing_s: float = 0.0,
-        trains: bool = True,
-    ) -> Inspection | Outcome:
-        """Validate the task and ask which techniques apply to it; an `Outcome` when that failed.
+    def run(self, job: Job[R], watch: Callable[[R], None] | None = None) -> R:
+        """Run one job to its end, while nothing else is in flight.
 
         Args:
-            calibration: of the runner's device, which decides what is worth trying.
-            absent: a GPU that is not there, to ask for in place of the runner's device.
-            trained: what is to be trained of the task, by techniques; where it says nothing, what the baseline trains.
-            comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
-            trains: whether to try a step on a model that is built for real.
+            watch: is told now and then what is found so far.
+
+        Raises:
+            JobFailed: it failed, and how is no result of such a job (of a probe it is).
+            ProbeFault: the machinery failed.
         """
-        job = InspectJob(
-            memory_limit_bytes=memory_limit_bytes,
-            timeout_s=timeout_s,
-            calibration=calibration,
-            absent=absent,
-            trained=trained or {},
-            comparing_s=comparing_s,
-            trains=trains,
-        )
-        result = self._run_undisturbed(job)
-        # whatever the user's code does while batches are compared, the task may train
-        if isinstance(result, Outcome) and result.stage == COMPARING:
-            result = self._run_undisturbed(replace(job, comparing_s=0.0, not_compared=result.cause))
-        assert isinstance(result, Inspection | Outcome), result
-        return result
+        found = self._run(job, watch)
+        if isinstance(found, Outcome) and found.crowded and job.again_where_crowded:
+            found = self._run(job, watch)
+        if isinstance(found, Outcome) and (another := job.after(found)) is not None:
+            return self.run(another, watch)
+        return job.result(found)
+
+    def probe(self, config: Config, settings: ProbeSettings) -> Outcome:
+        """Train a few steps of a config. What the config or the user's code does is an outcome."""
+        return self.run(ProbeJob(config=config, settings=settings))
 
     def in_all_that_is_free(self, run: Callable[[int], R], limit_bytes: int) -> R | None:
         """Run what a memory limit was too small for with all that is free as its limit; None where that is no more."""
         free_bytes = self.device().free_bytes
         return run(free_bytes) if free_bytes > limit_bytes else None
-
-    def probe(self, config: Config, settings: ProbeSettings) -> Outcome:
-        """Train a few steps of a config. Never raises for what the config or the user's code does."""
-        result = self._run(ProbeJob(config=config, settings=settings))
-        assert isinstance(result, Outcome), result
-        return result
-
-    def check(self, config: Config, settings: ProbeSettings, batch_size: int) -> Check | Outcome | NotCompared:
-        """Compare a config's gradients with plain fp32's on `batch_size` samples; an `Outcome` when that failed."""
-        result = self._run_undisturbed(CheckJob(config=config, settings=settings, batch_size=batch_size))
-        assert isinstance(result, Check | Outcome | NotCompared), result
-        return result
-
-    def anatomies(
-        self, configs: Iterable[Config], target: str, timeout_s: float, *, slice_s: float = math.inf
-    ) -> Anatomies | Outcome:
-        """Find what lives at the peak of each config, without running them; an `Outcome` when that failed.
-
-        Args:
-            target, slice_s: as in `trace`.
-        """
-        job = AnatomyJob(configs=tuple(configs), target=target, slice_s=slice_s, timeout_s=timeout_s)
-        result = self._run(job)
-        assert isinstance(result, tuple | Outcome), result
-        return result
-
-    def modules(self, config: Config, settings: ProbeSettings) -> ModuleTimes | Outcome:
-        """Measure where a config's time goes, module by module; an `Outcome` when that failed."""
-        result = self._run(ModulesJob(config=config, settings=settings))
-        assert isinstance(result, ModuleTimes | Outcome), result
-        return result
-
-    def evaluate(self, config: Config, settings: ProbeSettings, num_samples: int) -> Outcome:
-        """Measure evaluation in batches of `config.batch_size` samples, beside the optimizer's state.
-
-        Args:
-            num_samples: of the training step that makes that state.
-        """
-        result = self._run_undisturbed(EvaluateJob(config=config, settings=settings, num_samples=num_samples))
-        assert isinstance(result, Outcome), result
-        return result
 
     def trace(
         self,
@@ -391,11 +232,10 @@ class Runner(ABC):
                 return traces
             job = TraceJob(plan=left, target=target, slice_s=slice_s - spent_s, timeout_s=timeout_s - spent_s)
             try:
-                found = self._run(job, None if watch is None else partial(_tell, watch, traces))
+                found = self.run(job, None if watch is None else partial(_tell, watch, traces))
             except ProbeFault as fault:
                 why = str(fault)
                 continue
-            assert isinstance(found, Traces), found
             traces = traces.merged(found)
             why = next(reversed(list(found.failures.values())), "tracing ended early")
         left = plan.without(traces)
@@ -403,17 +243,12 @@ class Runner(ABC):
             return traces
         return traces.merged(Traces(target=target, failures=dict.fromkeys(left.labels(), why)))
 
-    def _run_undisturbed(self, job: Job) -> JobResult:
-        """Run one job to its end, once more if others held the memory that its limit allows."""
-        result = self._run(job)
-        return self._run(job) if isinstance(result, Outcome) and result.crowded else result
-
-    def _run(self, job: Job, watch: Callable[[Traces | None], None] | None = None) -> JobResult:
-        """Run one job to its end, while nothing else is in flight. `watch` is told what a trace has found so far."""
+    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
         ticket = self.submit(job)
         try:
             while (finished := self.collect(None if watch is None else WATCH_S)) is None and watch is not None:
-                watch(self.found(ticket))
+                if (found := self.found(ticket)) is not None:
+                    watch(found)
         except KeyboardInterrupt:
             self.cancel(ticket)
             with contextlib.suppress(ProbeFault):
@@ -421,9 +256,9 @@ class Runner(ABC):
             raise
         if finished is None or finished.ticket != ticket:
             raise RuntimeError("another job was in flight; collect it before running one alone")
-        return finished.result
+        result: R | Outcome = finished.result
+        return result
 
 
-def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces | None) -> None:
-    if found is not None:
-        watch(known.merged(found))
+def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces) -> None:
+    watch(known.merged(found))

@@ -17,16 +17,14 @@ import time
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 
 from autotune.devices import Device, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
-from autotune.probe.measure import FAR, LATE, disturbances
 from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, MIN_BLOCKS, MIN_WARMUP_STEPS, Blocks, is_warm
+from autotune.probe.timing import MIN_BLOCK_S, Timing
 from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
@@ -68,12 +66,7 @@ class Watch:
         self._num_steps = self._in_block = 0
         self._warmup_s = self._setup_s = 0.0
         self._held: list[tuple[int, int]] = []
-        self._blocks = Blocks(
-            interval=self._settings.interval,
-            max_timed_s=self._settings.max_timed_s,
-            min_timed_s=self._settings.min_timed_s,
-            unequal=True,  # the samples are real
-        )
+        self._timing = Timing(self._settings, self._samples, self._peak_bytes, unequal=True)  # the samples are real
 
     def stepped(self, optimizer: Any) -> None:
         """Count a step that has just been taken. Returns, unless enough is known: then this process has nothing more to do."""
@@ -95,7 +88,7 @@ class Watch:
             self._first_s = now_s
         self._reporter.trained(step_s, count * self._config.accumulation_steps, is_first_step=is_first)
         if timing:
-            self._blocks.add(count * self._samples / step_s, step_s)
+            self._timing.blocks.add(count * self._samples / step_s, step_s)
             self._held.append((self._num_steps, self._device.current_bytes()))
         elif not is_first:
             self._steps_s.append(step_s)
@@ -145,36 +138,16 @@ class Watch:
         """Go from one stage to the next, and end when there is nothing more to learn. Only the first rank ends."""
         assert self._device is not None
         if timing:
-            if self._world.rank:
-                return
-            exact = self._settings.num_steps
-            done = len(self._blocks.samples_per_s) >= exact if exact else self._blocks.enough
-            if done or (not exact and (self._has_lost() or self._is_late())):
+            # where an exact number of steps is timed, each is a block of its own
+            num_timed, spent_s = len(self._timing.blocks.samples_per_s), time.monotonic() - self._started_s
+            if not self._world.rank and self._timing.is_done(num_timed, spent_s):
                 self._end()
-        elif self._num_steps >= MIN_WARMUP_STEPS and (
-            is_warm(self._steps_s) or self._reporter.train_s > self._settings.max_warmup_s
-        ):
+        elif self._timing.is_warm(self._num_steps, self._steps_s, self._reporter.train_s):
             self._warmup_s = self._reporter.train_s
-            if not self._world.rank and self._is_hopeless():
-                for step_s in self._steps_s:
-                    self._blocks.add(self._samples / step_s, 0.0)
+            if not self._world.rank and self._timing.cut_short(self._steps_s):
                 self._end(cut_short=True)
             self._device.start_measuring()
             self._reporter.enter("timing")
-
-    def _is_hopeless(self) -> bool:
-        slow = self._samples / median(self._steps_s) < self._settings.slowest_samples_per_s
-        return not self._settings.num_steps and (slow or self._is_beaten(FAR * self._samples / min(self._steps_s)))
-
-    def _has_lost(self) -> bool:
-        return len(self._blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(self._blocks.throughput[2])
-
-    def _is_beaten(self, samples_per_s: float) -> bool:
-        peak_bytes = self._peak_bytes()
-        return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self._settings.front)
-
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._started_s > LATE * self._settings.timeout_s
 
     def _end(self, *, cut_short: bool = False) -> NoReturn:
         self._report = replace(self._report, measurement=self._measurement(cut_short=cut_short))
@@ -208,35 +181,24 @@ class Watch:
 
     def _told_at_the_end(self) -> None:
         """The command ended before enough was known."""
-        if len(self._blocks.samples_per_s) >= FEWEST_BLOCKS and self._report.outcome is None:
+        if len(self._timing.blocks.samples_per_s) >= FEWEST_BLOCKS and self._report.outcome is None:
             self._report = replace(self._report, measurement=self._measurement())
         self._send(self._reporter.progress)
 
     def _measurement(self, *, cut_short: bool = False) -> Measurement:
         assert self._device is not None
-        speed, low, high = self._blocks.throughput
-        detail = self._device.memory_detail()
         # to one rank on a CPU the others are strangers
         contention = self._device.contention() if self._world.size == 1 and not cut_short else 0.0
-        return Measurement(
-            samples_per_s=speed,
-            samples_per_s_low=low,
-            samples_per_s_high=high,
-            step_s=self._samples / speed,
-            peak_bytes=self._peak_bytes(),
-            block_samples_per_s=tuple(self._blocks.samples_per_s),
+        return self._timing.measurement(
+            self._device,
+            contention=contention,
+            slowdowns={},
             num_steps=self._num_steps,
             setup_s=self._setup_s,
             warmup_s=self._warmup_s,
             timed_s=self._reporter.train_s - self._warmup_s,
             growth_bytes_per_step=growth_per_step(self._held),
-            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
-            num_ooms=int(detail.get("num_ooms", 0)),
-            contention=contention,
             cut_short=cut_short,
-            disturbances=disturbances(contention, {}, len(self._blocks.samples_per_s)),
-            memory=detail,
-            telemetry=self._device.telemetry().values,
         )
 
     def _peak_bytes(self) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autotune.probe.measure import Run
     from autotune.session import Session
 
-Report = Callable[[Progress], None]
+Report = Callable[[Progress | dict[str, Any]], None]  # how far it has come, or a part of the answer
 MAX_CAUSE = 900  # characters of a cause and what is told of a sample
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -82,8 +82,11 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
 
-    def report(progress: Progress) -> None:
-        channel.offer({"progress": progress.to_dict()})
+    def report(told: Progress | dict[str, Any]) -> None:
+        if isinstance(told, Progress):
+            channel.offer({"progress": told.to_dict()})
+        else:
+            channel.send(told)
 
     if request["compiled"]:
         os.environ[CACHE] = request["compiled"]
@@ -126,8 +129,9 @@ def enter(request: dict[str, Any]) -> None:
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
-    from autotune.probe.measure import LATE, Run
+    from autotune.probe.measure import Run
     from autotune.probe.overflow import first_overflow
+    from autotune.probe.timing import LATE
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
@@ -272,8 +276,8 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Trace configs without running them: arguments `plan`, `target`, `channel`, by which each finished group
-    is told, and `slice_s`, after which none is begun.
+    """Trace configs without running them: arguments `plan`, `target`, and `slice_s`, after which no group is begun. Each that
+    is finished is told at once.
     """
     hide_gpus()  # tracing for a GPU must not touch one
     from autotune.devices.host import bound_host_memory
@@ -282,14 +286,13 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
     seed_everything(0)
     host_bytes = bound_host_memory()
-    channel = Channel(arguments["channel"])
     started, num_begun = time.monotonic(), 0
     for message in trace_plan(task, Plan.from_dict(arguments["plan"]), arguments["target"], host_bytes):
         if "begun" in message:
             if num_begun and time.monotonic() >= started + arguments["slice_s"]:
                 break
             num_begun += 1
-        channel.send(message)
+        report(message)
     return {"done": True}
 
 

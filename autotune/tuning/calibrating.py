@@ -8,7 +8,7 @@ from autotune.devices.calibration import holds_for
 from autotune.devices.contention import DISTURBED
 from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
 from autotune.records.device import DeviceInfo
-from autotune.records.outcome import Outcome
+from autotune.runners.jobs import CalibrateJob, JobFailed
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study import calibrations
 
@@ -23,11 +23,9 @@ def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[
     if path is not None and (kept := calibrations.kept(path)) is not None:
         return kept, ""
     try:
-        found = runner.calibrate()
-    except ProbeFault as fault:
-        return NOT_MEASURED, str(fault)
-    if isinstance(found, Outcome):
-        return NOT_MEASURED, found.cause
+        found = runner.run(CalibrateJob())
+    except (JobFailed, ProbeFault) as failed:
+        return NOT_MEASURED, str(failed)
     is_whole = all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION))
     if path is not None and is_whole and found.contention <= DISTURBED:  # else the next search measures again
         calibrations.keep(path, found)

@@ -17,7 +17,8 @@ from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Check
 from autotune.records.study import Comparison
-from autotune.runners.runner import NotCompared, ProbeFault
+from autotune.runners.jobs import CheckJob, NotCompared
+from autotune.runners.runner import ProbeFault
 from autotune.space import CUT, Changes
 from autotune.tuning.confirm import finalists_of
 from autotune.tuning.state import Search
@@ -194,7 +195,8 @@ class Clearance:
             size = search.inspection.step_samples
 
         def within(limit_bytes: int) -> Check | Outcome | NotCompared:
-            return search.runner.check(config, settings.replace(memory_limit_bytes=limit_bytes), size)
+            limited = settings.replace(memory_limit_bytes=limit_bytes)
+            return search.runner.run(CheckJob(config=config, settings=limited, batch_size=size))
 
         started_s = budget.elapsed_s
         try:

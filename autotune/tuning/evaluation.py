@@ -14,6 +14,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Evaluated, Evaluation
+from autotune.runners.jobs import EvaluateJob
 from autotune.runners.runner import ProbeFault
 from autotune.study.figures import ratio_interval
 from autotune.tuning.state import Search
@@ -90,7 +91,7 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
         )
         config = answer.replace(batch_size=size, accumulation_steps=1)
         try:
-            outcome = search.runner.evaluate(config, settings, num_samples)
+            outcome = search.runner.run(EvaluateJob(config=config, settings=settings, num_samples=num_samples))
         except ProbeFault as fault:
             return str(fault)
         took_s = outcome.wall_s

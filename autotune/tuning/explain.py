@@ -14,6 +14,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.modules import fold_repeats
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import AnatomyJob, JobFailed, ModulesJob
 from autotune.runners.runner import Runner
 from autotune.techniques.labels import describe
 
@@ -90,10 +91,11 @@ def _trace(
     """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
     if why := _untraceable(inspection, configs[0]):
         return None, why, ()
-    found = runner.anatomies(configs, target, 2 * timeout_s, slice_s=timeout_s)
-    if isinstance(found, Outcome):
-        return None, found.cause, ()
-    first, *others = found
+    job = AnatomyJob(configs=tuple(configs), target=target, slice_s=timeout_s, timeout_s=2 * timeout_s)
+    try:
+        first, *others = runner.run(job)
+    except JobFailed as failed:
+        return None, str(failed), ()
     return (None, first, ()) if isinstance(first, str) else (first, "", tuple(others))
 
 
@@ -117,9 +119,10 @@ def _measure(
     probe = runner.probe(config, settings)
     if probe.measurement is None:
         return probe, None, probe.cause
-    found = runner.modules(config, settings)
-    if isinstance(found, Outcome):
-        return probe, None, found.cause
+    try:
+        found = runner.run(ModulesJob(config=config, settings=settings))
+    except JobFailed as failed:
+        return probe, None, str(failed)
     if not found.seconds:
         return probe, found, "the step runs as one unit, into which hooks of modules do not reach"
     phases = probe.measurement.phases_s

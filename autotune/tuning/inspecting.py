@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import AutotuneError, DeviceError, TaskError
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
+from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.runner import Runner
 from autotune.tuning import why
 from autotune.tuning.recommend import NothingFeasible
@@ -17,17 +18,47 @@ from autotune.units import format_bytes, format_seconds, plural
 LARGER_HOST = "build and load less in the model file, or use a host with more memory"
 
 
-def inspect_within(
-    runner: Runner, inspect: Callable[[int], Inspection | Outcome], limit_bytes: int
-) -> Inspection | Outcome:
+def inspect(runner: Runner, job: InspectJob, timeout_s: float | None = None) -> Inspection:
+    """The inspection of a task.
+
+    Args:
+        timeout_s: as of `prediction_failed`.
+
+    Raises:
+        AutotuneError: it cannot be inspected. Without a memory limit nothing of it was to be trained.
+    """
+    try:
+        return runner.run(job)
+    except JobFailed as failed:
+        if job.memory_limit_bytes is None:
+            raise prediction_failed(failed.outcome, timeout_s) from None
+        raise inspection_failed(failed.outcome, job.memory_limit_bytes) from None
+
+
+def inspect_within(runner: Runner, job: InspectJob, limit_bytes: int) -> Inspection:
     """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
     to try a technique takes as much as plain training does.
+
+    Raises:
+        AutotuneError: it cannot be inspected.
     """
-    found = inspect(limit_bytes)
-    short = isinstance(found, Outcome) and found.kind is Kind.OOM and not (found.crowded or found.on_host)
-    shortage = found.shortage if isinstance(found, Inspection) else found.cause if short else ""
-    wider = runner.in_all_that_is_free(inspect, limit_bytes) if shortage else None
-    return replace(wider, shortage=shortage, step_s=None) if isinstance(wider, Inspection) else found
+
+    def in_more(shortage: str) -> Inspection | None:
+        with contextlib.suppress(JobFailed):
+            wide = runner.in_all_that_is_free(
+                lambda free_bytes: runner.run(replace(job, memory_limit_bytes=free_bytes)), limit_bytes
+            )
+            return wide and replace(wide, shortage=shortage, step_s=None)
+        return None
+
+    try:
+        found = runner.run(job)
+    except JobFailed as failed:
+        error = inspection_failed(failed.outcome, limit_bytes)
+        if not isinstance(error, NothingFeasible) or (wide := in_more(str(failed))) is None:
+            raise error from None
+        return wide
+    return (found.shortage and in_more(found.shortage)) or found
 
 
 def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:

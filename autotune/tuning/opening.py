@@ -20,9 +20,9 @@ from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.objective import Objective
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.study import SearchFacts
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
@@ -38,7 +38,7 @@ from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
-from autotune.tuning.inspecting import inspect_within, inspection_failed, too_little_memory
+from autotune.tuning.inspecting import inspect_within, too_little_memory
 from autotune.tuning.interruption import interruptible
 from autotune.tuning.resuming import early_fingerprint, fingerprint, memory_limit, options_to_repeat, place_within
 from autotune.tuning.state import Search
@@ -229,20 +229,15 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
         ConfigError: the runner's task has another global batch than the one asked for.
     """
     trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
-
-    def inspect(limit_bytes: int) -> Inspection | Outcome:
-        return shared.runner.inspect(
-            memory_limit_bytes=limit_bytes,
-            timeout_s=budget.first_timeout_s,
-            calibration=shared.calibration,
-            trained=trained,
-            comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
-        )
-
+    job = InspectJob(
+        memory_limit_bytes=shared.limit_bytes,
+        timeout_s=budget.first_timeout_s,
+        calibration=shared.calibration,
+        trained=trained,
+        comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
+    )
     with budget.split("inspection"):
-        inspection = inspect_within(shared.runner, inspect, shared.limit_bytes)
-    if isinstance(inspection, Outcome):
-        raise inspection_failed(inspection, shared.limit_bytes)
+        inspection = inspect_within(shared.runner, job, shared.limit_bytes)
     if options.global_batch not in (None, inspection.global_batch):
         raise ConfigError(
             f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "

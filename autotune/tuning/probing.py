@@ -12,7 +12,8 @@ from autotune.records.outcome import Bound, Kind, Outcome, calmer
 from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import BASELINE, PLAY_OFF, Proposal, Trial
-from autotune.runners.runner import ProbeFault, ProbeJob, Runner
+from autotune.runners.jobs import ProbeJob
+from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.budget import Budget
@@ -164,9 +165,7 @@ class Probing:
             lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
             self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
             return None
-        assert isinstance(finished.result, Outcome)
-        flight = self._in_flight.pop(finished.ticket)
-        outcome = finished.result
+        flight, outcome = self._in_flight.pop(finished.ticket), finished.result
         if outcome.device_fault:  # the device cannot be used any more: that tells nothing of the config
             self._fault([flight], ProbeFault(f"{outcome.cause}; {GOES_ON}"))
             return None

@@ -19,13 +19,14 @@ from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome, calmer
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.recorded import Figure, Header, Row, Table, TableError, figures_of
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.tuning.calibrating import calibrate_device
-from autotune.tuning.inspecting import inspection_failed
+from autotune.tuning.inspecting import inspect
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
@@ -72,15 +73,14 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     )
     with runner:
         calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
-        inspection = runner.inspect(
+        job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,
             calibration=calibration,
             trained=_trained_choices(options.grid),
             comparing_s=COMPARING_S,
         )
-        if isinstance(inspection, Outcome):
-            raise inspection_failed(inspection, limit_bytes)
+        inspection = inspect(runner, job)
         space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings))

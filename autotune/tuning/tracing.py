@@ -12,7 +12,8 @@ from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
-from autotune.runners.runner import ProbeFault, Runner, TraceJob
+from autotune.runners.jobs import TraceJob
+from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.traces import TraceCache, agrees
 
 SLICE_S = 5.0  # of one job
@@ -110,7 +111,6 @@ class Tracing:
                 if finished is None:
                     return
                 self._ticket = None
-                assert isinstance(finished.result, Traces), finished
                 self._take(self.traces.merged(finished.result))
             left = plan_traces(self._wanted()).without(self.traces)
             if left.labels():

@@ -25,6 +25,7 @@ from autotune.prediction.traces import Traces
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.runners import table
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.recorded import Table
 from autotune.space import Space, build_space
@@ -54,7 +55,7 @@ def traces_of(recorded: Table) -> tuple[Traces, float]:
     target = CPU if recorded.header.device == "cpu" else CUDA
     with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as runner:
         # finds out which samples of the dataset are the widest
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S)
+        inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S))
         assert isinstance(inspection, Inspection), inspection
         started = time.monotonic()
         traces = runner.trace(space_of(recorded).tracing(), target, TRACE_TIMEOUT_S)

@@ -30,6 +30,7 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.report.figures import rate, times
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques.labels import describe
@@ -193,7 +194,7 @@ def compare(study: Study, budget_s: float, repeats: int, tools: Iterable[str]) -
         folder = Path(name)
         with LocalRunner(TaskSource.of(study.model), device="cpu", logs=folder) as prober:
             global_batch = prober.stated.global_batch
-            inspection = prober.inspect(memory_limit_bytes=limit_bytes, timeout_s=settings.timeout_s)
+            inspection = prober.run(InspectJob(memory_limit_bytes=limit_bytes, timeout_s=settings.timeout_s))
             assert global_batch is not None and not isinstance(inspection, Outcome)
             training_bytes = limit_bytes - inspection.outside_bytes
             print(f"{study.name}: {format_bytes(training_bytes)} for training", file=sys.stderr)

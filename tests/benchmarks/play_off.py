@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from autotune import techniques
 from autotune.records.config import Config
@@ -26,8 +27,9 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Measurement, Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import InspectJob, Job, ProbeJob
 from autotune.runners.replay import ReplayRunner
-from autotune.runners.runner import InspectJob, Job, JobResult, ProbeJob, Runner
+from autotune.runners.runner import Runner
 from autotune.tuning import finalists
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
@@ -147,7 +149,7 @@ class World(ClosedFormRunner):
     def now_s(self) -> float:
         return self.clock_s
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         return INSPECTED if isinstance(job, InspectJob) else super().result_of(job)
 
     def true_gain(self, config: Config) -> float:
@@ -179,7 +181,7 @@ class Replayed(ReplayRunner):
         super().__init__(path, seed=work.seed)
         self.work = work
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         """As recorded, or slowed."""
         result = super().result_of(job)
         return (

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.probe.inspection import inspect_task
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
-from autotune.runners.runner import InspectJob, Job, JobResult
+from autotune.runners.jobs import InspectJob, Job
 from autotune.task import Task
 from tests.closed_form import MIB, ClosedFormRunner
 
@@ -18,7 +18,7 @@ from tests.closed_form import MIB, ClosedFormRunner
 class RewardsCutting(ClosedFormRunner):
     task: Task
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         if not isinstance(job, InspectJob):
             return super().result_of(job)
         found = inspect_task(self.task, device="cpu", memory_limit_bytes=None, comparing_s=job.comparing_s)

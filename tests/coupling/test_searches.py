@@ -18,6 +18,7 @@ import autotune
 from autotune.errors import ConfigError
 from autotune.integrations import loops
 from autotune.records.inspection import Inspection
+from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -275,7 +276,7 @@ def training_step(model, batch):
 def test_a_task_whose_larger_batches_hang_or_crash_is_inspected_all_the_same(tmp_path: Path, what: str) -> None:
     (tmp_path / "model.py").write_text(HANGS.format(what))
     with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cpu") as runner:
-        found = runner.inspect(memory_limit_bytes=None, timeout_s=100, comparing_s=0.2)
+        found = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=100, comparing_s=0.2))
     assert isinstance(found, Inspection) and found.coupling is not None
     assert (
         found.coupling.verdict == "unknown"

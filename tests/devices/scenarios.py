@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autotune import techniques
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
-from autotune.probe.measure import disturbances
+from autotune.probe.timing import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
@@ -21,7 +22,7 @@ from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import outcome_of_failure
 from autotune.runners.instant import InstantRunner
-from autotune.runners.runner import CalibrateJob, CheckJob, InspectJob, Job, JobResult, NotCompared, ProbeJob, TraceJob
+from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement
@@ -82,7 +83,7 @@ class FakeCardRunner(InstantRunner):
 
     machine: Machine
     before: Callable[[int], None] = lambda number: None
-    during: Callable[[Job, int], None] = lambda job, number: None
+    during: Callable[[Job[Any], int], None] = lambda job, number: None
     index: int = 0
     releases_in: int = 0
 
@@ -102,7 +103,7 @@ class FakeCardRunner(InstantRunner):
     def device(self) -> DeviceInfo:
         return self._device.info()
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         self._clock_s += 1.0
         match job:
             case CalibrateJob():
@@ -117,8 +118,8 @@ class FakeCardRunner(InstantRunner):
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), "nothing is traced"))
 
     def _within_limit(
-        self, job: InspectJob | CheckJob, limit_bytes: int | None, result_of: Callable[[CudaDevice], JobResult]
-    ) -> JobResult:
+        self, job: InspectJob | CheckJob, limit_bytes: int | None, result_of: Callable[[CudaDevice], Any]
+    ) -> Any:
         """An inspection's or a check's result, if weights and two samples find room."""
         assert limit_bytes is not None
         process = self.machine.process_of(self.index)
@@ -135,10 +136,10 @@ class FakeCardRunner(InstantRunner):
         self.machine.process_of(self.index)
         return result
 
-    def _check(self, device: CudaDevice) -> JobResult:
+    def _check(self, device: CudaDevice) -> Any:
         return NotCompared(reason="allocations on paper have no gradients")
 
-    def _inspect(self, device: CudaDevice) -> JobResult:
+    def _inspect(self, device: CudaDevice) -> Any:
         return inspection(
             facts=TaskFacts(name="faked", source_hash="abc"),
             device=device.info(),

@@ -15,6 +15,7 @@ from autotune.devices.cpu import CpuDevice
 from autotune.errors import DeviceError
 from autotune.records.calibration import Calibration
 from autotune.runners import worker
+from autotune.runners.jobs import CalibrateJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from tests.devices.fake_nvml import FakeGpu, install
@@ -205,7 +206,7 @@ def test_every_rate_of_a_gpu_is_measured_without_a_context_in_this_process(tmp_p
     with LocalRunner(
         TaskSource.of(TINY), device="cuda", logs=tmp_path
     ) as runner:  # forks where nothing holds a context
-        found = runner.calibrate()
+        found = runner.run(CalibrateJob())
     assert isinstance(found, Calibration), found
     for work, name in (("matmul", "fp32"), ("matmul", "fp16"), ("convolution", "fp32"), ("convolution", "fp16")):
         assert found.best(work, name), (work, name)

@@ -18,7 +18,7 @@ from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.runner import CheckJob, InspectJob, Job
+from autotune.runners.jobs import CheckJob, InspectJob, Job
 from autotune.techniques import complete
 from autotune.tuning.why import as_error
 from autotune.units import GIB, MIB, format_bytes
@@ -238,7 +238,13 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: s
     )
     result = found(tmp_path, runner)
     if scenario.job_again == "check":  # an answer that changes the batch alone has nothing to compare
-        runner.check(complete(result.config), ProbeSettings(memory_limit_bytes=scenario.limit_bytes), 2)
+        runner.run(
+            CheckJob(
+                config=complete(result.config),
+                settings=ProbeSettings(memory_limit_bytes=scenario.limit_bytes),
+                batch_size=2,
+            )
+        )
     best = scenario.best or fits(scenario.limit_bytes)
     tried = [size for size, _ in runner.outcomes]
     tell(name, search=f"batch {result.config['batch_size']} of {best}; {said(runner)}")

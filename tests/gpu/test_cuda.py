@@ -23,6 +23,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.command import Command, CommandRunner
+from autotune.runners.jobs import AnatomyJob, CheckJob, InspectJob, ModulesJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.units import GIB, MIB
@@ -44,7 +45,7 @@ def prober(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outside_bytes(prober):
     """What a process has on this card before its model is built: 0.2 GiB on one, 0.7 GiB on another."""
-    inspection = prober.inspect(memory_limit_bytes=None, timeout_s=120)
+    inspection = prober.run(InspectJob(memory_limit_bytes=None, timeout_s=120))
     assert isinstance(inspection, Inspection), inspection
     return inspection.outside_bytes
 
@@ -79,8 +80,8 @@ def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(tmp_path,
         monkeypatch.setenv(name, "512")
     config = techniques.complete({"batch_size": 12}, global_batch=48)
     with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path) as runner:
-        (anatomy,) = runner.anatomies([config], target_of(runner.device()), 100)
-        times = runner.modules(config, SETTINGS)
+        (anatomy,) = runner.run(AnatomyJob(configs=(config,), target=target_of(runner.device()), timeout_s=100))
+        times = runner.run(ModulesJob(config=config, settings=SETTINGS))
         step_s = run(runner).measurement.step_s
     assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.1)
     micro_batch_s = sum(phases.get("forward", 0) + phases.get("backward", 0) for phases in times.seconds.values())
@@ -139,7 +140,7 @@ def test_telemetry_is_recorded(prober):
 def test_checks_hold_for_bf16_and_checkpointing(prober):
     require((8, 0), "bf16")
     config = techniques.complete({"batch_size": 4, "amp": "bf16", "checkpoint_segments": 3})
-    check = prober.check(config, SETTINGS, 4)
+    check = prober.run(CheckJob(config=config, settings=SETTINGS, batch_size=4))
     assert check.passed, check
 
 
@@ -308,13 +309,17 @@ def test_convolutions_in_channels_last_with_cudnns_benchmark_are_measured_and_fe
         assert outcome.kind is Kind.OK, outcome
         assert (outcome.measurement.num_alloc_retries, outcome.measurement.num_ooms) == (0, 0)
         exact = techniques.complete({"batch_size": 8, "channels_last": True})
-        check = runner.check(exact, SETTINGS, 8)
+        check = runner.run(CheckJob(config=exact, settings=SETTINGS, batch_size=8))
         assert check.passed, check
 
 
 def test_checkpointing_keeps_dropouts_masks(tmp_path):
     with convolutions(tmp_path) as runner:
-        check = runner.check(techniques.complete({"batch_size": 8, "checkpoint_segments": 2}), SETTINGS, 8)
+        check = runner.run(
+            CheckJob(
+                config=techniques.complete({"batch_size": 8, "checkpoint_segments": 2}), settings=SETTINGS, batch_size=8
+            )
+        )
         assert check.passed and check.exact, check
 
 
@@ -335,7 +340,7 @@ def test_predicted_reserved_memory_is_near_what_is_measured(prober):
     from autotune.prediction.memory import MemoryModel
     from autotune.space import build_space
 
-    inspection = prober.inspect(memory_limit_bytes=8 * GIB, timeout_s=120)
+    inspection = prober.run(InspectJob(memory_limit_bytes=8 * GIB, timeout_s=120))
     assert isinstance(inspection, Inspection), inspection
     space, _ = build_space(inspection, fix={}, include=(), exclude=())
     config = techniques.complete({"batch_size": 48}, global_batch=48)

@@ -13,6 +13,7 @@ from torch import nn
 from autotune import prepare, techniques
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import CheckJob, InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -61,12 +62,14 @@ def test_the_preferred_attention_runs_from_the_first_step_on(choice: str) -> Non
 
 @pytest.mark.parametrize("choice", ["flash", "efficient", "cudnn", "math"])
 def test_every_attention_is_exact(runner: Any, choice: str) -> None:
-    check = runner.check(techniques.complete({"batch_size": 4, "attention": choice}), SETTINGS, 4)
+    check = runner.run(
+        CheckJob(config=techniques.complete({"batch_size": 4, "attention": choice}), settings=SETTINGS, batch_size=4)
+    )
     assert check.passed, check
 
 
 def test_expandable_segments_train_within_the_limit(runner: Any) -> None:
-    outside_bytes = runner.inspect(memory_limit_bytes=None, timeout_s=120).outside_bytes
+    outside_bytes = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=120)).outside_bytes
     outcome = run(runner, expandable_segments=True)
     assert outcome.kind is Kind.OK, outcome
     assert outcome.measurement.peak_bytes <= SETTINGS.memory_limit_bytes
@@ -115,7 +118,7 @@ def test_prefetched_batches_are_on_the_gpu_and_unchanged() -> None:
 
 
 def test_a_search_on_a_gpu_has_them(runner: Any) -> None:
-    support = runner.inspect(memory_limit_bytes=8 * 2**30, timeout_s=120).support
+    support = runner.run(InspectJob(memory_limit_bytes=8 * 2**30, timeout_s=120)).support
     assert True in support["expandable_segments"].choices
     assert support["optimizer_impl"].choices == ("default", "for-loop", "fused")  # the task's own is foreach
     assert len(support["attention"].choices) > 1
@@ -150,7 +153,7 @@ def test_selective_checkpointing_lies_between_all_and_nothing(runner: Any, amp: 
 
 def test_selective_checkpointing_is_exact(runner: Any) -> None:
     config = techniques.complete({"batch_size": 4, "checkpoint_segments": 4, "checkpoint_policy": "selective"})
-    check = runner.check(config, SETTINGS, 4)
+    check = runner.run(CheckJob(config=config, settings=SETTINGS, batch_size=4))
     assert check.passed, check
 
 
@@ -171,7 +174,7 @@ def test_compiled_blocks_train(runner: Any, choice: str, partner: dict[str, Any]
 def test_compiled_blocks_are_exact(runner: Any, choice: str) -> None:
     require_compiler()
     config = techniques.complete({"batch_size": 4, "compile": choice})
-    check = runner.check(config, SETTINGS.replace(timeout_s=300), 4)
+    check = runner.run(CheckJob(config=config, settings=SETTINGS.replace(timeout_s=300), batch_size=4))
     assert check.passed, check
 
 
@@ -183,7 +186,11 @@ def test_offloaded_activations_take_less_of_the_gpu(runner: Any) -> None:
 
 
 def test_offloading_is_exact(runner: Any) -> None:
-    check = runner.check(techniques.complete({"batch_size": 4, "activation_offload": 4}), SETTINGS, 4)
+    check = runner.run(
+        CheckJob(
+            config=techniques.complete({"batch_size": 4, "activation_offload": 4}), settings=SETTINGS, batch_size=4
+        )
+    )
     assert check.passed, check
 
 

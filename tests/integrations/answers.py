@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.records.inspection import TaskFacts
-from autotune.runners.runner import InspectJob, Job, JobResult
+from autotune.runners.jobs import InspectJob, Job
 from tests.closed_form import ClosedFormRunner, inspection
 
 FACTS = TaskFacts(name="closed", source_hash="abc", optimizer="AdamW")
 
 
 class Known(ClosedFormRunner):
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         return inspection(facts=FACTS) if isinstance(job, InspectJob) else super().result_of(job)
 
 

@@ -14,8 +14,8 @@ from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
 from autotune.probe import compilation, measure
 from autotune.probe import micro_batches as batches
-from autotune.probe.measure import NonFiniteError, Run, disturbances, is_finite
-from autotune.probe.timing import MIN_BLOCKS, Blocks
+from autotune.probe.measure import NonFiniteError, Run, is_finite
+from autotune.probe.timing import disturbances
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import outcome_of_failure
@@ -240,17 +240,6 @@ def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where)
         loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
     )
     assert batches._prepare_batches(session) == [(where, 4)] * 4
-
-
-def test_timing_stops_when_something_is_surely_faster_in_no_more_memory():
-    run = run_of(task_of(), {"batch_size": 4}, front=((0.0, 110.0),))
-    blocks = Blocks(interval=0.02, max_timed_s=1.0)
-    for number in range(1, MIN_BLOCKS + 1):
-        assert not run._has_lost(blocks)
-        blocks.add(100.0 + number, 0.01)
-    assert run._has_lost(blocks)
-    run.settings = run.settings.replace(front=((2.0**60, 110.0),))  # it takes less memory
-    assert not run._has_lost(blocks)
 
 
 def test_what_was_timed_has_to_do_when_the_time_out_is_near():

@@ -6,7 +6,8 @@ from statistics import median
 
 import pytest
 
-from autotune.probe.timing import MIN_BLOCKS, Blocks, is_warm, median_interval, rate_interval
+from autotune.probe.timing import LATE, MIN_BLOCKS, Blocks, Timing, is_warm, median_interval, rate_interval
+from autotune.records.settings import ProbeSettings
 
 
 def test_one_step_alone_is_never_warm():
@@ -118,3 +119,57 @@ def test_a_devices_sustained_speed_takes_its_time_however_quiet_the_blocks():
     while not blocks.enough:
         blocks.add(100.0, 0.05)
     assert blocks.timed_s == pytest.approx(2.0, abs=0.06)
+
+
+def timing_of(**settings):
+    """Of a run that holds 1000 bytes, with steps of 10 samples."""
+    settings = ProbeSettings(**{"memory_limit_bytes": None, "max_timed_s": 1.0, **settings})
+    return Timing(settings, 10, lambda: 1000, unequal=False)
+
+
+def test_a_run_is_warm_when_its_steps_have_settled_or_the_time_for_that_is_up_and_never_before_the_third():
+    timing, unsettled = timing_of(max_warmup_s=5.0), [4.0, 3.0, 2.0, 1.0]
+    assert timing.is_warm(5, [1.0, 1.0, 1.0, 1.0], 4.0)
+    assert not timing.is_warm(5, unsettled, 4.0) and timing.is_warm(5, unsettled, 6.0)
+    assert not timing.is_warm(2, [1.0], 6.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_cut"),
+    [
+        ({}, False),
+        ({"slowest_samples_per_s": 11.0}, True),
+        ({"slowest_samples_per_s": 9.0}, False),
+        ({"front": ((1000, 30.0),)}, True),
+        ({"front": ((1000, 20.0),)}, False),  # no farther than processes of one config now and then are
+        ({"front": ((1001, 30.0),)}, False),  # it takes more memory
+        ({"slowest_samples_per_s": 11.0, "num_steps": 5}, False),
+    ],
+)
+def test_the_warm_up_is_the_measurement_of_what_is_not_worth_timing(settings, is_cut):
+    timing = timing_of(**settings)
+    assert timing.cut_short([1.0, 0.5, 1.0]) == is_cut
+    assert timing.blocks.samples_per_s == ([10.0, 20.0, 10.0] if is_cut else [])
+
+
+def test_timing_stops_when_something_is_surely_faster_in_no_more_memory():
+    timing, lighter = (timing_of(interval=1e-9, front=((peak, 110.0),)) for peak in (1000, 1001))
+    for number in range(1, MIN_BLOCKS + 1):
+        assert not timing.is_done(number, 0.0)
+        for one in (timing, lighter):
+            one.blocks.add(100.0 + number, 0.01)
+    assert timing.is_done(MIN_BLOCKS, 0.0) and not lighter.is_done(MIN_BLOCKS, 0.0)
+
+
+def test_what_was_timed_has_to_do_when_the_time_out_is_near():
+    timing = timing_of(timeout_s=10.0)
+    assert not timing.is_done(0, 11 * LATE)  # nothing was
+    timing.blocks.add(100.0, 0.1)
+    assert timing.is_done(1, 11 * LATE) and not timing.is_done(1, 9 * LATE)
+
+
+def test_a_run_of_so_many_steps_is_done_after_them_alone():
+    timing = timing_of(num_steps=5, timeout_s=10.0)
+    for _ in range(2 * MIN_BLOCKS):
+        timing.blocks.add(100.0, 1.0)
+    assert not timing.is_done(4, 9.9) and timing.is_done(5, 0.0)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.runners.jobs import CalibrateJob, InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from tests.arithmetic import needs_bf16_arithmetic
@@ -22,8 +23,8 @@ def make_batch(n):
 
 def inspected(model, logs, *, fork=True):
     with LocalRunner(TaskSource.of(model), device="cpu", logs=logs, fork=fork) as runner:
-        calibration = runner.calibrate()
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=60, calibration=calibration)
+        calibration = runner.run(CalibrateJob())
+        inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=60, calibration=calibration))
     return calibration, inspection.support["amp"]
 
 

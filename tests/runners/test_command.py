@@ -18,6 +18,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import World
 from autotune.runners.command import Command, CommandRunner
+from autotune.runners.jobs import InspectJob
 from tests.room import limit_bytes
 
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(900), max_timed_s=0.5, max_warmup_s=1.0, timeout_s=90)
@@ -192,7 +193,7 @@ def inspected(tmp_path: Path, script: str, line: str, **options: Any) -> Any:
     (tmp_path / "script.py").write_text(LOOP + script)
     start = f"{sys.executable} {tmp_path / 'script.py'}"
     with commanded(tmp_path, f"{start} {line}", **options) as runner:
-        return runner.inspect(memory_limit_bytes=SETTINGS.memory_limit_bytes, timeout_s=90)
+        return runner.run(InspectJob(memory_limit_bytes=SETTINGS.memory_limit_bytes, timeout_s=90))
 
 
 def test_an_inspection_runs_a_few_steps_of_what_is_run_today(tmp_path, monkeypatch):
@@ -325,7 +326,7 @@ def test_the_processes_of_one_command_are_gathered(tmp_path):
     file.write_text(RANKS)
     start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     with commanded(tmp_path, f"{start} {file} {{batch_size}} {{accumulation_steps}}", global_batch=16) as runner:
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=90)
+        inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=90))
         assert not isinstance(inspection, Outcome), inspection
         assert inspection.world.size == 2 and inspection.global_batch == 8
         config = techniques.complete({"batch_size": 8}, global_batch=8)

@@ -10,6 +10,7 @@ import pytest
 from autotune import techniques
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import EvaluateJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner
@@ -57,7 +58,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 def evaluated(runner: Runner, batch_size: int, **changes: object) -> Outcome:
     config = techniques.complete({"batch_size": batch_size, "accumulation_steps": 1})
-    return runner.evaluate(config, SETTINGS.replace(**changes), 2)
+    return runner.run(EvaluateJob(config=config, settings=SETTINGS.replace(**changes), num_samples=2))
 
 
 def test_a_batch_that_is_too_large_to_train_on_is_evaluated_within_the_limit(runner: Runner) -> None:

@@ -15,9 +15,10 @@ from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind, Overflow
 from autotune.records.settings import ProbeSettings
 from autotune.runners import local
+from autotune.runners.jobs import ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
-from autotune.runners.runner import ProbeFault, ProbeJob
+from autotune.runners.runner import ProbeFault
 from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
 from tests.room import limit_bytes

@@ -14,9 +14,9 @@ from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners import table
+from autotune.runners.jobs import CheckJob, InspectJob, NotCompared
 from autotune.runners.recorded import Header, Row, Table, TableError
 from autotune.runners.replay import ReplayRunner
-from autotune.runners.runner import NotCompared
 from autotune.space import Space, build_space
 from tests.runners.test_table import HEADER, config, ok, written
 
@@ -83,14 +83,14 @@ def test_a_study_of_replays_has_a_name_of_its_own(recorded: Table) -> None:
 
 
 def test_gradients_are_not_compared(recorded: Table) -> None:
-    found = ReplayRunner(recorded).check(config(), SETTINGS, batch_size=4)
+    found = ReplayRunner(recorded).run(CheckJob(config=config(), settings=SETTINGS, batch_size=4))
     assert isinstance(found, NotCompared) and "recorded table" in found.reason
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*/cpu.csv")), ids=lambda path: path.parent.name)
 def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     with ReplayRunner(path) as runner:
-        found = runner.inspect(memory_limit_bytes=None, timeout_s=1.0)
+        found = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
     assert isinstance(found, Inspection)
     space, notes = build_space(found, fix={}, include=(), exclude=())
     swept = table.read(path)
@@ -103,7 +103,7 @@ def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> 
     facts = replace(HEADER.inspection().facts, has_batchnorm=True)
     header = replace(HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts=facts)
     table.start(tmp_path / "some.csv", header)
-    found = ReplayRunner(tmp_path / "some.csv").inspect(memory_limit_bytes=None, timeout_s=1.0)
+    found = ReplayRunner(tmp_path / "some.csv").run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
     assert isinstance(found, Inspection)
     assert (found.support["pin_memory"].reason, found.support["amp"].note) == ("no GPU", "mind the scale")
     assert found.facts == facts and facts.num_parameters == HEADER.num_parameters
@@ -116,7 +116,7 @@ def test_a_choice_that_acts_in_every_config_is_in_the_space_of_its_table_too(tmp
     def swept(name: str, header: Header) -> Space:
         table.start(tmp_path / name, header)
         table.append(tmp_path / name, header, Row(config=which, repeat=0, outcome=ok(which, 90.0)))
-        found = ReplayRunner(tmp_path / name).inspect(memory_limit_bytes=None, timeout_s=1.0)
+        found = ReplayRunner(tmp_path / name).run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
         assert isinstance(found, Inspection)
         return build_space(found, fix={}, include=(), exclude=())[0]
 

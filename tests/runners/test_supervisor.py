@@ -11,8 +11,8 @@ from autotune.records.outcome import Kind
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.in_flight import InFlight
+from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import ProbeJob
 from autotune.task.source import TaskSource
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
@@ -84,10 +84,10 @@ def test_jobs_on_the_cpu_see_no_gpu_and_the_users_module_sees_all(tmp_path, monk
     config = techniques.complete({"batch_size": 2})
     settings = ProbeSettings(memory_limit_bytes=None, num_steps=2)
     with LocalRunner(TaskSource.of(tmp_path / "model.py"), device="cpu", logs=tmp_path, fork=fork) as runner:
-        inspection = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
+        inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=100.0))
         assert getattr(inspection, "cause", "") == ""
         assert runner.probe(config, settings).cause == ""
-        assert isinstance(runner.check(config, settings, 2), Check)
+        assert isinstance(runner.run(CheckJob(config=config, settings=settings, batch_size=2)), Check)
 
 
 @pytest.mark.parametrize(

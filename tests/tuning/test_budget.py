@@ -11,7 +11,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
-from autotune.runners.runner import CheckJob, InspectJob, ProbeJob
+from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.tuning.events import Listener
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search

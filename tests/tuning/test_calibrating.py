@@ -1,10 +1,12 @@
 """A device is measured before the first search on it, and again only when what the figures depend on has changed."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.outcome import Kind, Outcome
-from autotune.runners.runner import CalibrateJob, Job, JobResult, ProbeFault
+from autotune.runners.jobs import CalibrateJob, Job
+from autotune.runners.runner import ProbeFault
 from autotune.tuning.calibrating import calibrate_device
 from tests.closed_form import ClosedFormRunner
 
@@ -16,10 +18,10 @@ MEASURED = Calibration(rates=PLAIN)
 class Measuring(ClosedFormRunner):
     """Counts how often its device is measured."""
 
-    found: JobResult | ProbeFault = MEASURED
+    found: Any | ProbeFault = MEASURED
     num_measured: int = 0
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         if not isinstance(job, CalibrateJob):
             return super().result_of(job)
         self.num_measured += 1

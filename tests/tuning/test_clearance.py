@@ -9,7 +9,7 @@ from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
-from autotune.runners.runner import NotCompared
+from autotune.runners.jobs import NotCompared
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.finalists import with_the_simplest
 from autotune.tuning.recommend import Interrupted, NothingFeasible

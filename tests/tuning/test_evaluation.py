@@ -18,7 +18,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Evaluated, Evaluation, Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
-from autotune.runners.runner import InspectJob, Job, JobResult, ProbeFault
+from autotune.runners.jobs import InspectJob, Job
+from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.tuning.evaluation import next_size
 from autotune.tuning.recommend import Interrupted
@@ -73,7 +74,7 @@ class Evaluating(ClosedFormRunner):
 
     facts: dict[str, Any] = {}  # noqa: RUF012
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         found = super().result_of(job)
         if isinstance(job, InspectJob):
             assert isinstance(found, Inspection)
@@ -144,7 +145,7 @@ def test_it_ends_with_its_share_of_the_budget_and_a_larger_budget_goes_on(tmp_pa
 
 def test_where_the_start_took_all_the_time_it_is_said(tmp_path: Path) -> None:
     class SlowToStart(Evaluating):
-        def result_of(self, job: Job) -> JobResult:
+        def result_of(self, job: Job[Any]) -> Any:
             self.waited_s += 400.0 if isinstance(job, InspectJob) else 0.0
             return super().result_of(job)
 

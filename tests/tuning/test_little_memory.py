@@ -11,8 +11,8 @@ from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import InspectJob, NotCompared
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import NotCompared
 from autotune.task.source import TaskSource
 from autotune.tuning import opening
 from autotune.tuning.clearance import Clearance
@@ -60,7 +60,7 @@ def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, mo
     (tmp_path / "model.py").write_text(MODEL)
     source = TaskSource.of(tmp_path / "model.py")
     with LocalRunner(source, device="cpu", logs=tmp_path / "logs") as runner:
-        plain = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
+        plain = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=100.0))
     assert isinstance(plain, Inspection) and not plain.shortage and plain.step_s
     options = SearchOptions.of(
         {
@@ -145,7 +145,7 @@ def test_where_the_model_alone_exceeds_the_limit_the_predicted_need_is_told(tmp_
     (tmp_path / "model.py").write_text(LARGE)
     source = TaskSource.of(tmp_path / "model.py")
     with LocalRunner(source, device="cpu", logs=tmp_path / "logs") as runner:
-        plain = runner.inspect(memory_limit_bytes=None, timeout_s=100.0)
+        plain = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=100.0))
     assert isinstance(plain, Inspection)
     limit = {"memory_limit": plain.outside_bytes + 40 * 2**20, "storage": str(tmp_path / "large.db")}
     options = SearchOptions.of(

@@ -15,7 +15,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
-from autotune.runners.runner import Finished, Job, ProbeJob
+from autotune.runners.jobs import Job, ProbeJob
+from autotune.runners.runner import Finished
 from autotune.space import Space
 from autotune.task.source import TaskSource
 from autotune.tuning import opening

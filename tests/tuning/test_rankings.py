@@ -18,7 +18,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
-from autotune.runners.runner import InspectJob, Job, JobResult, Stated
+from autotune.runners.jobs import InspectJob, Job
+from autotune.runners.runner import Stated
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.tuning.recommend import Interrupted, NothingFeasible
@@ -34,7 +35,7 @@ class Variants(ClosedFormRunner):
 
     names: tuple[str, ...] = ("base", "small")
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         return (
             self.inspected(str(job.trained.get("variant", self.names[0])))
             if isinstance(job, InspectJob)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from autotune.prediction.traces import Traces
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
+from autotune.runners.jobs import InspectJob, Job, TraceJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import Finished, InspectJob, Job, JobResult, Runner, TraceJob
+from autotune.runners.runner import Finished, Runner
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -37,7 +39,7 @@ FACTS = inspection().facts
 class Slow(ClosedFormRunner):
     """Each group takes two seconds of its clock; a job traces one, and is killed when its time is up before."""
 
-    def result_of(self, job: Job) -> JobResult:
+    def result_of(self, job: Job[Any]) -> Any:
         if isinstance(job, InspectJob):
             return inspection()
         if not isinstance(job, TraceJob):
