@@ -22,7 +22,7 @@ from autotune.errors import StudyError, first_line
 from autotune.records.config import Config
 from autotune.records.device import same_memory
 from autotune.records.formats import require_readable
-from autotune.records.objective import SCORES, Objective
+from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
@@ -84,7 +84,7 @@ class Store:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
-        self._score = SCORES.get(str(attributes.get("objective")))
+        self._objective = OBJECTIVES.get(str(attributes.get("objective")))
         with _opening(place):
             self._storage = get_storage(place.storage)
             self._study = self._opened(place.study, "fingerprint")
@@ -109,8 +109,8 @@ class Store:
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
-        if self._score is not None and study.metric_names is None:
-            study.set_metric_names([self._score])
+        if self._objective is not None and study.metric_names is None:
+            study.set_metric_names([self._objective.score_name()])
         return study
 
     def _kept(self) -> list[FrozenTrial]:

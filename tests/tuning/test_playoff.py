@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.records.objective import Objective
+from autotune.records.objective import Memory, Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
@@ -17,7 +17,7 @@ from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WI
 from tests.closed_form import measurement
 
 MIB = 2**20
-OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+OBJECTIVE = Throughput(memory_limit_bytes=1000 * MIB, headroom=0.05)
 
 
 def config(batch_size, **choices):
@@ -263,8 +263,8 @@ def test_a_proven_gain_is_not_given_up_for_a_cheaper_config_that_has_not_proven_
 
 def test_with_the_objective_memory_speed_is_compared_in_pairs_and_not_with_the_search():
     """The machine may be slower by now than when the search measured the baseline."""
-    objective = Objective(
-        name="memory", memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0
+    objective = Memory(
+        memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0
     )  # twice what the play-off sees
     speeds = {config(2): 99.0, config(1): 60.0, BASE: 100.0}
     peaks = {config(2): 300 * MIB, config(1): 200 * MIB, BASE: 500 * MIB}
