@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from autotune.devices import Device, device_named
+from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.measure import FAR, LATE, disturbances
@@ -106,8 +106,8 @@ class Watch:
 
     def failed(self, error: BaseException) -> None:
         """Tell of an exception that ends the process."""
-        if self._device is None and self._kind == "cpu":
-            self._enter("cpu")
+        if self._device is None and not capabilities_of(self._kind).own_processors:
+            self._enter(self._kind)
         elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
             with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")
