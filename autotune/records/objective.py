@@ -67,7 +67,10 @@ class Objective(ABC):
         """What is to be large, or small where less is better: positive, in `unit`."""
 
     def worst(self) -> float:
-        """The score that the study is told of a config that is not feasible: it trains not at all, or needs more than there is."""
+        """The score that the study is told of a config that is not feasible: it trains not at all, or needs more than there is.
+
+        No feasible one is below it: an objective of which less is better has to say its own.
+        """
         return 0.0
 
     @property
