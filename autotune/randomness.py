@@ -25,7 +25,8 @@ class RandomState:
         self._python = random.getstate()
         self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._own: Any = None if device.type == "cpu" else getattr(torch, device.type)  # its part of torch
+        self._own_state: Any = self._own and self._own.get_rng_state(device)
 
     def has_moved(self) -> bool:
         """Whether any of the generators has drawn since."""
@@ -33,7 +34,7 @@ class RandomState:
 
         if not torch.equal(self._cpu, torch.get_rng_state()) or self.has_moved_beside_torch():
             return True
-        return self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state(self._device))
+        return self._own is not None and not torch.equal(self._own_state, self._own.get_rng_state(self._device))
 
     def has_moved_beside_torch(self) -> bool:
         """Whether Python's or numpy's generator has drawn since."""
@@ -52,14 +53,16 @@ class RandomState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._own is not None:
+            self._own.set_rng_state(self._own_state, self._device)
 
 
 @contextmanager
-def keep_randomness(device: torch.device) -> Iterator[None]:
-    """Restore the random states at the end."""
-    state = RandomState(device)
+def keep_randomness(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the random states at the end: those of a device, or by default of the GPU that this process uses, if it does."""
+    import torch
+
+    state = RandomState(device or torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
     try:
         yield
     finally:

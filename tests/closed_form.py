@@ -15,7 +15,7 @@ from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
-from autotune.records.objective import Objective
+from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
@@ -170,8 +170,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         sampler=changes.pop("sampler", "random"),
     )
     space, _ = build_space(found, fix=options.fix, include=(), exclude=())
-    objective = Objective(
-        name=options.objective,
+    objective = OBJECTIVES[options.objective](
         memory_limit_bytes=LIMIT_BYTES,
         headroom=0.05,
         train_samples=changes.pop("train_samples", None),

@@ -9,14 +9,27 @@ from pathlib import Path
 
 from autotune.devices import nvml
 from autotune.devices.asked import ask_torch, is_there_a_sign_of_a_gpu
-from autotune.devices.base import Device, Telemetry
+from autotune.devices.base import Capabilities, Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
 
-__all__ = ["Device", "DeviceInfo", "Telemetry", "available", "device_named", "open_device", "require_linux"]
+__all__ = [
+    "TYPES",
+    "Capabilities",
+    "Device",
+    "DeviceInfo",
+    "Telemetry",
+    "available",
+    "capabilities_of",
+    "device_named",
+    "open_device",
+    "require_linux",
+]
+
+TYPES: dict[str, type[CpuDevice | CudaDevice]] = {each.kind: each for each in (CpuDevice, CudaDevice)}
 
 
 def available() -> list[Device]:
@@ -68,6 +81,11 @@ def require_linux() -> None:
 def device_named(name: str) -> Device:
     """The device of a name that `open_device` gave it. The GPUs are not counted, which can initialise the driver."""
     return CpuDevice() if name == "cpu" else CudaDevice(int(name.removeprefix("cuda:")))
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """What the device of a name can do, or those of a target (`autotune.devices.targets`): both begin with torch's name of the type."""
+    return TYPES[re.split("[: ]", name)[0]].capabilities
 
 
 def torch_has_cuda() -> bool:

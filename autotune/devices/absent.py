@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.cuda import CudaDevice
 from autotune.devices.outside import TYPICAL_CONTEXT_BYTES
 from autotune.records.device import DeviceInfo
 
@@ -18,6 +19,7 @@ class AbsentGpu(CpuDevice):
 
     name = "cuda"
     kind = "cuda"
+    capabilities = CudaDevice.capabilities
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__()

@@ -29,11 +29,51 @@ class Telemetry:
     processes: tuple[tuple[int, int, str], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a type of device can do: whoever wants to know asks this, and compares no types. The defaults are a CPU's.
+
+    What a single device can do beyond its type is in its `DeviceInfo`, and how fast in its calibration.
+
+    Attributes:
+        own_memory: its memory is not the host's: batches are copied to it, and what the host holds counts for nothing there.
+        own_processors: it computes on others than the host's, by other kernels; the host's have time for something else.
+        settles_s: seconds under load until its speed is the one that it keeps: power and heat settle over seconds.
+        tells_processes_apart: what each of several processes holds of it is always known, so that several can be measured at once.
+        limits_whole_process: its memory limit bounds whatever the process holds, a compiler's memory included.
+        own_allocator: torch keeps what is freed there for the next tensor, and counts in `torch.cuda` what it holds.
+        streams: work is queued in `torch.cuda`'s streams and timed by its events.
+        page_locked: copies from page-locked memory are faster, and run beside its work.
+        tf32: products in fp32 may be rounded to TF32.
+        cudnn: convolutions are cuDNN's.
+        attention_kernels: torch has several fused kernels of attention for it to choose from.
+        triton: inductor compiles for it by Triton, in several modes.
+        foreach: torch's optimizers take lists of tensors there unless they are told otherwise.
+        saving_pays: memory that is saved makes larger batches, which are faster; without that it is searched only if asked for.
+    """
+
+    own_memory: bool = False
+    own_processors: bool = False
+    settles_s: float = 0.0
+    tells_processes_apart: bool = True
+    limits_whole_process: bool = True
+    own_allocator: bool = False
+    streams: bool = False
+    page_locked: bool = False
+    tf32: bool = False
+    cudnn: bool = False
+    attention_kernels: bool = False
+    triton: bool = False
+    foreach: bool = False
+    saving_pays: bool = False
+
+
 class Device(Protocol):
     """One device. The first methods are safe anywhere and create no CUDA context; the others are for probes."""
 
     name: str  # `cpu`, `cuda:0`
-    kind: str  # `cpu` or `cuda`: torch's device type
+    kind: str  # torch's name of the type, for torch itself; what the type can do: `capabilities`
+    capabilities: Capabilities
 
     # anywhere, also in the process that searches
     def info(self) -> DeviceInfo:
@@ -108,7 +148,7 @@ class Device(Protocol):
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether a failed allocation was one of the host's memory and not of the device's own."""
-        return self.kind != "cpu" and oom.is_hosts(error)
+        return self.capabilities.own_memory and oom.is_hosts(error)
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""

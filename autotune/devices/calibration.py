@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -24,17 +25,9 @@ from autotune.records.calibration import BF16, CONVOLUTION, FP8, FP16, FP32, MAT
 from autotune.records.device import DeviceInfo
 from autotune.units import MIB, format_seconds
 
-# of measuring; a context on a GPU, and what libraries do once, come before. A GPU loads each kernel when it is first used.
-TOTAL_S = {"cpu": 3.0, "cuda": 6.0}
-STEP_S = {"cpu": 0.3, "cuda": 3.0}  # until the next figure, or the next size of it, is told: the child is killed then
-START_S = 20.0  # likewise until the child is ready
+START_S = 20.0  # until the child is ready: it is killed then
 RUN_S = 0.02  # a size is measured if a run of it is expected to take no longer
 TIMED_S = 0.02  # of runs, the best of which counts
-WARM_S = 0.1  # of work before, in which a GPU raises its clock
-MATMUL_ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 1024, 2048, 4096, 8192)}
-CHANNELS = {"cpu": (16, 32, 64, 128, 256), "cuda": (32, 64, 128, 256)}
-IMAGES = {"cpu": (2, 16), "cuda": (32, 56)}  # how many, and their rows and columns
-COPIED_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 ALLOCATED_BYTES = 32 * MIB
 NUM_LAUNCHES = 1000
 FP8_CAPABILITY = (8, 9)
@@ -45,8 +38,53 @@ VARIABLES = (
 )  # fmt: skip
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much is measured, and how long it may take.
+
+    Attributes:
+        total_s: of measuring; a context on a GPU, and what libraries do once, come before.
+        step_s: until the next figure, or the next size of it, is told: the child is killed then. A GPU loads each kernel
+            when it is first used.
+        warm_s: of work before, in which a GPU raises its clock.
+        images: how many, and their rows and columns.
+    """
+
+    total_s: float
+    step_s: float
+    warm_s: float
+    matmul_rows: tuple[int, ...]
+    channels: tuple[int, ...]
+    images: tuple[int, int]
+    copied_bytes: int
+
+
+ON_HOST = Extent(
+    total_s=3.0,
+    step_s=0.3,
+    warm_s=0.0,
+    matmul_rows=(64, 128, 256, 512, 1024, 2048),
+    channels=(16, 32, 64, 128, 256),
+    images=(2, 16),
+    copied_bytes=64 * MIB,
+)
+ON_CARD = Extent(
+    total_s=6.0,
+    step_s=3.0,
+    warm_s=0.1,
+    matmul_rows=(256, 1024, 2048, 4096, 8192),
+    channels=(32, 64, 128, 256),
+    images=(32, 56),
+    copied_bytes=512 * MIB,
+)
+
 Message = dict[str, Any]
 Figure = Callable[[], Iterator[Message]]
+
+
+def _extent(device: Device) -> Extent:
+    return ON_CARD if device.capabilities.own_processors else ON_HOST
 
 
 def holds_for(info: DeviceInfo) -> dict[str, str]:
@@ -67,7 +105,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def measure(device: Device) -> Calibration:
-    """Measure the device, for little more than `TOTAL_S`. What fails is missing, with the reason, unless memory was short.
+    """Measure the device, for little more than its `total_s`. What fails is missing, with the reason, unless memory was short.
 
     This process must hold one thread and no CUDA context: it forks.
 
@@ -78,7 +116,7 @@ def measure(device: Device) -> Calibration:
     figures = _figures(device, info)
     found: dict[str, list[Message]] = {name: [] for name in figures}
     failures: dict[str, str] = {}
-    left, measured_s, total_s, contention = list(figures), 0.0, TOTAL_S[device.kind], 0.0
+    left, measured_s, total_s, contention = list(figures), 0.0, _extent(device).total_s, 0.0
     while left and measured_s < total_s:
         began_s = math.inf
         for message in _told_by_child(device, {name: figures[name] for name in left}, total_s - measured_s):
@@ -98,7 +136,7 @@ def measure(device: Device) -> Calibration:
             if left[0] not in failures:  # the machine may have been busy: once more, at the end
                 left.append(left[0])
                 found[left[0]].clear()
-            failures[left.pop(0)] = f"no answer within {format_seconds(STEP_S[device.kind])}"
+            failures[left.pop(0)] = f"no answer within {format_seconds(_extent(device).step_s)}"
     values = {name: messages[0]["value"] for name, messages in found.items() if messages and "value" in messages[0]}
     return Calibration(
         rates=tuple(_rate(name, found[name], failures[name]) for name in failures if " " in name),
@@ -130,7 +168,7 @@ def _told_by_child(device: Device, figures: Mapping[str, Figure], most_s: float)
                 end_s = time.monotonic() + most_s
             *lines, unread = (unread + data).split(b"\n")
             yield from map(json.loads, lines)
-            wait_s = min(STEP_S[device.kind], end_s - time.monotonic())
+            wait_s = min(_extent(device).step_s, end_s - time.monotonic())
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
@@ -164,20 +202,19 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
 def _warm_up(device: Device) -> None:
     started_s = time.monotonic()
     smallest = (
-        _matmul(device, FP32, MATMUL_ROWS[device.kind][0]),
-        _convolution(device, FP32, CHANNELS[device.kind][0]),
+        _matmul(device, FP32, _extent(device).matmul_rows[0]),
+        _convolution(device, FP32, _extent(device).channels[0]),
     )
     for run, _ in smallest:
         run()
-    while device.kind == "cuda" and time.monotonic() < started_s + WARM_S:
+    while time.monotonic() < started_s + _extent(device).warm_s:
         smallest[0][0]()
         device.synchronize()
 
 
 def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
     """What there is to measure, the most telling first."""
-    on_gpu = device.kind == "cuda"
-    rows, channels = MATMUL_ROWS[device.kind], CHANNELS[device.kind]
+    rows, channels = _extent(device).matmul_rows, _extent(device).channels
     figures: dict[str, Figure] = {}
     for arithmetic in (FP32, BF16, FP16):
         figures[f"{MATMUL} {arithmetic}"] = partial(_rising, device, partial(_matmul, device, arithmetic), rows)
@@ -188,10 +225,11 @@ def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
             figures["bytes_per_s"] = partial(_copying, device)
             figures["launch_s"] = partial(_launching, device)
             figures["allocation_s"] = partial(_allocating, device)
-    if on_gpu:
+    if device.capabilities.page_locked:
         figures["host_to_device_bytes_per_s"] = partial(_uploading, device)
+    if device.capabilities.tf32:
         figures[f"{MATMUL} {TF32}"] = partial(_rising, device, partial(_matmul, device, TF32), rows)
-    if on_gpu and info.capability >= FP8_CAPABILITY:
+    if info.capability >= FP8_CAPABILITY:
         figures[f"{MATMUL} {FP8}"] = partial(_rising, device, partial(_fp8_matmul, device), rows)
     return figures
 
@@ -243,7 +281,7 @@ def _fp8_matmul(device: Device, rows: int) -> Work:
 
 def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
     """A 3x3 convolution with its backward pass, as training runs it: three times the FLOPs of the forward pass."""
-    number, rows = IMAGES[device.kind]
+    number, rows = _extent(device).images
     shape = (number, channels, rows, rows)
     images, weight, gradient = (
         torch.randn(shape, device=device.torch_device).to(_type(arithmetic))
@@ -260,7 +298,7 @@ def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
 
 
 def _copying(device: Device) -> Iterator[Message]:
-    source = torch.ones(COPIED_BYTES[device.kind], dtype=torch.uint8, device=device.torch_device)
+    source = torch.ones(_extent(device).copied_bytes, dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     yield {"value": 2 * source.numel() / _best_s(device, lambda: target.copy_(source))}
 
@@ -282,6 +320,6 @@ def _allocating(device: Device) -> Iterator[Message]:
 
 
 def _uploading(device: Device) -> Iterator[Message]:
-    source = torch.ones(COPIED_BYTES["cpu"], dtype=torch.uint8).pin_memory()
+    source = torch.ones(ON_HOST.copied_bytes, dtype=torch.uint8).pin_memory()
     target = torch.empty_like(source, device=device.torch_device)
     yield {"value": source.numel() / _best_s(device, lambda: target.copy_(source, non_blocking=True))}

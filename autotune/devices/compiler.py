@@ -20,7 +20,7 @@ _ON_GPU = "a C compiler on a GPU, for what launches the kernels", "CC", ("gcc", 
 
 def why_not_on(device: Device) -> str:
     """Why there is no compiling for a device; empty where there is."""
-    if device.kind == "cpu":
+    if not device.capabilities.triton:
         return _no_compiler(*_ON_CPU)
     return _no_triton(device.info().capability) or _no_compiler(*_ON_GPU)
 

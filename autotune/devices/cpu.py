@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from autotune.devices import cgroup, oom, procfs
-from autotune.devices.base import Device, Telemetry
+from autotune.devices.base import Capabilities, Device, Telemetry
 from autotune.devices.contention import ProcessorWatch, processors
 from autotune.errors import DeviceError
 from autotune.lazy import torch, torch_if_imported
@@ -35,6 +35,7 @@ class CpuDevice(Device):
 
     name = "cpu"
     kind = "cpu"
+    capabilities = Capabilities()
 
     def __init__(self, *, notes: tuple[str, ...] = ()) -> None:
         self._notes = notes

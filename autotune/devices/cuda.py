@@ -7,7 +7,7 @@ import time
 from importlib import metadata
 
 from autotune.devices import oom
-from autotune.devices.base import Device, Telemetry
+from autotune.devices.base import Capabilities, Device, Telemetry
 from autotune.devices.instruments import Instruments, has_context
 from autotune.devices.outside import OutsideMemory
 from autotune.errors import DeviceError, first_line
@@ -35,6 +35,22 @@ class CudaDevice(Device):
     """
 
     kind = "cuda"
+    capabilities = Capabilities(
+        own_memory=True,
+        own_processors=True,
+        settles_s=2.0,
+        tells_processes_apart=False,
+        limits_whole_process=False,
+        own_allocator=True,
+        streams=True,
+        page_locked=True,
+        tf32=True,
+        cudnn=True,
+        attention_kernels=True,
+        triton=True,
+        foreach=True,
+        saving_pays=True,
+    )
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"

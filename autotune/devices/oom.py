@@ -103,7 +103,7 @@ def attempted_bytes(error: BaseException) -> int:
 def give_back(device: Device) -> None:
     """Give the memory that an attempt took back to the device. Called when it is over, or its error is gone and so its frames."""
     gc.collect()
-    if device.kind == "cuda":
+    if device.capabilities.own_allocator:
         with contextlib.suppress(RuntimeError):  # a context that an error has broken gives nothing back
             torch.cuda.empty_cache()
 

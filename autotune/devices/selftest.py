@@ -20,7 +20,7 @@ def memory_limit(name: str) -> Facts:
     """Fill the device block by block until it fails under a limit."""
     device = open_device(name)
     device.enter()
-    gpu = device.kind == "cuda"
+    gpu = device.capabilities.own_memory
     start_bytes, block_bytes = device.current_bytes(), (64 if gpu else 8) * MIB
     limit_bytes = start_bytes + (2 * GIB if gpu else 256 * MIB)
     device.limit_memory(limit_bytes)
@@ -59,7 +59,7 @@ def books(name: str) -> Facts:
     facts |= {"peak_bytes": device.peak_bytes(), "detail": device.memory_detail()}
     del block
     facts["kept_bytes"] = device.peak_bytes() - before_bytes
-    if device.kind == "cuda":
+    if device.capabilities.own_allocator:
         from autotune.devices.instruments import Instruments
 
         booked_bytes, shared = Instruments(device.torch_device.index).booked_bytes()

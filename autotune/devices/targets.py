@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from autotune.records.device import DeviceInfo
 
-Target = str  # `cpu`, or `cuda` with the compute capability and the number of multiprocessors, as far as they are known
-CPU: Target = "cpu"
-CUDA: Target = "cuda"
+Target = str  # torch's name of the type, with the compute capability and the number of multiprocessors as far as they are known
 
 FLASH_CAPABILITY = (8, 0)
 _TYPICAL_CAPABILITY, _TYPICAL_MULTIPROCESSORS = (8, 0), 108  # an A100's
@@ -41,17 +39,21 @@ class GpuKind:
 
 def target_of(device: DeviceInfo) -> Target:
     """The kind of a device. A GPU of unknown compute capability counts as an A100."""
-    if device.kind == "cpu":
-        return CPU
     if device.capability <= (0, 0):
-        return CUDA
-    return f"{CUDA} {device.capability[0]}.{device.capability[1]} {device.num_multiprocessors}"
+        return device.kind
+    return f"{device.kind} {device.capability[0]}.{device.capability[1]} {device.num_multiprocessors}"
+
+
+def kind_of(target: Target) -> str:
+    """torch's name of the type of devices that a target stands for."""
+    return target.partition(" ")[0]
 
 
 def gpu_of(target: Target) -> GpuKind:
-    """The GPU that a target other than the CPU stands for."""
-    if target == CUDA:
+    """The GPU that a target stands for."""
+    _, *known = target.split()
+    if not known:
         return GpuKind()
-    _, capability, number = target.split()
+    capability, number = known
     major, minor = map(int, capability.split("."))
     return GpuKind(capability=(major, minor), num_multiprocessors=int(number) or _TYPICAL_MULTIPROCESSORS)

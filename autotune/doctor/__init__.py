@@ -65,8 +65,8 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
     """
     require_linux()
     opened = open_device(device)
-    name, gpu = opened.name, opened.kind == "cuda"
-    info = opened.info()
+    name, info, can = opened.name, opened.info(), opened.capabilities
+    possible = {"clock": can.streams, "page_locked": can.page_locked}
     yield Line(
         name="device",
         state=State.DIFFERS if any("is not used" in note for note in info.notes) else State.OK,
@@ -77,7 +77,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
     with trainings(name) as trained:
         for test, judges in DEVICE_CHECKS.items():
             tell(", ".join(judges))
-            if not gpu and test in GPU_ONLY:
+            if not possible.get(test, True):
                 yield from (Line(name=line, state=State.UNAVAILABLE, found=GPU_ONLY[test]) for line in judges)
                 continue
             facts = processes.in_process(test, name)

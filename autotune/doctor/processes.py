@@ -82,7 +82,7 @@ def kill_and_watch(name: str) -> Facts:
         if "failure" in facts:
             return facts
         while_bytes = used() or 0.0
-        facts |= {"gpu": device.kind == "cuda", "while_bytes": while_bytes}
+        facts |= {"gpu": device.capabilities.own_memory, "while_bytes": while_bytes}
         started = time.monotonic()
         process.kill()
         process.join(RELEASE_S)

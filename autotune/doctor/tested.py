@@ -7,7 +7,7 @@ import platform
 from autotune.devices.selftest import Facts
 from autotune.doctor.verdicts import State, Verdict
 
-PROCESSORS = {"x86_64", "amd64"}
+DEVICES, PROCESSORS = {"cpu"}, {"x86_64", "amd64"}
 
 
 def tested_facts(kind: str) -> Facts:
@@ -17,7 +17,7 @@ def tested_facts(kind: str) -> Facts:
 
 def judge_tested(facts: Facts) -> Verdict:
     """Machines of this kind have run the package's own tests."""
-    if facts["device_kind"] == "cuda":
+    if facts["device_kind"] not in DEVICES:
         found = (
             "no real GPU has run the package's tests; torch's CUDA build has, over GPUs that the tests play: errors, "
             "neighbours and memory are proven there, values, speed and the workspaces of cuDNN are not"

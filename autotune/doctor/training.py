@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError
@@ -96,8 +97,9 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
             for runner in runners.values():
                 runner.exception()  # waits until it is open
             first, *others = TASKS
+            at_once = capabilities_of(device).tells_processes_apart
             yield first, facts_of(first)
-            yield from zip(others, (threads.map if device == "cpu" else map)(facts_of, others), strict=True)
+            yield from zip(others, (threads.map if at_once else map)(facts_of, others), strict=True)
 
         yield found()
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from autotune import techniques
+from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.arguments import arguments
 from autotune.integrations.live import LiveModel
@@ -269,7 +270,7 @@ def _made_of(module: LightningModule, datamodule: LightningDataModule | None, ho
     owner: Any = module if datamodule is None else datamodule
     if not (overrides(type(owner), hook) or hook in vars(owner)):  # `from_datasets` sets it on the object
         return None
-    with keep_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+    with keep_randomness():
         maker = copy.deepcopy(_alone(owner))
         maker.prepare_data()
         maker.setup("fit")
@@ -340,7 +341,7 @@ def _clipping(module: LightningModule, trainer: Trainer | None) -> float | None:
 
 def _device(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in TYPES:
         raise TaskError(f"the Trainer's device is {device}; expected a CPU or an NVIDIA GPU: accelerator='cpu', say")
     return str(device)
 

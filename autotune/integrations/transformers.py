@@ -21,6 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from autotune import techniques
+from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.integrations.live import LiveModel
 from autotune.integrations.words import plain, read, search, words_of_changes
@@ -65,7 +66,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
     if _own_optimizer(trainer):  # which `optim` does not choose
         said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
-    result = search(task, (TRANSFORMERS,), options, listeners, device=_device(trainer.args))
+    result = search(task, (TRANSFORMERS,), options, listeners, device=str(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 
@@ -171,7 +172,7 @@ class LiveTrainer:
     def _trainer(self, model: torch.nn.Module | None = None) -> Any:
         """The trainer of this process, which trains `model` from now on."""
         if self._made is None:
-            with keep_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):
+            with keep_randomness():
                 args = self._class_of_args(**{**self._args, "use_cpu": not torch.cuda.is_available()})
                 made: Any = object.__new__(self._class)
                 made._move_model_to_device = lambda *_: None
@@ -230,6 +231,8 @@ def _refuse(trainer: Trainer) -> None:
             f"the {name} trains with {used}, which shards over several devices; tune it without first, and add {used} to "
             "the arguments that come back"
         )
+    if args.device.type not in TYPES:
+        raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU")
     if args.n_gpu > 1:
         raise TaskError(f"the {name} spreads batches over {args.n_gpu} GPUs; start with CUDA_VISIBLE_DEVICES=0")
     if getattr(trainer.accelerator, "mixed_precision", "no") not in ("no", "bf16", "fp16"):
@@ -247,8 +250,8 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     given = {item.name: getattr(trainer.args, item.name) for item in fields(trainer.args)}
     precision = trainer.accelerator.mixed_precision  # Accelerate's own configuration may set it
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-    on_gpu = trainer.args.device.type == "cuda"
-    return given | {"dataloader_pin_memory": on_gpu and trainer.args.dataloader_pin_memory}
+    page_locked = capabilities_of(trainer.args.device.type).page_locked
+    return given | {"dataloader_pin_memory": page_locked and trainer.args.dataloader_pin_memory}
 
 
 def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +276,7 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
             changed[newer] = value
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
-    if args.device.type != "cpu":
+    if capabilities_of(args.device.type).own_processors:
         return replace(args, **changed)
     made = replace(args, **changed, use_cpu=True)  # without it they refuse a short type where there is no GPU,
     made.use_cpu = args.use_cpu  # and with it they would not train on a GPU where they are taken to one
@@ -319,12 +322,6 @@ def _counts_items(trainer: Any) -> bool:
 def _own_optimizer(trainer: Trainer) -> bool:
     """Whether the user gave the trainer an optimizer; an earlier `train()` leaves Accelerate's."""
     return trainer.optimizer is not None and not type(trainer.optimizer).__module__.startswith("accelerate.")
-
-
-def _device(args: Any) -> str:
-    if args.device.type not in ("cpu", "cuda"):
-        raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU")
-    return str(args.device)
 
 
 def _names_in(function: Any) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune.devices import capabilities_of
 from autotune.devices.kernels.cublas import workspaces
-from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.passes import Event, Purpose
 from autotune.prediction.tracing import Run, TraceError, Tracer
@@ -66,13 +67,14 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     with tracer.run(config) as run:
         found = _Found(run)
         found.take_steps(config.batch_size, batch, num_micro)
-    # on a CPU all micro batches of a step are there while it runs
-    on_cpu = target == CPU
-    further_bytes = (config.accumulation_steps - 1) * tracer.input_bytes(config.batch_size) if on_cpu else 0
+    device = capabilities_of(target)
+    # where they are not copied, all micro batches of a step are there while it runs
+    num_further = 0 if device.own_memory else config.accumulation_steps - 1
+    further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
     simulated = (
-        None
-        if on_cpu
-        else partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+        partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+        if device.own_allocator
+        else None
     )
     return found.anatomy(further_bytes, simulated)
 

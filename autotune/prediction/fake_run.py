@@ -13,8 +13,9 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_like import cuda_like
-from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.small_values import MOST_ELEMENTS
 
 
@@ -57,10 +58,11 @@ def without_filling() -> Iterator[None]:
 @contextmanager
 def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
     """Run on fake tensors, as on a device of the kind `target`. Puts torch back at the end."""
+    on_gpu = capabilities_of(target).own_processors
     with (
         warnings.catch_warnings(action="ignore"),
         techniques.keep_settings(),
-        nullcontext() if target == CPU else cuda_like(flash_attention=gpu_of(target).has_flash_attention),
+        cuda_like(flash_attention=gpu_of(target).has_flash_attention) if on_gpu else nullcontext(),
         mock.patch.object(torch.utils, "swap_tensors", _take_data),
         mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step),
         _usual_masks(),

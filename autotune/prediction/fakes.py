@@ -13,8 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autotune.devices import capabilities_of
 from autotune.devices.kernels.workspaces import hidden_allocations
-from autotune.devices.targets import CPU, Target
+from autotune.devices.targets import Target
 from autotune.errors import AutotuneError, TaskError, first_line, in_one_line
 from autotune.prediction.fake_run import OneFakeMode, fake_build, fake_run, to_fake, without_filling
 from autotune.prediction.small_values import SmallValues
@@ -45,10 +46,12 @@ class Fakes:
     """
 
     def __init__(self, task: Task, target: Target, host_bytes: int | None = None) -> None:
+        moves = capabilities_of(target).own_memory
+
         @functools.wraps(task.build_model)
         def build_model(*variant: str) -> Any:
             model = self._build(*variant)
-            if self._tracker is not None and target != CPU and isinstance(model, torch.nn.Module):
+            if self._tracker is not None and moves and isinstance(model, torch.nn.Module):
                 self._tracker.begin_with(_as_moved(model))  # it is built on the host
             return model
 

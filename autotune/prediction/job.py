@@ -9,8 +9,9 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.devices.kernels.cublas import workspaces
-from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.devices.targets import Target, gpu_of, kind_of
 from autotune.prediction.allocator import reserved_factors
 from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
 from autotune.prediction.passes import MicroSteps, Purpose, Updates
@@ -106,13 +107,13 @@ class _Job:
         return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
 
     def _require_traceable(self, group: Group) -> None:
-        if reason := techniques.untraceable(techniques.complete(dict(group)), "cpu" if self.target == CPU else "cuda"):
+        if reason := techniques.untraceable(techniques.complete(dict(group)), kind_of(self.target)):
             raise TraceError(reason)
 
     def _model_trace(self, group: Group) -> ModelTrace:
         micro = self.micro_steps(group)
-        on_gpu = self.target != CPU
-        low_bytes, high_bytes = (0 if on_gpu else self.tracer.input_bytes(size) for size in self.sizes)
+        device = capabilities_of(self.target)
+        low_bytes, high_bytes = (0 if device.own_memory else self.tracer.input_bytes(size) for size in self.sizes)
         # how far a batch size between the two traced ones was off, with nothing switched on
         deviation = self.model_trace(()).alone.deviation if group else 0.0
         alone = fit_peak(micro.alone, deviation=deviation)
@@ -124,7 +125,7 @@ class _Job:
             volume=fit_volume(micro.alone),
             work=fit_work(micro.alone),
         )
-        return replace(trace, reserved=self._reserved(micro, trace)) if on_gpu else trace
+        return replace(trace, reserved=self._reserved(micro, trace)) if device.own_allocator else trace
 
     def _reserved(self, micro: MicroSteps, trace: ModelTrace) -> tuple[Reserved, ...]:
         def living_bytes(update: Group, batch_size: int, accumulates: bool) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.devices.targets import CPU
+from autotune.devices import capabilities_of
 from autotune.prediction import Array
 from autotune.prediction.cost_fit import CostModel, Observation, Probes, Scales, beyond, likely_scales
 from autotune.prediction.cost_terms import CostTerm, Layout, Residual
@@ -268,7 +268,7 @@ def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
 
 
 def _line_of(peaks: Traces) -> _Line:
-    return ON_CPU if peaks.target == CPU else ON_GPU
+    return ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
 
 
 class _Untraced:

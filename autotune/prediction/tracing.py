@@ -16,9 +16,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.oom import attempted_bytes
-from autotune.devices.targets import CPU, Target
+from autotune.devices.targets import Target
 from autotune.errors import first_line
 from autotune.prediction.fakes import Fakes, why_values_are_needed
 from autotune.prediction.fit import are_aligned
@@ -111,7 +112,7 @@ class Tracer:
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")
-            run = Run(session, tracker, self._fakes, on_gpu=self._target != CPU)
+            run = Run(session, tracker, self._fakes, on_gpu=capabilities_of(self._target).own_memory)
             self._model = run.session.model
             with run.observed():
                 yield run

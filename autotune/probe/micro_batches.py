@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autotune.devices import capabilities_of
 from autotune.errors import TaskError
 from autotune.session import Session
 from autotune.task.batches import map_tensors, num_bytes, tensors
@@ -49,7 +50,7 @@ def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
     first_bytes = sum(map(num_bytes, tensors(first[0])))
     number = max(1, min(NUM_PREPARED, PREPARED_BYTES // max(1, first_bytes)))
     prepared = [first, *itertools.islice(batches, number - 1)]
-    if session.device.type == "cuda":
+    if capabilities_of(session.device.type).page_locked:
         with contextlib.suppress(RuntimeError):  # the host allows no more of it
             return [(map_tensors(torch.Tensor.pin_memory, micro), size) for micro, size in prepared]
     return prepared

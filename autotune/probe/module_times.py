@@ -50,7 +50,7 @@ def _allocations(device: Device, held: list[int]) -> Iterator[None]:
 
     On a GPU without cuBLAS's workspaces, which are there before: 64 MiB of a Hopper's.
     """
-    if device.kind == "cuda":
+    if device.capabilities.own_allocator:
         device.enter()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -69,7 +69,7 @@ def _times(session: Session, device: Device) -> dict[str, dict[str, float]]:
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in session.model.modules())
     if session.task.takes_whole_steps or compiled:  # one unit, into which hooks do not reach
         return {}
-    clock: Callable[[], Any] = _event if device.kind == "cuda" else time.perf_counter
+    clock: Callable[[], Any] = _event if device.capabilities.streams else time.perf_counter
     scopes = Scopes(session, clock)
     batches = micro_batches(session)
     for _ in range(NUM_WARMUP):

@@ -17,7 +17,7 @@ from autotune.prediction.time import TimeModel
 from autotune.proposers.pairs import pairs_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
-from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
+from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Prediction
 from autotune.space import Space
@@ -33,8 +33,6 @@ UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
 RUNS_AFTER_FAILURE = 0.2  # chance that a config runs which is to blame for one failure, wholly
 PROVEN = 3.0  # times that: of a choice that failed where everything else was seen to run
 TRIFLE = 0.005  # of a step's time: whatever acts on no more than that cannot gain much
-
-WEIGHTS = {"throughput": (1.0, 0.0), "memory": (0.0, 1.0), "balanced": (1.0, 0.5)}  # of log speed and log memory
 
 
 @dataclass(frozen=True)
@@ -83,24 +81,24 @@ class Acquisition:
         self.memory = memory
         self.seen = dict(probes)
         self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
-        self.speed_weight, self.memory_weight = WEIGHTS[objective.name]
+        self.speed_weight, self.memory_weight = objective.speed_weight, objective.memory_weight
         self._seed = seed
         self._setup_s, self._probe_s = setup_s, probe_s
         self.best = next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Config]:
         """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
-        feasible = {
-            config: outcome.measurement
+        merit, speed, weight = self.objective.merit, self.objective.speed, self.speed_weight
+        beside_speed = {  # of the log merit as it was measured; the speed itself is the model's
+            config: math.log(merit(outcome)) - weight * math.log(speed(outcome.measurement))
             for config, outcome in self.seen.items()
             if outcome.measurement and self.objective.feasible(outcome) and self.space.answers(config)
         }
-        if not feasible:
+        if not beside_speed:
             return []
-        speeds = self._over_the_training(self.time.speeds(list(feasible)).mean, list(feasible))
-        peaks = np.log([measurement.peak_bytes for measurement in feasible.values()])
-        merits = self.speed_weight * speeds - self.memory_weight * peaks
-        return [list(feasible)[row] for row in np.argsort(-merits, kind="stable")]
+        feasible = list(beside_speed)
+        merits = weight * self._over_the_training(self.time.speeds(feasible).mean, feasible) + [*beside_speed.values()]
+        return [feasible[row] for row in np.argsort(-merits, kind="stable")]
 
     def next(self, admissible: Callable[[Config], bool]) -> Config | None:
         """The config to probe next, with the highest score; None if no config has more than a small chance to win."""
@@ -205,12 +203,11 @@ class Acquisition:
         return gain, np.sqrt(np.maximum(variance[:-1], 1e-12) + (self.memory_weight * stds) ** 2)
 
     def _chance_of_speed(self, configs: Sequence[Config]) -> Array:
-        """Chance that a probe finds the speed that the objective `memory` must keep; 1 for other objectives."""
-        if self.objective.name != "memory" or self.objective.baseline_samples_per_s is None:
+        """Chance that a probe finds the speed that has to be kept; 1 where any will do."""
+        if (needed := self.objective.least_samples_per_s) is None:
             return np.ones(len(configs))
-        needed = math.log(MEMORY_SPEED_TOLERANCE * self.objective.baseline_samples_per_s)
         speeds = self.time.speeds(configs)
-        return _normal_cdf((speeds.mean - needed) / np.sqrt(speeds.variance + self.time.noise**2))
+        return _normal_cdf((speeds.mean - math.log(needed)) / np.sqrt(speeds.variance + self.time.noise**2))
 
     def _chance_to_run(self, configs: Sequence[Config]) -> Array:
         """Chance that a config does not fail for a reason that the models do not know.
@@ -269,8 +266,7 @@ class Acquisition:
             return "likely to fit"
         changes = _in_words(config, self.best)
         likely = "likely" if win >= 0.5 else "may be"
-        better = {"throughput": "faster", "memory": "smaller", "balanced": "better"}[self.objective.name]
-        return f"{likely} {better}: {changes}"
+        return f"{likely} {self.objective.better}: {changes}"
 
 
 def _trained(outcome: Outcome) -> bool:

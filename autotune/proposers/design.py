@@ -5,16 +5,17 @@ from __future__ import annotations
 from autotune import techniques
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
+from autotune.records.objective import Objective
 from autotune.records.trial import Proposal
 from autotune.space import Space
 from autotune.study.history import History
 
 
-def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> list[tuple[Config, str]]:
+def starting_configs(space: Space, *, baseline_fits: bool, objective: Objective) -> list[tuple[Config, str]]:
     """Configs to begin with, each with its reason.
 
-    If the baseline runs: each likely technique alone, all together, and all together at two and four times the batch. With
-    memory as the objective: at a half and a quarter of the batch instead, and with everything that saves memory.
+    If the baseline runs: each likely technique alone, all together, and all together at two and four times the batch. Where
+    speed is worth nothing: at a half and a quarter of the batch instead, and with everything that saves memory.
     If it does not run: the configs with the least memory, to find one that fits.
     """
     switched = _likely(space)
@@ -27,13 +28,13 @@ def starting_configs(space: Space, *, baseline_fits: bool, objective: str) -> li
     configs = [(space.complete({name: choice}), f"{name} alone") for name, choice in switched.items()]
     if len(switched) > 1:
         configs.append((space.complete(switched), "all together"))
-    if objective == "memory":
+    if not objective.rests_on_speed:
         for divisor in (2, 4):
             smaller = [size for size in space.choices[BATCH_SIZE] if int(size) * divisor <= space.baseline.batch_size]
             if smaller:
                 configs.append((space.complete({**switched, BATCH_SIZE: smaller[-1]}), f"1/{divisor} of the batch"))
         configs.append((space.complete({**switched, **lean}), "all that saves memory"))
-    for factor in (2, 4) if objective != "memory" else ():
+    for factor in (2, 4) if objective.rests_on_speed else ():
         larger = [size for size in space.choices[BATCH_SIZE] if int(size) >= factor * space.baseline.batch_size]
         if larger:
             configs.append((space.complete({**switched, BATCH_SIZE: larger[0]}), f"{factor}x the batch"))
@@ -70,7 +71,7 @@ class StartingDesign:
         """The next starting config."""
         if self._waiting is None:
             fits = history.baseline is not None and history.objective.feasible(history.baseline)
-            self._waiting = starting_configs(history.space, baseline_fits=fits, objective=history.objective.name)
+            self._waiting = starting_configs(history.space, baseline_fits=fits, objective=history.objective)
         admissible = history.admissible()
         while self._waiting:
             config, reason = self._waiting.pop(0)

@@ -43,10 +43,5 @@ class DeviceInfo(Record):
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`: torch's device type."""
+        """torch's name of its type; what the type can do: `autotune.devices.capabilities_of`."""
         return self.name.partition(":")[0]
-
-    @property
-    def sustained_s(self) -> float:
-        """Seconds under load until its speed is the one that it keeps: a GPU's power and heat settle over seconds."""
-        return 2.0 if self.kind == "cuda" else 0.0

@@ -1,71 +1,128 @@
-"""What makes one outcome better than another, and what a sampler is told of it."""
+"""What is better and what may be recommended: a class an objective, found by its name in `OBJECTIVES`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB
 
 OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is taken to be, when it cannot be told
 FAULT_INFEASIBILITY = 1.0  # crashes, errors, time-outs, non-finite losses
-# What scores are, by objective, as Optuna's views name them.
-SCORES = {"throughput": "samples_per_s", "memory": "minus_peak_GiB", "balanced": "samples_per_s_per_root_GiB"}
 ROOMY = 0.5  # of the usable memory: with this much free, memory is not short
-MEMORY_SPEED_TOLERANCE = 0.97  # share of the baseline's throughput that the objective `memory` must keep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
-    """One objective under one constraint: infeasibility, which is at most zero for what may be recommended.
+class Objective(ABC):
+    """What a search makes as large or as small as it can, under one constraint: infeasibility, at most zero for what may be recommended.
 
-    Scores are maximised. The constraint is the relative excess over the memory limit less headroom, or a fixed figure for
-    what did not run; with the objective `memory` it is also the shortfall in speed.
+    The constraint is the relative excess over the memory limit less headroom, or a fixed figure for what did not run; where
+    speed has to be kept, it is also the shortfall in that.
+
+    A search asks for `score` (of each trial, for Optuna), `infeasibility` (with it) and `merit` (in the play-off), in this
+    order. An objective says what its figure is, and what is to be expected of it where only speed and memory are predicted:
+
+        class Cost(Objective):
+            name, unit, better = "cost", "dollars_per_sample", "cheaper"
+            help = "cost: fewest dollars for a sample"
+            less_is_better = True
+
+            def figure(self, measured: Measurement) -> float:
+                return DOLLARS_PER_S / self.speed(measured)
+
+            def worst(self) -> float:
+                return -DEAREST
 
     Attributes:
+        name: as the user asks for it, and as a report names it.
+        unit: of its figure, in a word.
+        better: what a config is that has more of it, in a word.
+        help: what it is, for the help of the option.
+        less_is_better: whether its figure is to be small.
+        speed_weight, memory_weight: how much of the logarithm of its merit is that of the speed, and minus that of the
+            memory. What it consists of beside these is known of a config once that was measured, and not before.
+        kept_speed: share of the baseline's throughput that a config must keep; 0 where any speed will do.
         train_samples: how many the training is to take; its speed is then that of the whole training, compiling included.
             None where that is not known: then the speed of a step is all that counts.
     """
 
-    name: str
+    name: ClassVar[str]
+    unit: ClassVar[str]
+    better: ClassVar[str]
+    help: ClassVar[str]
+    less_is_better: ClassVar[bool] = False
+    speed_weight: ClassVar[float] = 1.0
+    memory_weight: ClassVar[float] = 0.0
+    kept_speed: ClassVar[float] = 0.0
+
     memory_limit_bytes: int
     headroom: float
     baseline_samples_per_s: float | None = None
     train_samples: float | None = None
+
+    @abstractmethod
+    def figure(self, measured: Measurement) -> float:
+        """What is to be large, or small where less is better: positive, in `unit`."""
+
+    def worst(self) -> float:
+        """The score that the study is told of a config that is not feasible: it trains not at all, or needs more than there is.
+
+        No feasible one is below it: an objective of which less is better has to say its own.
+        """
+        return 0.0
+
+    @property
+    def is_step_speed(self) -> bool:
+        """Whether a config's score is the throughput of its steps, and nothing else."""
+        return False
+
+    @classmethod
+    def score_name(cls) -> str:
+        """What scores are, as Optuna's views name them."""
+        return f"minus_{cls.unit}" if cls.less_is_better else cls.unit
+
+    @property
+    def rests_on_speed(self) -> bool:
+        """Whether a faster config is a better one: then larger batches help, and whatever disturbs the timing disturbs the figure."""
+        return self.speed_weight > 0
 
     @property
     def usable_bytes(self) -> float:
         """The memory limit less headroom."""
         return self.memory_limit_bytes * (1 - self.headroom)
 
+    @property
+    def least_samples_per_s(self) -> float | None:
+        """The throughput that a config must keep; None where any will do, or the baseline's is not known."""
+        if self.baseline_samples_per_s is None or not self.kept_speed:
+            return None
+        return self.kept_speed * self.baseline_samples_per_s
+
     def is_short_of_memory(self, peak_bytes: float) -> bool:
         """Whether a peak leaves so little free that needing less is worth something."""
-        return self.name != "throughput" or peak_bytes > ROOMY * self.usable_bytes
+        return self.memory_weight > 0 or peak_bytes > ROOMY * self.usable_bytes
 
     def score(self, outcome: Outcome) -> float:
         """The value of an `ok` outcome; larger is better."""
-        measured = outcome.measurement
-        assert measured is not None
-        if self.name == "memory":
-            return -measured.peak_bytes / GIB
-        speed = self.whole_samples_per_s(measured.samples_per_s, measured.compile_cold_s)
-        return float(speed / (measured.peak_bytes / GIB) ** 0.5) if self.name == "balanced" else speed
+        figure = self.figure(_measurement(outcome))
+        return -figure if self.less_is_better else figure
+
+    def merit(self, outcome: Outcome) -> float:
+        """The same order as `score`, always positive: what the play-off compares by ratios."""
+        figure = self.figure(_measurement(outcome))
+        return 1 / figure if self.less_is_better else figure
+
+    def speed(self, measured: Measurement) -> float:
+        """Throughput over the whole training, where its length is known, else of its steps."""
+        return self.whole_samples_per_s(measured.samples_per_s, measured.compile_cold_s)
 
     def whole_samples_per_s(self, samples_per_s: float, compile_s: float) -> float:
         """Throughput over the whole training, where its length is known: compiling then counts."""
         if self.train_samples is None:
             return samples_per_s
         return self.train_samples / (self.train_samples / samples_per_s + compile_s)
-
-    @property
-    def is_step_speed(self) -> bool:
-        """Whether a config's score is the throughput of its steps, and nothing else."""
-        return self.name == "throughput" and self.train_samples is None
-
-    def merit(self, outcome: Outcome) -> float:
-        """The same order as `score`, always positive: what the play-off compares by ratios."""
-        score = self.score(outcome)
-        return -1 / score if self.name == "memory" else score
 
     def infeasibility(self, outcome: Outcome) -> float:
         """At most zero when the outcome may be recommended."""
@@ -80,8 +137,7 @@ class Objective:
                 else OOM_INFEASIBILITY
             )
         excess = self._excess(measured)
-        if self.name == "memory" and self.baseline_samples_per_s is not None:
-            needed = MEMORY_SPEED_TOLERANCE * self.baseline_samples_per_s
+        if (needed := self.least_samples_per_s) is not None:
             excess = max(excess, 1 - measured.samples_per_s / needed)
         return excess
 
@@ -99,12 +155,11 @@ class Objective:
         """Whether the outcome ran out of memory, by no fault of others, or needed more than the limit less headroom."""
         return (outcome.kind is Kind.OOM and not outcome.crowded) or self.beyond_memory(outcome)
 
-    def with_baseline(self, outcome: Outcome) -> Objective:
+    def with_baseline(self, outcome: Outcome) -> Self:
         """The objective once the baseline is measured."""
-        assert outcome.measurement is not None
-        return replace(self, baseline_samples_per_s=outcome.measurement.samples_per_s)
+        return replace(self, baseline_samples_per_s=_measurement(outcome).samples_per_s)
 
-    def in_play_off(self) -> Objective:
+    def in_play_off(self) -> Self:
         """The objective for single play-off processes: there speed is compared in pairs, not with the search's baseline."""
         return replace(self, baseline_samples_per_s=None)
 
@@ -112,6 +167,55 @@ class Objective:
         """Whether the outcome may be recommended."""
         return outcome.ok and self.infeasibility(outcome) <= 0
 
+
+class Throughput(Objective):
+    """The fastest training."""
+
+    name, unit, better, help = "throughput", "samples_per_s", "faster", "throughput"
+
+    def figure(self, measured: Measurement) -> float:
+        """Samples per second."""
+        return self.speed(measured)
+
+    @property
+    def is_step_speed(self) -> bool:
+        """Where the length of the training is not known."""
+        return self.train_samples is None
+
+
+class Memory(Objective):
+    """The least memory at about the baseline's speed."""
+
+    name, unit, better = "memory", "peak_GiB", "smaller"
+    help = "memory: least memory at the baseline's speed or more"
+    less_is_better = True
+    speed_weight, memory_weight = 0.0, 1.0
+    kept_speed = 0.97
+
+    def figure(self, measured: Measurement) -> float:
+        """Peak memory in GiB."""
+        return measured.peak_bytes / GIB
+
     def worst(self) -> float:
-        """What the study is told of a config that is not feasible: it trains not at all, or needs more than there is."""
-        return -2 * self.memory_limit_bytes / GIB if self.name == "memory" else 0.0
+        """Twice the limit."""
+        return -2 * self.memory_limit_bytes / GIB
+
+
+class Balanced(Objective):
+    """Speed, and memory half as much: half the memory is worth a factor of 1.4 in speed."""
+
+    name, unit, better = "balanced", "samples_per_s_per_root_GiB", "better"
+    help = "balanced: throughput over the square root of memory"
+    memory_weight = 0.5
+
+    def figure(self, measured: Measurement) -> float:
+        """Samples per second over the square root of the GiB."""
+        return float(self.speed(measured) / (measured.peak_bytes / GIB) ** 0.5)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (Throughput, Memory, Balanced)}
+
+
+def _measurement(outcome: Outcome) -> Measurement:
+    assert outcome.measurement is not None
+    return outcome.measurement

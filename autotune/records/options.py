@@ -12,10 +12,10 @@ from typing import Any, Self, TypeVar
 
 from autotune.errors import ConfigError
 from autotune.records import option_kinds as kinds
+from autotune.records.objective import OBJECTIVES
 from autotune.records.option_kinds import Kind
 from autotune.units import parse_bytes
 
-OBJECTIVES = ("throughput", "memory", "balanced")
 TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
 SCRIPT = "a training script as it is, in place of MODEL"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,9 +69,9 @@ GLOBAL_BATCH = _option("global_batch", kinds.COUNT, TASK, "samples per optimizer
 HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
 OBJECTIVE = _option(
     "objective",
-    kinds.one_of(OBJECTIVES),
+    kinds.one_of(tuple(OBJECTIVES)),
     SPACE,
-    "throughput; memory: least memory at the baseline's speed or more; balanced: throughput over the square root of memory",
+    "; ".join(objective.help for objective in OBJECTIVES.values()),
 )
 TRAIN_STEPS = _option(
     "train_steps",

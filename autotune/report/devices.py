@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from autotune.devices import available, nvml
+from autotune.devices import available, capabilities_of, nvml
 from autotune.devices.base import Telemetry
 from autotune.devices.calibration import holds_for
 from autotune.errors import DeviceError
@@ -102,7 +102,7 @@ def _read() -> tuple[list[_Reading], list[str]]:
 
 
 def _has_gpu(readings: list[_Reading]) -> bool:
-    return any(reading.info.kind == "cuda" for reading in readings)
+    return any(capabilities_of(reading.info.name).own_processors for reading in readings)
 
 
 def _plain(reading: _Reading) -> dict[str, object]:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autotune.devices import capabilities_of
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
 from autotune.errors import describe_exit
 from autotune.records.inspection import Inspection
@@ -111,7 +112,8 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
     settings = scratch / "probe.json"
     settings.write_text(json.dumps(told))
     kills = kernel_oom_kills()
-    limit_bytes = arguments["settings"]["memory_limit_bytes"] if arguments["device"] == "cpu" else None
+    of_process = capabilities_of(arguments["device"]).limits_whole_process
+    limit_bytes = arguments["settings"]["memory_limit_bytes"] if of_process else None
     with settings.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it does; the command's look for it
         process = subprocess.Popen(
@@ -159,7 +161,7 @@ def _environment(scratch: Path, device: str, world: World | None) -> dict[str, s
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
-    if device == "cpu":
+    if not capabilities_of(device).own_processors:
         found["CUDA_VISIBLE_DEVICES"] = ""
     elif (index := int(device.removeprefix("cuda:"))) or (world and world.size == 1):
         visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))

@@ -118,7 +118,7 @@ class LocalRunner(Runner):
 
     def beside(self) -> Runner | None:
         """As `Runner.beside`: probes on a GPU leave the processor to others."""
-        if self._device.kind != "cuda":
+        if not self._device.capabilities.own_processors:
             return None
         logs = self._logs / "tracing"
         return LocalRunner(
@@ -156,7 +156,8 @@ class LocalRunner(Runner):
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
-        running = InFlight(self._num_jobs, job, log, channel, on_gpu=self._device.kind == "cuda", compiled=view)
+        own_memory = self._device.capabilities.own_memory
+        running = InFlight(self._num_jobs, job, log, channel, on_gpu=own_memory, compiled=view)
         try:
             connection.send(request)
         except BaseException:
@@ -264,7 +265,7 @@ class LocalRunner(Runner):
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
             gpu_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
-            if self._device.kind == "cuda" and gpu_bytes >= HELD_SHARE * self._device.info().free_bytes:
+            if self._device.capabilities.own_memory and gpu_bytes >= HELD_SHARE * self._device.info().free_bytes:
                 held.append(f"{format_bytes(gpu_bytes)} of GPUs")
         return " and ".join(held)
 

@@ -93,7 +93,8 @@ class PortableRunner(Runner):
             "source": self._source.to_dict(),
         }
         request.write_text(json.dumps(asked), encoding="utf-8")
-        running = InFlight(self._num_jobs, job, log, os.open(channel, os.O_RDONLY), on_gpu=self._device.kind == "cuda")
+        own_memory = self._device.capabilities.own_memory
+        running = InFlight(self._num_jobs, job, log, os.open(channel, os.O_RDONLY), on_gpu=own_memory)
         command = [sys.executable, "-m", "autotune.runners.worker", str(request)]
         with log.open("ab") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.devices import Device, device_named
+from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.memory_growth import growth_per_step
@@ -98,8 +98,8 @@ class Watch:
 
     def failed(self, error: BaseException) -> None:
         """Tell of an exception that ends the process."""
-        if self._device is None and self._kind == "cpu":
-            self._enter("cpu")
+        if self._device is None and not capabilities_of(self._kind).own_processors:
+            self._enter(self._kind)
         elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
             with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")

@@ -239,7 +239,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
             signal.setitimer(signal.ITIMER_REAL, longest_s if progress.stage == COMPARING else 0.0)
 
     device: Device = open_device(name) if absent is None else AbsentGpu(DeviceInfo.from_dict(absent))
-    if absent is not None or device.kind != "cuda":
+    if absent is not None or not device.capabilities.own_processors:
         hide_gpus()
     seed_everything(0)
     try:
@@ -250,7 +250,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
         from autotune.devices.host import bound_host_memory
         from autotune.prediction.inspection import inspect_untrained
 
-        device = AbsentGpu(device.info()) if device.kind == "cuda" else device
+        device = AbsentGpu(device.info()) if device.capabilities.own_processors else device
         found = inspect_untrained(task, device=device, host_bytes=bound_host_memory(), **arguments)
         return {"inspection": found | {"outside_bytes": outside_bytes}}
     except BaseException as error:
@@ -371,16 +371,16 @@ def _limited_device(name: str, memory_limit_bytes: int | None, seed: int, *, com
     """The device to train on, within its limit, after everything random was seeded.
 
     Args:
-        compiles: the process has a compiler's memory beside the model's, which a limit of a CPU would take for one.
+        compiles: the process has a compiler's memory beside the model's, which a limit of the whole process would take for one.
     """
     from autotune.devices import open_device
 
     device = open_device(name)
-    if device.kind != "cuda":
+    if not device.capabilities.own_processors:
         hide_gpus()
     seed_everything(seed)
     if memory_limit_bytes is not None:
-        beside_bytes = COMPILER_BYTES if compiles and device.kind == "cpu" else 0
+        beside_bytes = COMPILER_BYTES if compiles and device.capabilities.limits_whole_process else 0
         device.limit_memory(memory_limit_bytes + beside_bytes)
     return device
 

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune.errors import StudyError, first_line
 from autotune.records.config import Config
 from autotune.records.formats import require_readable
-from autotune.records.objective import SCORES, Objective
+from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.study import BegunTrial, EndedTrial, SearchFacts, StudyFacts
@@ -83,7 +83,7 @@ class Store:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
-        self._score = SCORES.get(facts.objective)
+        self._objective = OBJECTIVES.get(facts.objective)
         with _opening(place):
             self._storage = get_storage(place.storage)
             self._study = self._opened(place.study, "fingerprint")
@@ -107,8 +107,8 @@ class Store:
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
-        if self._score is not None and study.metric_names is None:
-            study.set_metric_names([self._score])
+        if self._objective is not None and study.metric_names is None:
+            study.set_metric_names([self._objective.score_name()])
         return study
 
     def _kept(self) -> list[FrozenTrial]:

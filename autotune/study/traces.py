@@ -10,9 +10,9 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+from autotune.devices import capabilities_of
 from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
-from autotune.devices.targets import CPU
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
 from autotune.records.config import Choice
@@ -45,7 +45,8 @@ class TraceCache:
     ) -> None:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
-        processor = [processor_model(), *arithmetic().values()] if target == CPU else []
+        on_host = not capabilities_of(target).own_processors
+        processor = [processor_model(), *arithmetic().values()] if on_host else []
         task = [facts.source_hash, facts.num_parameters]
         known = [*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

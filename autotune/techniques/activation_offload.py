@@ -47,7 +47,7 @@ class ActivationOffload(Technique):
 
     def support(self, setting: Setting) -> Support:
         """0 to the number of blocks on CUDA, thinned when there are many."""
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.own_memory:
             return Support(choices=(0,), reason="on a CPU the host's memory is the device's")
         try:
             blocks = _blocks(setting.task, setting.model)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
@@ -100,7 +101,7 @@ class Amp(Technique):
             found = worth(setting.calibration, flops, str(choice))
             if choice == "fp16" and setting.task.takes_whole_steps:
                 reasons.append(f"fp16 needs gradient scaling: {REACHES_INTO_STEP}")
-            elif setting.device.kind == "cpu" and (reason := _impossible(setting, str(choice))):
+            elif not setting.device.capabilities.own_processors and (reason := _impossible(setting, str(choice))):
                 reasons.append(reason)
             elif found is not None and not found.ends:
                 reasons.append(f"{choice} is left out, a step in it would hardly end here ({found.figures})")
@@ -108,7 +109,7 @@ class Amp(Technique):
                 optional.append(choice)
                 reasons.append(f"{choice} is {1 / found.gain:.3g} times slower than fp32 here ({found.figures})")
             elif found is None and (reason := _hint(setting.device, choice)):
-                if setting.device.kind == "cpu":
+                if not setting.device.capabilities.own_processors:
                     optional.append(choice)
                 reasons.append(reason)
             else:
@@ -152,14 +153,14 @@ class Amp(Technique):
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why not, for a type that a CPU emulates: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""
-        if device_kind == "cpu" and not _has_arithmetic(str(choice)):
+        if not capabilities_of(device_kind).own_processors and not _has_arithmetic(str(choice)):
             return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
         return ""
 
 
 def _hint(device: Device, choice: str) -> str:
     """Why a type is not worth it, by what is known of such devices; empty where it may be."""
-    if device.kind == "cpu":
+    if not device.capabilities.own_processors:
         emulates = f"this processor has no {choice} arithmetic, and emulating it is many times slower"
         return "" if _has_arithmetic(choice) else emulates
     capability = device.info().capability

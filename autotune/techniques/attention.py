@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
@@ -60,7 +61,7 @@ class Attention(Technique):
         calls = _calls(setting)
         if not calls:
             return Support(choices=("default",), reason="the model does not call scaled_dot_product_attention")
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.attention_kernels:
             reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
             return Support(choices=("default",), optional=("math",), reason=reason)
         capability = setting.device.info().capability
@@ -121,11 +122,8 @@ class Attention(Technique):
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why not, for `math` on a GPU: tracing stands for the fused kernels there."""
-        return (
-            "what attention in single steps keeps on a GPU is not traced"
-            if (choice, device_kind) == ("math", "cuda")
-            else ""
-        )
+        stands_for_fused = choice == "math" and capabilities_of(device_kind).attention_kernels
+        return "what attention in single steps keeps on a GPU is not traced" if stands_for_fused else ""
 
 
 def _eager(model: torch.nn.Module) -> list[Any]:

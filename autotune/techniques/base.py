@@ -183,7 +183,7 @@ class Technique(ABC):
         machine that is to train.
 
         Args:
-            device_kind: torch's type of the device that is to train: `cpu` or `cuda`.
+            device_kind: torch's type of the device that is to train; what it can do: `autotune.devices.capabilities_of`.
         """
         return self.untraced
 

@@ -55,7 +55,7 @@ class CheckpointPolicy(Technique):
             blocks_of(setting.task, setting.model)
         except UnsupportedError as error:
             return Support(choices=("full",), reason=str(error))
-        if setting.device.kind == "cpu":
+        if not setting.device.capabilities.saving_pays:
             reason = "fewer checkpoint segments give about the same on a CPU"
             return Support(choices=("full",), optional=("selective",), reason=reason)
         self._try(setting)

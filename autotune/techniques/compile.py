@@ -75,7 +75,7 @@ class Compile(Technique):
         """What the device's compiler can do, at the price of compiling it."""
         if reason := why_not_on(setting.device):
             return Support(choices=("off",), reason=reason)
-        possible = ("default",) if setting.device.kind == "cpu" else _CHOICES[1:]
+        possible = _CHOICES[1:] if setting.device.capabilities.triton else ("default",)
         regions = _regions(setting.task, setting.model)
         default_s = _FIXED_S + _LAYER_S * _num_layers({_kind(region): region for region in regions}.values())
         setup_s = tuple((choice, default_s * _SETUP_S[choice] / _SETUP_S["default"]) for choice in possible)

@@ -37,7 +37,7 @@ class CudnnBenchmark(Switch):
         """It applies to models with convolutions on CUDA, unless the model file switches it on already."""
         from torch.nn.modules.conv import _ConvNd
 
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.cudnn:
             return Support(choices=(False,), reason="cuDNN exists on NVIDIA GPUs only")
         if not any(isinstance(module, _ConvNd) for module in setting.model.modules()):
             return Support(choices=(False,), reason="the model has no convolution")

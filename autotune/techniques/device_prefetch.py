@@ -32,7 +32,7 @@ class DevicePrefetch(Switch):
 
     def support(self, setting: Setting) -> Support:
         """It applies to tasks with a dataset on CUDA."""
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.streams:
             return Support(choices=(False,), reason="there is no copy to a GPU to hide")
         if setting.task.dataset() is None:
             return Support(choices=(False,), reason="the task has no train_dataset, so nothing is loaded")
@@ -93,7 +93,7 @@ class _OnSideStream(_Copier):
         def arrive() -> Any:
             present = torch.cuda.current_stream(self.device)
             present.wait_event(done)
-            for tensor in memory_on("cuda", copied):
+            for tensor in memory_on(self.device.type, copied):
                 tensor.record_stream(present)  # else its memory could be given away while the step still reads it
             return copied
 

@@ -48,7 +48,7 @@ class ExpandableSegments(Switch):
 
     def support(self, setting: Setting) -> Support:
         """It applies to CUDA, unless the environment switches it on already."""
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.own_allocator:
             return Support(choices=(False,), reason="the CUDA allocator works on NVIDIA GPUs only")
         if _ON in _settings().replace(" ", ""):
             return Support(choices=(False,), reason="the environment switches it on already")
@@ -60,7 +60,7 @@ class ExpandableSegments(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch it on for whatever the allocator takes from now on."""
-        if build.device.kind != "cuda":
+        if not build.device.capabilities.own_allocator:
             raise UnsupportedError("expandable_segments: the CUDA allocator works on NVIDIA GPUs only")
         _set(",".join(filter(None, (_settings(), _ON))))
 

@@ -62,7 +62,7 @@ class LossChunks(Switch):
                 del head.forward
         if not any(use.losses for use in uses):
             return Support(choices=(False,), reason="the scores do not go straight into torch's cross_entropy")
-        if setting.device.kind == "cpu":
+        if not setting.device.capabilities.saving_pays:
             return Support(choices=(False,), optional=(True,), reason="on a CPU it saves memory, and no time")
         return Support(choices=(False, True))
 

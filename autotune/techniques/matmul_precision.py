@@ -46,7 +46,7 @@ class MatmulPrecision(Technique):
 
     def support(self, setting: Setting) -> Support:
         """It applies to CUDA devices of compute capability 8.0 or newer."""
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.tf32:
             return Support(choices=("highest",), reason="TF32 exists on NVIDIA GPUs only")
         capability = setting.device.info().capability
         if capability < _TF32_CAPABILITY:

@@ -50,7 +50,7 @@ class OptimizerImpl(Technique):
         optimizer = setting.optimizer
         if reason := _why_not(optimizer):
             return Support(choices=(self.off,), reason=reason)
-        current = current_implementation(optimizer, on_gpu=setting.device.kind == "cuda")
+        current = current_implementation(optimizer, foreach=setting.device.capabilities.foreach)
         refused = {name: _refusal(optimizer, name) for name in _FLAGS if name != current}
         if any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
             refused["fused"] = "fused optimizers take no sparse gradients, which an embedding of the model makes"
@@ -97,14 +97,14 @@ def implement(optimizer: torch.optim.Optimizer, implementation: str) -> None:
             setattr(optimizer, mark, getattr(fresh, mark))
 
 
-def current_implementation(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> str:
-    """The implementation that the user built: by its flags, else foreach on a GPU and for-loop on a CPU."""
+def current_implementation(optimizer: torch.optim.Optimizer, *, foreach: bool) -> str:
+    """The implementation that the user built: by its flags, else foreach where the device has that, and for-loop."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"
     if group["foreach"] is not None:
         return "foreach" if group["foreach"] else "for-loop"
-    return "foreach" if on_gpu and group.get("fused") is None else "for-loop"
+    return "foreach" if foreach and group.get("fused") is None else "for-loop"
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:

@@ -51,7 +51,7 @@ class OptimizerInBackward(Switch):
         """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""
         if reason := _why_not(setting.task, setting.optimizer):
             return Support(choices=(False,), reason=reason)
-        if setting.device.kind == "cpu":
+        if not setting.device.capabilities.saving_pays:
             reason = "on a CPU activations are nearly always more than the gradients that it saves"
             return Support(choices=(False,), optional=(True,), reason=reason)
         return Support(choices=(False, True))

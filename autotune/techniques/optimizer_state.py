@@ -56,7 +56,7 @@ class OptimizerState(Technique):
         sparse = any(getattr(module, "sparse", False) is True for module in setting.model.modules())
         sparse_reason = "torchao takes no sparse gradients, which an embedding of the model makes" if sparse else ""
         low_bit = _why_not_low_bit(setting.optimizer, setting.device) or sparse_reason
-        on_cpu = "the model trains on the CPU already" if setting.device.kind == "cpu" else ""
+        on_cpu = "the model trains on the CPU already" if not setting.device.capabilities.own_memory else ""
         on_host = on_cpu or _why_not_on_host(setting.optimizer)
         reasons = {"8bit, 4bit": low_bit, "cpu": on_host}
         left_out = [f"{choices}: {reason}" for choices, reason in reasons.items() if reason]

@@ -157,9 +157,9 @@ def _why_not_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> s
 
 
 def _why_not_fp8(model: torch.nn.Module, device: Device) -> str:
-    capability = device.info().capability if device.kind == "cuda" else (0, 0)
+    capability = device.info().capability
     if capability < _FP8_CAPABILITY and not EMULATED:
-        found = f"this GPU has {capability[0]}.{capability[1]}" if device.kind == "cuda" else "this is a CPU"
+        found = f"this GPU has {capability[0]}.{capability[1]}" if any(capability) else "this is a CPU"
         return f"products in fp8 need a GPU of compute capability 8.9, {found}"
     if not _linear_layers(model):
         return f"no Linear layer has numbers of inputs and outputs that are multiples of {_FP8_MULTIPLE}"

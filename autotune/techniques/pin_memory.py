@@ -30,7 +30,7 @@ class PinMemory(Switch, LoaderOption):
 
     def support(self, setting: Setting) -> Support:
         """It applies to tasks with a dataset on CUDA."""
-        if setting.device.kind != "cuda":
+        if not setting.device.capabilities.page_locked:
             return Support(choices=(False,), reason="there is no copy to a GPU to speed up")
         return super().support(setting)
 

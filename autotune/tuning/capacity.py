@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from autotune import techniques
-from autotune.devices.targets import CPU
+from autotune.devices import capabilities_of
 from autotune.errors import TaskError
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.traces import Traces
@@ -64,7 +64,7 @@ def answer(
     return MemoryPrediction(
         task=inspection.facts.name,
         device=inspection.device.model,
-        on_gpu=traces.target != CPU,
+        on_gpu=capabilities_of(traces.target).own_memory,
         memory_limit_bytes=memory_limit_bytes,
         headroom=headroom,
         global_batch=inspection.global_batch,

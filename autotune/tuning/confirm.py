@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
+from autotune.devices import capabilities_of
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.trial import PLAY_OFF, Proposal
@@ -107,7 +108,7 @@ def _open_play_off(search: Search) -> PlayOff:
     settings = settings.replace(
         interval=PLAY_OFF_INTERVAL,
         slowest_samples_per_s=0.0,
-        min_timed_s=search.inspection.device.sustained_s,
+        min_timed_s=capabilities_of(search.inspection.device.name).settles_s,
         phases=False,  # the search has split them
     )
 

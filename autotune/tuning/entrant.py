@@ -75,7 +75,7 @@ class Standing:
         baseline: None when it did not run, in the search or here.
         candidate: the answer; where that is the baseline, the best of the others, or None.
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
-        speedup: the same for the throughput, which is the merit where the objective is `throughput`.
+        speedup: the same for the throughput, which is the merit where the objective is the speed of a step.
         figures: of all who ran. Each speed lies within what its config measured, and `speedup` is a ratio of two of them.
         num_rounds: those of earlier searches among them.
     """

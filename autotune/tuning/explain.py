@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.devices.targets import Target
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
@@ -68,7 +69,7 @@ def explain(
     return Explanation(
         task=inspection.facts.name,
         device=inspection.device.model,
-        on_gpu=inspection.device.kind == "cuda",
+        on_gpu=capabilities_of(inspection.device.name).own_memory,
         config=config.as_dict(),
         memory=memory,
         untraced=untraced,

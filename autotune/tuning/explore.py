@@ -53,7 +53,7 @@ def measure_baseline_again(search: Search) -> bool:
     if not (
         is_far_ahead
         and slower
-        and history.objective.name != "memory"
+        and history.objective.rests_on_speed
         and len(probed) == 1
         and search.budget.allows_a_probe(history)
     ):

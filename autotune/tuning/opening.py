@@ -18,7 +18,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
-from autotune.records.objective import Objective
+from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.settings import ProbeSettings
 from autotune.records.study import SearchFacts
@@ -175,8 +175,8 @@ def _open_over(
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
     store = Store(place, _search_facts(shared, place, options, own, inspection, space))
-    objective = Objective(
-        name=options.objective, memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
+    objective = OBJECTIVES[options.objective](
+        memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
     )
     history = History(
         space,

@@ -14,7 +14,7 @@ from statistics import fmean
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
 from autotune.records.intervals import NORMAL_95
-from autotune.records.objective import MEMORY_SPEED_TOLERANCE, Objective
+from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Measured
 from autotune.records.trial import PLAY_OFF, Trial
@@ -134,7 +134,7 @@ class PlayOff:
         if searched is None:
             searched = {e.config: e.searched for e in self._everyone() if e.searched is not None and figure is None}
         ran = {e.config: {n: o for n, o in e.outcomes.items() if o.ok} for e in self._everyone()}
-        is_speed = figure is not None or self.objective.name != "memory"
+        is_speed = figure is not None or self.objective.rests_on_speed
         return Evidence(
             {config: {n: math.log(of(o)) for n, o in by_round.items()} for config, by_round in ran.items()},
             {config: found for config, found in searched.items()},  # noqa: C416 (a mapping of any key)
@@ -298,12 +298,12 @@ class PlayOff:
                     entrant.lost_to = other
 
     def _drop_too_slow(self) -> None:
-        """With the objective `memory`: in pairs, since the whole machine may have become slower since the search."""
-        if self.objective.name != "memory" or (rival := self._rival) is None:
+        """Where speed has to be kept: in pairs, since the whole machine may have become slower since the search."""
+        if not (kept := self.objective.kept_speed) or (rival := self._rival) is None:
             return
         speeds = self.evidence(samples_per_s)
         for entrant in self.compared:
-            lost = speeds.difference(entrant.config, rival.config).mean < math.log(MEMORY_SPEED_TOLERANCE)
+            lost = speeds.difference(entrant.config, rival.config).mean < math.log(kept)
             if lost and len(entrant.outcomes) >= MIN_ROUNDS - 1:
                 entrant.lost_to = rival
 

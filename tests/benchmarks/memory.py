@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.devices.targets import CPU, CUDA
 from autotune.prediction.memory import MemoryModel
 from autotune.prediction.traces import Traces
 from autotune.records.config import Config
@@ -52,7 +51,7 @@ def study_file(path: Path) -> Path:
 def traces_of(recorded: Table) -> tuple[Traces, float]:
     """The traces of a table's configs, and the seconds that tracing them took."""
     source = TaskSource.of(study_file(recorded.path))
-    target = CPU if recorded.header.device == "cpu" else CUDA
+    target = "cpu" if recorded.header.device == "cpu" else "cuda"
     with tempfile.TemporaryDirectory() as logs, LocalRunner(source, device="cpu", logs=Path(logs)) as runner:
         # finds out which samples of the dataset are the widest
         inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=TRACE_TIMEOUT_S))

@@ -22,7 +22,7 @@ from typing import Any
 
 from autotune import techniques
 from autotune.records.config import Config
-from autotune.records.objective import Objective
+from autotune.records.objective import Throughput
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Measurement, Outcome
 from autotune.records.result import Result
@@ -52,7 +52,7 @@ BASELINE = techniques.complete(INSPECTED.baseline)
 DISTURBED_BUDGETS_S = (15.0, 30.0, 60.0)  # one round of the play-off, a few, and many
 DISTURBED_SHARES = ((0.2, 0.0), (0.5, 0.0), (0.2, 0.05))  # of the processes: seen, and unseen
 SLOWER = 0.98  # of the baseline, below which a recommendation is wrong
-OBJECTIVE = Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+OBJECTIVE = Throughput(memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
 
 
 @dataclass(frozen=True)

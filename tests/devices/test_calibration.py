@@ -12,6 +12,7 @@ import torch
 from autotune.devices import available, calibration, open_device
 from autotune.devices.calibration import holds_for, measure
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.calibration import Calibration
 from autotune.runners import worker
@@ -26,7 +27,10 @@ ARITHMETICS = ("fp32", "bf16", "fp16")
 
 
 # What a figure takes, and all of them, on a machine on which many others run.
-PATIENT = {"TOTAL_S": {"cpu": 300.0, "cuda": 300.0}, "STEP_S": {"cpu": 60.0, "cuda": 60.0}}
+PATIENT = {
+    "ON_HOST": replace(calibration.ON_HOST, total_s=300.0, step_s=60.0),
+    "ON_CARD": replace(calibration.ON_CARD, total_s=300.0, step_s=60.0),
+}
 
 
 def measured(device, **changed):
@@ -83,7 +87,7 @@ def broken(what):
     ids=["hangs", "crashes", "raises"],
 )
 def test_a_figure_that_fails_does_not_cost_the_others(what, failure):
-    found = measured(open_device("cpu"), _convolution=broken(what), STEP_S={"cpu": 5.0})
+    found = measured(open_device("cpu"), _convolution=broken(what), ON_HOST=replace(PATIENT["ON_HOST"], step_s=5.0))
     assert found.rate("convolution", "bf16").sizes == ()
     assert failure in found.rate("convolution", "bf16").failure
     assert found.gain("convolution", "bf16") == 0.0
@@ -103,7 +107,7 @@ def test_memory_that_is_short_says_nothing_of_a_type():
 
 def test_a_gpu_has_more_time_for_a_figure_since_it_loads_kernels_when_they_are_first_used():
     load_s = 0.5
-    assert calibration.STEP_S["cpu"] < load_s < calibration.STEP_S["cuda"] / 2  # two runs are one step
+    assert calibration.ON_HOST.step_s < load_s < calibration.ON_CARD.step_s / 2  # two runs are one step
 
     def loads():
         time.sleep(load_s)
@@ -114,7 +118,7 @@ def test_a_gpu_has_more_time_for_a_figure_since_it_loads_kernels_when_they_are_f
 
 
 def test_when_the_time_is_up_the_rest_is_missing():
-    found = measured(open_device("cpu"), TOTAL_S={"cpu": 0.0})
+    found = measured(open_device("cpu"), ON_HOST=replace(PATIENT["ON_HOST"], total_s=0.0))
     assert found.rates == () and found.bytes_per_s is None
     assert found.gain("matmul", "bf16") is None
 
@@ -147,17 +151,15 @@ def test_the_process_that_forks_counts_no_gpus(monkeypatch):
 class LikeGpu(CpuDevice):
     """A GPU's figures on the processor: what needs a card fails, and everything else runs."""
 
-    kind = "cuda"
+    capabilities = CudaDevice.capabilities
 
     def info(self):
         return replace(super().info(), capability=(9, 0))
 
 
 SMALL = {
-    "MATMUL_ROWS": {"cuda": (32, 64)},
-    "CHANNELS": {"cuda": (8, 16)},
-    "IMAGES": {"cuda": (2, 8)},
-    "COPIED_BYTES": {"cpu": 2**20, "cuda": 2**20},
+    "ON_HOST": replace(PATIENT["ON_HOST"], copied_bytes=2**20),
+    "ON_CARD": replace(PATIENT["ON_CARD"], matmul_rows=(32, 64), channels=(8, 16), images=(2, 8), copied_bytes=2**20),
 }
 
 

@@ -17,7 +17,7 @@ from autotune.proposers.acquisition import Acquisition
 from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.records.objective import Objective
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.task import Task
@@ -211,7 +211,7 @@ def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_st
         roofline = Roofline.of(calibration, traced(matrices()))
         acquisition = Acquisition(
             space,
-            Objective(name="throughput", memory_limit_bytes=2**34, headroom=0.05).with_baseline(probes[0][1]),
+            Throughput(memory_limit_bytes=2**34, headroom=0.05).with_baseline(probes[0][1]),
             TimeModel(space, probes, roofline=roofline),
             MemoryModel(None, 2**28, space, probes),
             probes,

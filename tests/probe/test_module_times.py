@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from autotune.devices.cuda import CudaDevice
 from autotune.probe.module_times import _allocations
 
 
@@ -13,6 +14,6 @@ def test_on_a_gpu_what_was_allocated_before_the_model_is_no_part_of_its_peak(mon
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: reset.append(1))
     held: list[int] = []
-    with _allocations(SimpleNamespace(kind="cuda", enter=lambda: None), held):
+    with _allocations(SimpleNamespace(capabilities=CudaDevice.capabilities, enter=lambda: None), held):
         assert reset
     assert held == [36]

@@ -18,7 +18,7 @@ from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import BatchSupport, Support
-from autotune.records.objective import Objective
+from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
@@ -34,7 +34,7 @@ Probes = list[tuple[Config, Outcome]]
 
 
 def objective(name: str = "throughput", headroom: float = 0.05) -> Objective:
-    return Objective(name=name, memory_limit_bytes=LIMIT_BYTES, headroom=headroom)
+    return OBJECTIVES[name](memory_limit_bytes=LIMIT_BYTES, headroom=headroom)
 
 
 def plain_space() -> Space:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from autotune.proposers.design import starting_configs
 from autotune.records.inspection import Support
+from autotune.records.objective import Memory, Throughput
 from autotune.space import Space, build_space
+from autotune.units import GIB
 from tests.closed_form import inspection
 
 
@@ -13,7 +15,7 @@ def space_of(**support: Support) -> Space:
 
 
 def described(space: Space, **options: object) -> dict[str, dict[str, object]]:
-    wanted = {"baseline_fits": True, "objective": "throughput", **options}
+    wanted = {"baseline_fits": True, "objective": Throughput(memory_limit_bytes=GIB, headroom=0.05), **options}
     return {reason: config.differences(space.baseline) for config, reason in starting_configs(space, **wanted)}  # type: ignore[arg-type]
 
 
@@ -36,6 +38,6 @@ def test_where_nothing_fits_the_least_memory_is_tried() -> None:
 
 
 def test_for_memory_whatever_saves_it_is_tried_too() -> None:
-    found = described(space_of(), objective="memory")
+    found = described(space_of(), objective=Memory(memory_limit_bytes=GIB, headroom=0.05))
     assert found["all that saves memory"] == {**found["all together"], "checkpoint_segments": 6}
     assert found["1/2 of the batch"]["batch_size"] == 2

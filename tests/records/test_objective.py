@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.records.objective import Objective
+from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Outcome
 from tests.closed_form import measurement
 
@@ -18,7 +18,7 @@ def ok(samples_per_s=100.0, peak_mib=500, **changes):
 
 
 def objective(name="throughput"):
-    return Objective(name=name, memory_limit_bytes=1000 * MIB, headroom=0.05)
+    return OBJECTIVES[name](memory_limit_bytes=1000 * MIB, headroom=0.05)
 
 
 def test_throughput_prefers_the_faster():

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from autotune import techniques
-from autotune.devices.targets import CPU
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind, Overflow
@@ -229,7 +228,7 @@ def test_whatever_uses_the_device_waits_for_what_its_predecessor_still_holds(run
     run(runner, 8)
     assert waits
     waits.clear()
-    runner.trace([techniques.complete({"batch_size": 8})], CPU, 60)
+    runner.trace([techniques.complete({"batch_size": 8})], "cpu", 60)
     assert not waits
 
 

@@ -9,6 +9,7 @@ import autotune.probe.inspection
 import autotune.session
 from autotune import techniques
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.cuda import CudaDevice
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
@@ -20,7 +21,7 @@ from autotune.units import GIB
 class Card(CpuDevice):
     """A device whose allocator once held more than it holds now."""
 
-    kind = "cuda"
+    capabilities = CudaDevice.capabilities
 
     def peak_bytes(self):
         return 7 * GIB

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
-from autotune.records.objective import Objective
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
@@ -124,7 +124,7 @@ def test_a_resumed_search_knows_both(tmp_path: Path) -> None:
 def test_an_older_study_that_holds_its_play_off_itself_is_read_and_continued(tmp_path: Path) -> None:
     search = make_search(tmp_path, runner := ClosedFormRunner())
     store, space, baseline = search.store, search.history.space, search.history.space.baseline
-    objective = Objective(name="throughput", memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
+    objective = Throughput(memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
     outcome = runner.probe(baseline, search.settings)
     old = loaded(tmp_path / "closed.db")
     for number, stage in enumerate(("baseline", PLAY_OFF)):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from autotune.records.config import Config
-from autotune.records.objective import Objective
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.trial import Trial
 from autotune.study.retry import retryable, what_stands
 from tests.closed_form import measurement
 
-OBJECTIVE = Objective(name="throughput", memory_limit_bytes=2**30, headroom=0.05)
+OBJECTIVE = Throughput(memory_limit_bytes=2**30, headroom=0.05)
 CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
 OTHER = Config((("batch_size", 8), ("accumulation_steps", 1)))
 TIMEOUT_S = 20.0

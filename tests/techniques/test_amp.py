@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from autotune import prepare
+from autotune.devices.cuda import CudaDevice
 from autotune.records.calibration import Calibration, Rate
 from autotune.techniques.amp import Amp
 from tests.arithmetic import has_arithmetic
@@ -90,9 +91,10 @@ def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reas
     program = (
         "import torch\n"
         "from types import SimpleNamespace\n"
+        "from autotune.devices import capabilities_of\n"
         "from autotune.records.calibration import NOT_MEASURED\n"
         "from autotune.techniques.amp import Amp\n"
-        "device = SimpleNamespace(kind='cpu', torch_device=torch.device('cpu'))\n"
+        "device = SimpleNamespace(capabilities=capabilities_of('cpu'), torch_device=torch.device('cpu'))\n"
         "task = SimpleNamespace(takes_whole_steps=False)\n"
         "setting = SimpleNamespace(device=device, calibration=NOT_MEASURED, task=task, model=torch.nn.Linear(8, 4))\n"
         "support = Amp().support(setting)\n"
@@ -149,7 +151,7 @@ def test_fp16_has_a_scaler(make_task):
 
 
 class OldGpu:
-    kind = "cuda"
+    capabilities = CudaDevice.capabilities
 
     def info(self):
         return type("Info", (), {"capability": (7, 5)})()

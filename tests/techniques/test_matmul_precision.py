@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autotune import prepare
+from autotune.devices.cuda import CudaDevice
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.records.calibration import Calibration, Rate
 from autotune.techniques import keep_settings
@@ -25,7 +26,7 @@ def test_a_cpu_has_no_tf32(make_task, make_setting):
 
 
 class NewGpu:
-    kind = "cuda"
+    capabilities = CudaDevice.capabilities
 
     def info(self):
         return type("Info", (), {"capability": (8, 0)})()

@@ -593,7 +593,7 @@ def test_models_that_cannot_be_computed_leave_the_starting_design_and_are_told_o
     search = make_search(tmp_path, runner := ClosedFormRunner(), sampler="cost-model", listener=notes, num_trials=15)
     standing = finish(search)
     assert [text for text in notes.warnings if str(error) in text] == notes.warnings[:1]
-    start = starting_configs(search.history.space, baseline_fits=True, objective="throughput")
+    start = starting_configs(search.history.space, baseline_fits=True, objective=search.history.objective)
     if broken == "next":
         assert {config for config, _ in start} & set(runner.configs)
     assert standing.answer.config["amp"] == "bf16"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import techniques
-from autotune.records.objective import Objective
+from autotune.records.objective import Memory, Objective, Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
@@ -17,7 +17,7 @@ from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WI
 from tests.closed_form import measurement
 
 MIB = 2**20
-OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+OBJECTIVE = Throughput(memory_limit_bytes=1000 * MIB, headroom=0.05)
 
 
 def config(batch_size, **choices):
@@ -263,8 +263,8 @@ def test_a_proven_gain_is_not_given_up_for_a_cheaper_config_that_has_not_proven_
 
 def test_with_the_objective_memory_speed_is_compared_in_pairs_and_not_with_the_search():
     """The machine may be slower by now than when the search measured the baseline."""
-    objective = Objective(
-        name="memory", memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0
+    objective = Memory(
+        memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0
     )  # twice what the play-off sees
     speeds = {config(2): 99.0, config(1): 60.0, BASE: 100.0}
     peaks = {config(2): 300 * MIB, config(1): 200 * MIB, BASE: 500 * MIB}
@@ -279,6 +279,36 @@ def test_with_the_objective_memory_speed_is_compared_in_pairs_and_not_with_the_s
     )
     assert standing.answer.config == config(2)
     assert standing.baseline is not None
+
+
+class Power(Objective):
+    """An objective that nobody else knows of."""
+
+    name, unit, better, help = "power", "W", "more frugal", "power: least power"
+    less_is_better = True
+    speed_weight = 0.0
+
+    def figure(self, measured):
+        return measured.telemetry["power_w"]
+
+    def worst(self):
+        return -1000.0
+
+
+def test_the_play_off_compares_what_its_objective_says():
+    powers = {config(16): 300.0, config(8): 200.0, BASE: 250.0}
+
+    def run(candidate, number):
+        found = replace(measurement(candidate, 100.0, 500 * MIB), telemetry={"power_w": powers[candidate]})
+        return Outcome(kind=Kind.OK, measurement=found, wall_s=1.0)
+
+    objective = Power(memory_limit_bytes=1000 * MIB, headroom=0.05)
+    standing = play_off(
+        [config(16), config(8)], BASE, run=run, objective=objective, has_time=lambda seconds, number: True, seed=0
+    )
+    assert standing.answer.config == config(8)
+    assert standing.gain[0] == pytest.approx(1.25)
+    assert standing.speedup[0] == pytest.approx(1.0)
 
 
 def interrupted_after(num_runs, seed=0):

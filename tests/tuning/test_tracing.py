@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autotune import techniques
+from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
@@ -141,7 +142,7 @@ def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "is_beside"), [("cpu", False), ("cuda", True)])
 def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind: str, is_beside: bool) -> None:
     runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
-    runner._device.kind = kind
+    runner._device.capabilities = capabilities_of(kind)
     assert isinstance(runner.beside(), Runner) == is_beside
 
 

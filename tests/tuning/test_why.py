@@ -6,7 +6,7 @@ import pytest
 
 from autotune import techniques
 from autotune.records.front import front_of
-from autotune.records.objective import Objective
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import DeviceUse
 from autotune.records.trial import Trial
@@ -15,7 +15,7 @@ from autotune.tuning import why
 from tests.closed_form import measurement
 
 MIB = 2**20
-OBJECTIVE = Objective(name="throughput", memory_limit_bytes=1000 * MIB, headroom=0.05)
+OBJECTIVE = Throughput(memory_limit_bytes=1000 * MIB, headroom=0.05)
 
 
 def config(batch_size, **choices):

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from autotune.devices import capabilities_of
 from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
 from autotune.devices.kernels.cuda_workspaces import cuda_workspaces
 from autotune.devices.kernels.rules import Hidden, ResultRule, Scratch, Storages, Workspace
-from autotune.devices.targets import CPU, Target, gpu_of
+from autotune.devices.targets import Target, gpu_of
 
 _aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ _RESULTS: Mapping[Any, ResultRule] = {
 
 def hidden_allocations(target: Target) -> Hidden:
     """The rules for a kind of device."""
-    if target != CPU:
+    if capabilities_of(target).own_processors:
         on_cuda = cuda_workspaces(gpu_of(target))
         return Hidden(lambda operator: _WORKSPACES.get(operator) or on_cuda.get(operator), _RESULTS)
     return Hidden(
