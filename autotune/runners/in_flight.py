@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class InFlight:
         found = None if ended["timed_out"] else self._result
         if found is None:
             kind, cause = self._how_it_ended(ended, printed)
-            outcome = Outcome(
+            ended_early = Outcome(
                 kind=kind,
                 cause=cause,
                 detail=printed[-LOG_TOLD:],
@@ -88,13 +88,13 @@ class InFlight:
                 compiling_s=wall_s if self.progress.stage == COMPILING else self._compiling_s,
                 bound=self.progress.bound,
             )
-            return self.failed(outcome)
-        if "outcome" not in found:
-            return self.job.read(found, self._told)
-        outcome = Outcome.from_dict(found["outcome"] | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log})
-        if (measured := outcome.measurement) is not None:
-            return replace(outcome, measurement=replace(measured, compile_cold_s=self._compile_cold_s))
-        return self.failed(outcome)
+            return self.failed(ended_early)
+        if "outcome" in found:
+            outcome = found["outcome"] | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log}
+            if outcome["measurement"] is not None:
+                outcome["measurement"] |= {"compile_cold_s": self._compile_cold_s}
+            found = {"outcome": outcome}
+        return self.job.read(found, self._told)
 
     def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""

@@ -60,16 +60,22 @@ class Job(Generic[R]):
         """What the worker's function takes beside the device: the fields as plain data."""
         return {name: _plain(value) for name, value in vars(self).items() if name != "timeout_s"}
 
-    def read(self, answer: Message, told: Sequence[Message]) -> R:
-        """What the worker's answer says, where that is no outcome.
+    def read(self, answer: Message, told: Sequence[Message] = ()) -> R | Outcome:
+        """What the worker's answer says.
 
         Args:
             told: what the worker told before.
         """
+        if "outcome" in answer:
+            return self.failed(Outcome.from_dict(answer["outcome"]), told)
+        return self.decode(answer, told)
+
+    def decode(self, answer: Message, told: Sequence[Message]) -> R:
+        """What an answer says that is no outcome."""
         raise NotImplementedError(f"a {self.name} answers with an outcome")
 
     def failed(self, outcome: Outcome, told: Sequence[Message]) -> R | Outcome:
-        """What is left where it failed."""
+        """What is left where it ended with an outcome."""
         return outcome
 
     def found(self, told: Sequence[Message]) -> R | None:
@@ -98,7 +104,7 @@ class CalibrateJob(Job[Calibration]):
     name: ClassVar[str] = "calibrate"
     timeout_s: float = CALIBRATION_TIMEOUT_S
 
-    def read(self, answer: Message, told: Sequence[Message]) -> Calibration:
+    def decode(self, answer: Message, told: Sequence[Message]) -> Calibration:
         return Calibration.from_dict(answer["calibration"])
 
 
@@ -125,7 +131,7 @@ class InspectJob(Job[Inspection]):
     trains: bool = True
     not_compared: str = ""
 
-    def read(self, answer: Message, told: Sequence[Message]) -> Inspection:
+    def decode(self, answer: Message, told: Sequence[Message]) -> Inspection:
         return Inspection.from_dict(answer["inspection"])
 
     def after(self, outcome: Outcome) -> Self | None:
@@ -192,7 +198,7 @@ class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
     def arguments(self) -> dict[str, Any]:
         return {**super().arguments(), "memory_limit_bytes": self.settings.memory_limit_bytes}
 
-    def read(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
+    def decode(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
         return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
 
     def result(self, found: Check | NotCompared | Outcome) -> Check | NotCompared | Outcome:
@@ -205,7 +211,7 @@ class ModulesJob(ConfigJob[ModuleTimes]):
 
     name: ClassVar[str] = "modules"
 
-    def read(self, answer: Message, told: Sequence[Message]) -> ModuleTimes:
+    def decode(self, answer: Message, told: Sequence[Message]) -> ModuleTimes:
         return ModuleTimes.from_dict(answer["modules"])
 
 
@@ -230,7 +236,7 @@ class TraceJob(TracingJob[Traces]):
     name: ClassVar[str] = "trace"
     plan: Plan
 
-    def read(self, answer: Message, told: Sequence[Message]) -> Traces:
+    def decode(self, answer: Message, told: Sequence[Message]) -> Traces:
         return self.found(told)
 
     def found(self, told: Sequence[Message]) -> Traces:
@@ -255,7 +261,7 @@ class AnatomyJob(TracingJob[Anatomies]):
     name: ClassVar[str] = "anatomy"
     configs: tuple[Config, ...]
 
-    def read(self, answer: Message, told: Sequence[Message]) -> Anatomies:
+    def decode(self, answer: Message, told: Sequence[Message]) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])
 
 

@@ -62,7 +62,7 @@ class Finished:
 
     Attributes:
         ticket: as `submit` gave it.
-        result: what its `Job.read` makes of the answer; an `Outcome` where it failed.
+        result: what its `Job.read` makes of the answer.
     """
 
     ticket: int
@@ -93,8 +93,7 @@ class Runner(ABC):
             def collect(self, timeout_s: float | None = None) -> Finished | None:
                 if (answer := self._host.receive(timeout_s)) is None:
                     return None
-                failed = Outcome.from_dict(answer["outcome"]) if "outcome" in answer else None
-                return Finished(ticket=self._ticket, result=failed or self._job.read(answer, ()))
+                return Finished(ticket=self._ticket, result=self._job.read(answer))
 
             def __exit__(self, *exc_info: object) -> None:
                 self._host.close()  # which ends what runs there; and `cancel`, `device`, `now_s`

@@ -44,7 +44,7 @@ class Hanging(ClosedFormRunner):
     def now_s(self) -> float:
         return self.clock_s
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job[Any]) -> int:
         ticket = super().submit(job)
         if isinstance(job, ProbeJob) and (came := self.came(job.config)) is not None:
             self.hangs, self.cancelled = (ticket, job, self.clock_s, came), False
