@@ -207,5 +207,6 @@ def test_the_memory_of_a_command_is_what_the_driver_has_booked(tmp_path: Path) -
     done = run(command, tmp_path, **played)
     assert done.returncode == 0, done.stderr
     booked = {int(file.read_text()) for file in peaks.iterdir()}
-    (probe,) = load_study(tmp_path / "studies" / "train.db").probes
+    (study,) = (tmp_path / "studies").glob("*.db")
+    (probe,) = load_study(study).probes
     assert probe.outcome.measurement.peak_bytes in booked
