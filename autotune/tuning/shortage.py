@@ -8,6 +8,7 @@ from autotune import techniques
 from autotune.proposers.cost_model import LIKELY
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
+from autotune.records.outcome import Kind
 from autotune.techniques.labels import describe
 from autotune.tuning.state import Search
 from autotune.units import format_bytes
@@ -66,8 +67,10 @@ def what_was_left(search: Search, left: Config | None) -> str:
     if not search.history.searched or left is None or not may_fit(search, left):
         return ""
     named = describe(left, search.history.space.baseline)
-    failed = [trial.outcome for trial in search.history.searched if not trial.outcome.ok]
-    if all(map(search.history.objective.does_not_fit, failed)):
+    failed = [
+        trial.outcome for trial in search.history.searched if trial.outcome.kind not in (Kind.OK, Kind.UNSUPPORTED)
+    ]
+    if failed and all(map(search.history.objective.does_not_fit, failed)):
         left_over = f"the next to try ({named}) may fit"
     else:  # some failed for other reasons, which say nothing of what fits
         left_over = f"not all was tried (next: {named})"

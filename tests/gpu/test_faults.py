@@ -109,7 +109,7 @@ FAULTS = {
     "a small card, alone, that the model fills": Fault(
         card=replace(LAPTOP, total_bytes=780 * MIB),
         exit_code=1,
-        says="the smallest config needs at least",
+        says="raise --memory-limit, or make the model or the sample smaller",
     ),
     "a slice of a card": Fault(card=H100_SLICE, says="--device cuda"),
     "a small card with a neighbour": Fault(card=LAPTOP, says="--device cuda"),
