@@ -34,7 +34,9 @@ def played():
 
 @pytest.fixture
 def no_neighbour():
-    """Lets a neighbour that a test brings go."""
+    """Waits until processes of other tests have left the card, and lets a neighbour that a test brings go."""
+    while STATE in os.environ and played().processes().keys() - {os.getpid()}:
+        time.sleep(0.05)
     yield
     if STATE in os.environ:
         played().set_neighbour(0)
