@@ -16,6 +16,7 @@ from autotune.units import GIB, MIB
 from tests.driver.cards import A100, H100_SLICE, LAPTOP, Card
 from tests.driver.played import Played
 from tests.driver.run import variables
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
 MODEL = """
@@ -157,9 +158,7 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
     log = tmp_path / "log"
     with log.open("w") as written:
         command = [
-            sys.executable,
-            "-m",
-            "autotune",
+            *AUTOTUNE,
             "search",
             "net.py",
             "--device",
