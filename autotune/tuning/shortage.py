@@ -67,10 +67,8 @@ def what_was_left(search: Search, left: Config | None) -> str:
     if not search.history.searched or left is None or not may_fit(search, left):
         return ""
     named = describe(left, search.history.space.baseline)
-    failed = [
-        trial.outcome for trial in search.history.searched if trial.outcome.kind not in (Kind.OK, Kind.UNSUPPORTED)
-    ]
-    if failed and all(map(search.history.objective.does_not_fit, failed)):
+    failed = [trial.outcome for trial in search.history.searched if not trial.outcome.ok]
+    if all(o.kind is Kind.UNSUPPORTED or search.history.objective.does_not_fit(o) for o in failed):
         left_over = f"the next to try ({named}) may fit"
     else:  # some failed for other reasons, which say nothing of what fits
         left_over = f"not all was tried (next: {named})"
