@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 VENV_CUDA ?= .venv-cuda
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 RUN := $(VENV)/bin
 
 ifndef PYTHON

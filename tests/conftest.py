@@ -5,7 +5,8 @@ and settings that change what the package or the libraries under it do.
 
 Tests marked `gpu` are skipped, with the reason, where there is no CUDA GPU, and else run one at a time; over the played cards of
 `tests/driver` each worker has books of its own, and tests marked `values` are skipped. `avx2` takes a processor's arithmetic away;
-`measured_once` keeps what a search measured of the machine. Studies of the tests' own processes are not synced to the disk: a search
+`measured_once` keeps what a search measured of the machine; `short_play_off` lets a play-off end after its fewest rounds, as
+`tests/short_play_off.py` does for the command line. Studies of the tests' own processes are not synced to the disk: a search
 commits some ten times a probe, at up to 20 ms each.
 """
 
@@ -116,6 +117,14 @@ def measured_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     for folder in folders:
         if folder.exists():  # what was measured beside other work is not kept
             shutil.copytree(folder, kept, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def short_play_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of this process end their play-off after its fewest rounds, however noisy the machine."""
+    from autotune.tuning import playoff
+
+    monkeypatch.setattr(playoff, "MAX_ROUNDS", playoff.MIN_ROUNDS)
 
 
 @pytest.fixture

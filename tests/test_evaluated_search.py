@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import autotune
 from autotune.export import export
 from autotune.report.study import study_sections
@@ -10,6 +12,7 @@ from autotune.report.terminal import as_text
 from autotune.study.reading import load_study
 from tests.room import limit_bytes
 
+pytestmark = pytest.mark.usefixtures("short_play_off")
 DEEP = Path(__file__).parent / "models" / "deep.py"
 
 

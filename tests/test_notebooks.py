@@ -35,6 +35,7 @@ def test_the_quick_start_finds_a_faster_config_and_trains_with_it() -> None:
     assert "'amp': 'bf16'" in shown(notebook, "text/plain") and "'ok': " in shown(notebook, "text/plain")
 
 
+@pytest.mark.slow
 def test_strategies_are_compared_on_a_table() -> None:
     notebook = executed("compare_strategies")
     assert all(sampler in shown(notebook, "text/html") for sampler in ("cost-model", "tpe", "random"))

@@ -252,13 +252,13 @@ class Run:
         """
         session, loss = self.session, self.session.loss
 
-        def inputs_of(micro_batch: Any) -> Any:
+        def copy_in(micro_batch: Any) -> Any:
             inputs = map_tensors(torch.clone, micro_batch) if self.on_gpu else micro_batch
             self.tracker.scope, self.tracker.in_backward = "", False
             return inputs
 
         def marked(micro_batch: Any) -> torch.Tensor:
-            result = loss(inputs_of(micro_batch))
+            result = loss(micro_batch)
             self.tracker.scope, self.tracker.in_backward = None, True
             self.forward_end = self.tracker.last_key
             self.kept.update(self.tracker.living())
@@ -289,6 +289,8 @@ class Run:
 
         with (
             mock.patch.object(session, "loss", marked),
+            # where a session copies a batch to its device, so that nothing but what is made of it holds the copy
+            mock.patch.object(session.ready, "transforms", (copy_in, *session.ready.transforms)),
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
         ):

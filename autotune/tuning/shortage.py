@@ -8,6 +8,7 @@ from autotune import techniques
 from autotune.proposers.cost_model import LIKELY
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
+from autotune.records.outcome import Kind
 from autotune.techniques.labels import describe
 from autotune.tuning.state import Search
 from autotune.units import format_bytes
@@ -67,7 +68,7 @@ def what_was_left(search: Search, left: Config | None) -> str:
         return ""
     named = describe(left, search.history.space.baseline)
     failed = [trial.outcome for trial in search.history.searched if not trial.outcome.ok]
-    if all(map(search.history.objective.does_not_fit, failed)):
+    if all(o.kind is Kind.UNSUPPORTED or search.history.objective.does_not_fit(o) for o in failed):
         left_over = f"the next to try ({named}) may fit"
     else:  # some failed for other reasons, which say nothing of what fits
         left_over = f"not all was tried (next: {named})"

@@ -129,7 +129,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
     if not probed:
         return "; ".join(filter(None, (predicted, "no config was tried in the time there was: give a larger --budget")))
     failed = [probe.outcome for probe in probed]
-    kinds = {outcome.kind for outcome in failed}
+    kinds = {outcome.kind for outcome in failed if outcome.kind is not Kind.UNSUPPORTED}
     over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
     if over:
         return (
@@ -144,7 +144,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
             f"in every probe {failed[-1].cause}; use fewer data workers, build and load less in the model file, or use a host "
             "with more memory"
         )
-    if kinds <= {Kind.OOM}:
+    if kinds == {Kind.OOM}:  # beside choices that do not go together, which say nothing of what fits
         return f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
     listed = "; ".join(
         sorted(

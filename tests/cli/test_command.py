@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.short_play_off import AUTOTUNE
+
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
@@ -41,7 +43,7 @@ SEARCH = [
 
 
 def run(*arguments, cwd):
-    command = [sys.executable, "-m", "autotune", *arguments]
+    command = [*AUTOTUNE, *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=290)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autotune import techniques
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -25,7 +25,7 @@ def training_step(model, batch):
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "autotune", *arguments]
+    command = [*AUTOTUNE, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import autotune
+from tests.short_play_off import AUTOTUNE
 
 MODEL = Path(__file__).parent.parent / "models" / "variants.py"
 OPTIONS = ("--device", "cpu", "--trials", "2")
@@ -19,7 +19,7 @@ PARAMETERS = {"base": 64 * 128 + 128 + 3 * (128 * 128 + 128) + 1290, "small": 64
 
 
 def run(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "autotune", *arguments]
+    command = [*AUTOTUNE, *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -6,12 +6,12 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import autotune
+from tests.short_play_off import AUTOTUNE
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 TWICE = """
@@ -21,7 +21,7 @@ task = autotune.Task(build_model=build_model, make_batch=make_batch, global_batc
 
 
 def run(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "autotune", *arguments]
+    command = [*AUTOTUNE, *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -82,7 +82,7 @@ class Mean(nn.Module):
     (tmp_path / "tiny.py").write_text(text)
     run("search", "tiny.py", "--device", "cpu", "--trials", "1", "--budget", "6s", cwd=tmp_path)
     monkeypatch.setenv("LENGTH", "5")
-    command = [sys.executable, "-m", "autotune", "search", "tiny.py", "--device", "cpu", "--budget", "6s"]
+    command = [*AUTOTUNE, "search", "tiny.py", "--device", "cpu", "--budget", "6s"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "batch was ['float32 (2, 3, 128)', 'int64 (2,)'] and is ['float32 (2, 5, 128)'" in done.stderr

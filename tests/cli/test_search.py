@@ -5,7 +5,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import autotune
 from autotune.units import format_bytes
 from tests.room import limit_bytes
+from tests.short_play_off import AUTOTUNE
 
 MODELS = Path(__file__).parent.parent / "models"
 FIELDS = {
@@ -22,7 +22,7 @@ FIELDS = {
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "autotune", *map(str, arguments)]
+    return [*AUTOTUNE, *map(str, arguments)]
 
 
 def run(*arguments, cwd, **options):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.coupling.losses import (
     views,
 )
 from tests.coupling.searches import RewardsCutting, rewarding_cutting
+from tests.short_play_off import AUTOTUNE
 
 torch.set_num_threads(1)
 WHOLE = 24
@@ -311,7 +311,7 @@ def training_step(model, batch):
 def test_the_command_line_probes_nothing_but_the_whole_global_batch(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     asked = ["search", "model.py", "--device", "cpu", "--budget", "30s", "--trials", "3", "--study", "s"]
-    command = [sys.executable, "-m", "autotune", *asked]
+    command = [*AUTOTUNE, *asked]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "batch is not cut into micro batches" in " ".join(ended.stdout.split())

@@ -20,7 +20,9 @@ from autotune.errors import DeviceError
 from autotune.runners.failure import outcome_of_failure
 from autotune.task import Task
 from tests.devices.processes import CONTEXT, in_process
+from tests.driver.cards import A100
 from tests.driver.played import Played
+from tests.driver.run import variables
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
@@ -423,9 +425,13 @@ def outside_over_time(knows):
         ("torch", 512, 1024),  # a typical context, and a neighbour that nobody sees is taken for late kernels
     ],
 )
-def test_memory_outside_the_allocator_is_followed_by_whatever_tells_of_it(knows, first_mib, beside_mib, no_neighbour):
+def test_memory_outside_the_allocator_is_followed_by_whatever_tells_of_it(knows, first_mib, beside_mib, tmp_path):
+    """On a card of its own: beside other processes the card's use tells nothing of one of them."""
+    program = f"from tests.devices.test_cuda import outside_over_time; print(outside_over_time({knows!r}))"
+    environment = variables(tmp_path / "books", A100)
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     expected = [first_mib, first_mib + 300, first_mib + 300, beside_mib]
-    assert in_process(outside_over_time, knows) == expected
+    assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr
 
 
 def judge_in_a_broken_context():

@@ -28,6 +28,7 @@ from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.units import GIB, MIB
 from tests.devices.processes import in_process
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = pytest.mark.gpu
 
@@ -146,7 +147,7 @@ def test_checks_hold_for_bf16_and_checkpointing(prober):
 
 def test_a_search_ends_with_a_confirmed_answer(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "autotune", "search", str(GPT), "--budget", "60s", "--json", "--memory-limit", "80%"],
+        [*AUTOTUNE, "search", str(GPT), "--budget", "60s", "--json", "--memory-limit", "80%"],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

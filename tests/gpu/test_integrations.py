@@ -17,6 +17,7 @@ from autotune.units import MIB
 from tests.driver.cards import A100
 from tests.driver.run import variables
 from tests.gpu.test_cuda import require
+from tests.short_play_off import AUTOTUNE, SHORTEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_once")]
 
@@ -118,14 +119,11 @@ for x, y in loader:
 told(seen, steps, loader.batch_size)
 """
 SCRIPTS = {"transformers": TRANSFORMERS, "lightning": LIGHTNING, "accelerate": ACCELERATE, "torch": LOOP}
-# A play-off goes on until the gain is known closely; here its fewest rounds do, however noisy the machine.
 AROUND = """
 import json
 
 import torch
-from autotune.tuning import playoff
-
-playoff.MAX_ROUNDS = playoff.MIN_ROUNDS
+SHORTEN
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(4, (64,)))
 SEARCH = {"budget": "5m", "trials": 2, "fix": {"amp": "bf16", "batch_size": 16}, "listeners": ()}
 
@@ -148,7 +146,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What a script says of its training: it has 64 samples, and takes 16 of them a step."""
     require((8, 0), "bf16")
     pytest.importorskip(request.param)
-    (tmp_path / "train.py").write_text(AROUND.replace("SCRIPT", SCRIPTS[request.param]))
+    (tmp_path / "train.py").write_text(AROUND.replace("SHORTEN", SHORTEN).replace("SCRIPT", SCRIPTS[request.param]))
     done = run([sys.executable, "train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -201,11 +199,12 @@ def test_the_memory_of_a_command_is_what_the_driver_has_booked(tmp_path: Path) -
     line = f"{sys.executable} train.py --batch {{batch_size}} --accumulate {{accumulation_steps}} {{precision}}"
     choices = ["--choices", "precision:fp32=,bf16=--bf16", "--global-batch", "4096", "--baseline", "batch_size=4096"]
     ends = ["--device", "cuda:1", "--budget", "2m", "--trials", "1"]
-    command = [sys.executable, "-m", "autotune", "search", "--command", line, *choices, *ends]
+    command = [*AUTOTUNE, "search", "--command", line, *choices, *ends]
     crowded = replace(A100, neighbour_bytes=A100.total_bytes - 600 * MIB)
     played = variables(tmp_path / "books", crowded, others=(A100,))
     done = run(command, tmp_path, **played)
     assert done.returncode == 0, done.stderr
     booked = {int(file.read_text()) for file in peaks.iterdir()}
-    (probe,) = load_study(tmp_path / "studies" / "train.db").probes
+    (study,) = (tmp_path / "studies").glob("*.db")
+    (probe,) = load_study(study).probes
     assert probe.outcome.measurement.peak_bytes in booked

@@ -17,6 +17,7 @@ from autotune.units import GIB
 from tests.driver.cards import LAPTOP
 from tests.driver.played import Played
 from tests.driver.run import ROOT, variables
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
 SIZE = {
@@ -36,9 +37,7 @@ def test_few_probes_run_out_of_memory_and_peaks_are_what_the_driver_has_booked(t
     played, booked = Played(tmp_path / "books"), dict[int, int]()
     model = str(ROOT / "studies" / "gpt" / "model.py")
     command = [
-        sys.executable,
-        "-m",
-        "autotune",
+        *AUTOTUNE,
         "search",
         model,
         "--device",

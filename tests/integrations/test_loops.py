@@ -18,7 +18,7 @@ from autotune.techniques import REGISTRY
 from autotune.techniques.frameworks import LOOP
 from tests.arithmetic import needs_bf16_arithmetic
 
-pytestmark = pytest.mark.usefixtures("measured_once")
+pytestmark = pytest.mark.usefixtures("measured_once", "short_play_off")
 
 CLASSES = 4
 

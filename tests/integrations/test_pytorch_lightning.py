@@ -165,7 +165,13 @@ def test_parts_of_both_are_refused_with_what_to_do(tmp_path: Path) -> None:
         integration.tune(net())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hidden", [[], ["lightning"]], ids=["both are installed", "it alone is installed"])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        pytest.param([], id="both are installed", marks=pytest.mark.slow),
+        pytest.param(["lightning"], id="it alone is installed"),
+    ],
+)
 def test_a_script_is_tuned_whose_lightning_has_this_name(hidden: list[str], tmp_path: Path) -> None:
     done = run(SCRIPT, tmp_path, hidden)
     assert done.returncode == 0, done.stderr

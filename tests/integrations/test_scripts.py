@@ -212,7 +212,12 @@ SCRIPTS = {
 
 @pytest.mark.timeout(300)  # two interpreters import the peer
 @pytest.mark.parametrize(
-    ("peer", "number"), [(peer, n) for peer, scripts in SCRIPTS.items() for n in range(len(scripts))]
+    ("peer", "number"),
+    [
+        pytest.param(peer, number, marks=[pytest.mark.slow] if number else [])
+        for peer, scripts in SCRIPTS.items()
+        for number in range(len(scripts))
+    ],
 )
 def test_a_script_is_tuned_by_five_changed_lines_at_most(peer: str, number: int, tmp_path: Path) -> None:
     """One probe is enough to come through all of it. The run takes as many samples per step as before."""

@@ -310,3 +310,19 @@ def test_tracing_for_a_gpu_counts_the_batch_on_the_device_and_reserves_whole_seg
     segments = peak.peak_bytes / (2 * 2**20)
     assert segments == pytest.approx(round(segments), abs=0.01)
     assert found.models[()].input_bytes == (0, 0)  # those on the host do not count
+
+
+def test_a_batchs_copy_on_a_gpu_is_gone_once_its_other_layout_is_there():
+    task = Task(
+        build_model=lambda: nn.Conv2d(3, 8, 3, padding=1),
+        make_batch=lambda n: torch.randn(n, 3, 64, 64),
+        training_step=lambda model, x: model(x).square().mean(),
+        global_batch=8,
+    )
+    chosen, image_bytes = config({"channels_last": True}), 8 * 3 * 64 * 64 * 4
+    tracer = Tracer(task, "cuda 8.0 108")
+    with tracer.run(chosen) as run:
+        events = run.micro_step(8, run.inputs(tracer.batch(8))).events
+    copied, laid_out, gone = [place for place, event in enumerate(events) if event.size_bytes == image_bytes][:3]
+    assert gone == laid_out + 1, "it lived through the forward pass"
+    assert (events[gone].allocates, events[gone].key) == (False, events[copied].key)

@@ -109,7 +109,7 @@ def test_a_probe_whose_first_step_takes_too_long_is_ended_and_leaves_a_bound(tmp
     assert outcome.bound.samples_per_s_high < 0.5 * best[1].measurement.samples_per_s
 
 
-@pytest.mark.parametrize("sampler", ["cost-model", "random", "grid"])
+@pytest.mark.parametrize("sampler", ["cost-model", "random", pytest.param("grid", marks=pytest.mark.slow)])
 def test_no_search_loses_more_than_a_tenth_of_its_budget_to_time_outs(tmp_path: Path, sampler: str) -> None:
 
     def hangs(config: Config) -> Progress | None:

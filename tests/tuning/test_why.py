@@ -119,6 +119,15 @@ def test_when_everything_fails_otherwise_the_causes_are_said():
     assert "it did not" in text and "autotune probe" in text
 
 
+def test_choices_that_do_not_go_together_do_not_hide_that_memory_was_short():
+    short, apart = (
+        failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB),
+        failed(config(2), Kind.UNSUPPORTED),
+    )
+    assert "300 MiB more" in why.no_fit([short, apart], 1000 * MIB)
+    assert "autotune probe" in why.no_fit([apart], 1000 * MIB)
+
+
 def test_the_play_offs_figures_replace_a_single_probes():
     confirmed = figures.measured(config(4), [probed(config(4), 130, 400).outcome] * 5)
     known = why.figures([probed(config(4), 100, 400), probed(config(8), 95, 600)], [confirmed])
