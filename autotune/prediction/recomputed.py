@@ -7,6 +7,7 @@ recomputed together, as a segment, first run forward again one after the other, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from autotune.prediction.fit import are_aligned
 from autotune.prediction.passes import Event, MicroSteps, Pass
 
 Section = tuple[str, int]  # `start`, `forward`, `middle`, `backward`; the number of the block
+Likeness = tuple[Section, tuple[int, int]]
 START, MIDDLE = ("start", 0), ("middle", 0)
 
 
@@ -43,8 +45,8 @@ def _compose(
     sources = [_Source(*pair) for pair in (none, each)]
     if not all(source.can_be_cut(num_blocks) for source in sources):
         return None
-    composer = _Composer(*sources)
     recomputed = {block for first, end in segments for block in range(first, end)}
+    composer = _Composer(sources[0], sources[1], num_blocks - 1, recomputes_last=num_blocks - 1 in recomputed)
     inner = {block for first, end in segments for block in range(first, end - 1)}
     whole = {end - 1: first for first, end in segments}
     composer.play(1, START)
@@ -52,6 +54,8 @@ def _compose(
         composer.play(block in recomputed, ("forward", block))
         if block - 1 in inner:
             composer.drop_output(block - 1)
+    if not composer.recomputes_last:
+        composer.free_input_of_last_block()
     composer.play(1, MIDDLE)
     for block in reversed(range(num_blocks)):
         if block in whole and whole[block] < block:
@@ -99,6 +103,10 @@ class _Source:
         """Key of a storage -> the section that frees it."""
         return {event.key: name for name, events in self.sections.items() for event in events if not event.allocates}
 
+    def likeness(self, key: int) -> Likeness:
+        """Where a storage is made, and its bytes at both batch sizes."""
+        return self.made_in[key], self.sizes[key]
+
     @cached_property
     def sizes(self) -> dict[int, tuple[int, int]]:
         """Key of a storage -> its bytes at both batch sizes."""
@@ -109,8 +117,9 @@ class _Source:
 class _Composer:
     """Plays sections of two sources one after the other, as one pass."""
 
-    def __init__(self, none: _Source, each: _Source) -> None:
+    def __init__(self, none: _Source, each: _Source, last_block: int, *, recomputes_last: bool) -> None:
         self.sources = (none, each)
+        self.last_block, self.recomputes_last = last_block, recomputes_last
         self.events: list[tuple[int, bool]] = []  # (new key, allocates)
         self.origin: dict[int, tuple[int, int]] = {}  # new key -> (source, key there)
         self.living: dict[tuple[int, int], int] = {}  # (source, key there) -> new key
@@ -133,9 +142,12 @@ class _Composer:
             elif (like := self._counterpart(number, key, name)) is not None:
                 self._free(*like)
         if kept_for is None:
-            other = 1 - number
+            other, kept = 1 - number, self._kept_inputs(number, name)
             for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
-                self._free(other, key)
+                if kept[self.sources[other].likeness(key)] > 0:
+                    kept[self.sources[other].likeness(key)] -= 1
+                else:
+                    self._free(other, key)
 
     def drop_output(self, block: int) -> None:
         """Free what a block's forward pass hands to the next one and keeps no longer than until then."""
@@ -143,14 +155,41 @@ class _Composer:
         for key in [key for n, key in self.living if n == 1 and (each.made_in[key], each.freed_in.get(key)) == span]:
             self._free(1, key)
 
-    def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
-        """A living storage of the other source that is like one of this source, and is freed in the same section."""
+    def free_input_of_last_block(self) -> None:
+        """Free what the last block was given and, without recomputation, does not keep: that is done after its forward pass."""
+        none = self.sources[0]
+        for key in [key for key, freed_in in none.freed_in.items() if freed_in == MIDDLE]:
+            if none.made_in[key] in (MIDDLE, ("forward", self.last_block)):
+                continue
+            if (0, key) in self.living:
+                self._free(0, key)
+            elif (like := self._counterpart(0, key, MIDDLE)) is not None:
+                self._free(*like)
+
+    def _kept_inputs(self, number: int, name: Section) -> Counter[Likeness]:
+        """What a block's forward pass takes from the other source and keeps for its backward pass, where that source frees it."""
+        if name[0] != "forward" and not (name == MIDDLE and self.recomputes_last):
+            return Counter()
+        later = "backward", self.last_block if name == MIDDLE else name[1]
         source, other = self.sources[number], self.sources[1 - number]
-        wanted = source.made_in[key], source.sizes[key], name
-        for n, like in self.living:
-            if n != number and (other.made_in[like], other.sizes[like], other.freed_in.get(like)) == wanted:
-                return n, like
-        return None
+        mine = (key for key, freed_in in source.freed_in.items() if freed_in == later)
+        kept = Counter(source.likeness(key) for key in mine if (number, key) not in self.living)
+        theirs = (key for n, key in self.living if n != number and other.freed_in.get(key) == later)
+        return kept - Counter(map(other.likeness, theirs))
+
+    def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
+        """A living storage of the other source that is like one of this source, and is freed in the same section.
+
+        Else it is a block's input that the other source frees in the other pass of that block: a block that is recomputed keeps
+        its input for the backward pass, and the same block without recomputation may not.
+        """
+        source, other = self.sources[number], self.sources[1 - number]
+        alike = [k for n, k in self.living if n != number and other.likeness(k) == source.likeness(key)]
+        block = self.last_block if name == MIDDLE else name[1]
+        is_input = source.made_in[key] != ("forward", block)
+        sections = (name, ("backward", block), ("forward", block)) if is_input else (name,)
+        found = (k for section in sections for k in alike if other.freed_in.get(k) == section)
+        return next(((1 - number, k) for k in found), None)
 
     def _allocate(self, number: int, key: int) -> None:
         self.living[number, key] = self.next_key

@@ -1,6 +1,6 @@
 """What torch's caching allocator reserves for whole training steps, recorded over the played cards, against its prediction.
 
-    PLAYED_CUDNN_WORKSPACE_MIB=0 python -m tests.driver python -m tests.benchmarks.reserved record     with torch's CUDA build
+    PLAYED_CUDNN_WORKSPACE_MIB=0 python -m tests.driver python -m tests.benchmarks.reserved record [MODEL...]     with torch's CUDA build
     python -m tests.benchmarks.reserved                                    anywhere
 
 The allocator's figures are torch's own; no GPU has any part in them. cuDNN's workspaces are unknown to a played card, so
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +107,19 @@ class Recommender(nn.Module):
         return self.tower(torch.cat([self.embedding(ids).flatten(1), numbers], 1)).squeeze(1)
 
 
+class Encoder(nn.Module):
+    """Torch's own transformer, whose attention takes inputs that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 4, dim_feedforward=1024, batch_first=True)
+        self.embedding, self.layers = nn.Embedding(VOCABULARY, 256), nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(256, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(ids)))
+
+
 def _hugging_face(model: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
@@ -148,6 +161,11 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "U-Net": lambda: Task(
         build_model=UNet, make_batch=lambda n: images(n)[0], training_step=lambda model, x: F.mse_loss(model(x), x)
     ),
+    "encoder": lambda: Task(
+        build_model=Encoder,
+        make_batch=tokens,
+        training_step=lambda model, ids: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+    ),
     "recommender": lambda: Task(
         build_model=Recommender,
         make_batch=clicks,
@@ -162,6 +180,7 @@ SIZES = {
     "ViT": (16, 64),
     "ResNet": (16, 64),
     "U-Net": (8, 32),
+    "encoder": (8, 32),
     "recommender": (512, 4096),
 }
 CONVOLUTIONS = ("ResNet", "U-Net", "digits")
@@ -276,13 +295,14 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def record() -> None:
-    """Measure every row and keep it."""
+def record(models: Sequence[str]) -> None:
+    """Measure every row of these models, and keep those of others."""
     rows = [
         in_a_fork(lambda model=model, config=config: asdict(measured(model, config)))
-        for model in TASKS
+        for model in models
         for config in configs_of(model)
     ]
+    rows = [asdict(row) for row in recorded() if row.model not in models] + rows
     RECORDED.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n", encoding="utf-8")
 
 
@@ -321,7 +341,7 @@ def _sum_up(name: str, errors: list[tuple[float, float, float]]) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if sys.argv[1:] == ["record"]:
-        record()
+    if sys.argv[1:2] == ["record"]:
+        record(sys.argv[2:] or list(TASKS))
     else:
         show()

@@ -16,7 +16,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from autotune.devices.kernels.reductions import reduction_bytes
-from autotune.devices.kernels.rules import Scratch, Stepped, Workspace
+from autotune.devices.kernels.rules import ResultRule, Scratch, Stepped, Storages, Workspace
 from autotune.devices.targets import GpuKind
 
 _aten = torch.ops.aten
@@ -279,3 +279,11 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     _aten.binary_cross_entropy.default: _elements(1),
     _aten.huber_loss.default: _elements(1),
 }
+
+
+def _mask_first(args: tuple[Any, ...], result: Any) -> Storages:
+    """The mask of a dropout is allocated before the output (`dropout_cuda` of Dropout.cu)."""
+    return [(tensor, _size_bytes(tensor)) for tensor in reversed(result)]
+
+
+CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_first}

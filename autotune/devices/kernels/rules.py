@@ -51,7 +51,7 @@ class Scratch:
 
 # From an operator's arguments and its result. What has no bytes at one batch size and some at another is there with 0 bytes.
 Workspace = Callable[[tuple[Any, ...], Any], Scratch]
-# Likewise: tensors of its result whose storage has more bytes than it seems.
+# Likewise: tensors of its result whose storage has more bytes than it seems, or that are allocated in another order than returned.
 Storages = list[tuple[torch.Tensor, int]]
 ResultRule = Callable[[tuple[Any, ...], Any], Storages]
 
@@ -62,7 +62,7 @@ class Hidden:
 
     Attributes:
         workspace: returns the rule of an operator, or None.
-        results: the rules of operators whose results are larger than fake tensors show.
+        results: the rules of operators whose results are larger than fake tensors show, or allocated in another order.
     """
 
     workspace: Callable[[Any], Workspace | None]

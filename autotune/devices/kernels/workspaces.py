@@ -9,7 +9,7 @@ import torch
 
 from autotune.devices import capabilities_of
 from autotune.devices.kernels.cpu_workspaces import CPU_RESULTS, cpu_workspace
-from autotune.devices.kernels.cuda_workspaces import cuda_workspaces
+from autotune.devices.kernels.cuda_workspaces import CUDA_RESULTS, cuda_workspaces
 from autotune.devices.kernels.rules import Hidden, ResultRule, Scratch, Storages, Workspace
 from autotune.devices.targets import Target, gpu_of
 
@@ -52,7 +52,7 @@ def hidden_allocations(target: Target) -> Hidden:
     """The rules for a kind of device."""
     if capabilities_of(target).own_processors:
         on_cuda = cuda_workspaces(gpu_of(target))
-        return Hidden(lambda operator: _WORKSPACES.get(operator) or on_cuda.get(operator), _RESULTS)
+        return Hidden(lambda operator: _WORKSPACES.get(operator) or on_cuda.get(operator), {**_RESULTS, **CUDA_RESULTS})
     return Hidden(
         lambda operator: _WORKSPACES.get(operator) or cpu_workspace(operator),
         {**_RESULTS, **CPU_RESULTS},
