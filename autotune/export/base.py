@@ -25,7 +25,23 @@ class Export:
 
 
 class Exporter(ABC):
-    """Says an answer in the words of something else. Stateless.
+    r"""Says an answer in the words of something else. Stateless.
+
+    `export` is all that is called. A whole exporter:
+
+        class Toml(Exporter):
+            name = "toml"
+            summary = "the config as a table of TOML"
+
+            def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+                words = {"amp": "precision", "batch_size": "micro_batch"}  # its own, for what it knows
+                said = {words[key]: choice for key, choice in result.config.items() if key in words}
+                unsaid = {key: "this file has no word for it" for key in result.config if key not in words}
+                return Export("\n".join(f"{word} = {json.dumps(choice)}" for word, choice in said.items()), unsaid)
+
+    `autotune export --to NAME` exists because its file is there; another package offers one as an entry point in the group
+    `autotune.exporters`. Where a framework has arguments of its own that several exporters or integrations share, they stand in
+    the `frameworks` of each technique (`autotune.techniques.frameworks`), and `export/arguments.py` gathers them.
 
     Attributes:
         name: the NAME of `--to NAME`.

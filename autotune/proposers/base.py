@@ -10,7 +10,20 @@ from autotune.study.history import History
 
 
 class Proposer(Protocol):
-    """Proposes configs. It knows the probes only through the history."""
+    """Proposes configs. It knows the probes only through the history, and is asked again after each of them.
+
+    A whole proposer, which `--sampler largest-batch` offers because a file of this room has it in its `SAMPLERS`:
+
+        class LargestBatch:
+            def propose(self, history: History) -> Proposal | None:
+                admissible = history.admissible()
+                left = [config for config in history.space if admissible(config)]
+                if not left:
+                    return None
+                return Proposal(config=max(left, key=lambda config: config.batch_size), reason="the largest batch left")
+
+        SAMPLERS = {"largest-batch": lambda cost_model, seed: LargestBatch()}
+    """
 
     def propose(self, history: History) -> Proposal | None:
         """The next config to probe: one that `history.admissible()` admits. None if nothing is worth a probe any more."""

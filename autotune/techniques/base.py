@@ -54,6 +54,33 @@ class Recomputation:
 class Technique(ABC):
     """One thing that can be switched. Stateless: `autotune.techniques.REGISTRY` holds one instance of each.
 
+    An inspection asks `support` once, with a model that it may try things on. A search asks `is_redundant`, `expectation` and
+    `label` of every config that it considers. In a probe's process, and in `prepare`, `apply` comes in the order of the phases,
+    inside `restored`. A whole technique:
+
+        class Deterministic(Switch):
+            name = "deterministic"
+            summary = "kernels that add in the same order each time: slower, and runs can be repeated to the last bit"
+            applies = "everywhere, if included"
+            phase = Phase.PROCESS
+
+            def support(self, setting: Setting) -> Support:
+                return Support(choices=self.choices, optional=(True,))
+
+            def apply(self, build: Build, choice: Choice) -> None:
+                torch.use_deterministic_algorithms(True)
+
+            @contextmanager
+            def restored(self) -> Iterator[None]:
+                before = torch.are_deterministic_algorithms_enabled()
+
+    Yield:
+                torch.use_deterministic_algorithms(before)
+
+    Its file is found because it is there, its row in the README is printed by `python -m autotune.techniques`. What a training
+    loop of the user's own need not know of says so: `LOOP: Unsaid()` in `frameworks`. A technique that changes what is trained is
+    a `Partition`. Another package offers one as an entry point in the group `autotune.techniques`.
+
     Attributes:
         name: the key in the config dict.
         summary: what it does and what it trades, in one line of the README's table.

@@ -61,6 +61,9 @@ class Answer:
 class Tracker(Listener):
     """Keeps the points of a search somewhere, on a thread of its own: a server that is slow, or gone, does not hold a search up.
 
+    `begin` comes first, then `point` after each probe, `answer` and, however the search ended, `finish`. `autotune search --track NAME`
+    exists because its file is there; another package offers one as an entry point in the group `autotune.trackers`.
+
     Attributes:
         name: the NAME of `--track NAME[:WHERE]`.
         summary: one line for the help.
