@@ -73,8 +73,7 @@ class Technique(ABC):
             @contextmanager
             def restored(self) -> Iterator[None]:
                 before = torch.are_deterministic_algorithms_enabled()
-
-    Yield:
+                yield None  # the process trains
                 torch.use_deterministic_algorithms(before)
 
     Its file is found because it is there, its row in the README is printed by `python -m autotune.techniques`. What a training
