@@ -128,7 +128,8 @@ class Watch:
                     f"add --device {found.type}, or let the command train on {self._kind}",
                 )
             )
-        self._enter("cpu" if found.type == "cpu" else f"cuda:{found.index or 0}")
+        has_number = capabilities_of(found.type).own_processors
+        self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report["num_ranks"] = self._num_ranks
         self._report["optimizer"] = _name_of(type(optimizer))
         self._report["has_batchnorm"] = _has_batchnorm()
