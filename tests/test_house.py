@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import autotune
+from autotune.devices import TYPES
 from autotune.techniques import REGISTRY
 
 PACKAGE = Path(autotune.__file__).parent
@@ -62,6 +63,34 @@ def test_nothing_outside_the_techniques_imports_ones_file(path: Path) -> None:
     files = {f"autotune.techniques.{file.stem}" for file in TECHNIQUES.glob("*.py")}
     files -= {f"autotune.techniques.{name}" for name in (*PROTOCOL, "__init__", "__main__")}
     assert not [(line, module) for line, module in imports(ast.parse(path.read_text())) if module in files]
+
+
+# whose comparisons are of something else, or who cannot ask: a choice, code that is exported, what runs without the package,
+# and what lies below the devices
+MAY_COMPARE_TYPES = {
+    "techniques/optimizer_state.py",
+    "techniques/device_prefetch.py",
+    "techniques/activation_offload.py",
+    "runners/hook.py",
+    "randomness.py",
+}
+
+
+def compared(tree: ast.Module) -> Iterator[tuple[int, object]]:
+    """The constants that are compared with something, alone or among others."""
+    for node in ast.walk(tree):
+        for operand in [node.left, *node.comparators] if isinstance(node, ast.Compare) else []:
+            for each in getattr(operand, "elts", [operand]):
+                yield node.lineno, getattr(each, "value", None)
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted(TECHNIQUES.rglob("*.py"))], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_outside_the_devices_nobody_compares_types_of_devices(path: Path) -> None:
+    named = [line for line, value in compared(ast.parse(path.read_text())) if value in (*TYPES,)]
+    may = "devices" in path.parts or str(path.relative_to(PACKAGE)) in MAY_COMPARE_TYPES
+    assert may or not named
 
 
 MODULES = {

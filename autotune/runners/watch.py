@@ -119,7 +119,8 @@ class Watch:
                     f"add --device {found.type}, or let the command train on {self._kind}",
                 )
             )
-        self._enter("cpu" if found.type == "cpu" else f"cuda:{found.index or 0}")
+        has_number = capabilities_of(found.type).own_processors
+        self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
