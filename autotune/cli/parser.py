@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _not_one_task(options: argparse.Namespace) -> str:
-    """Why a search is of nothing, or of two things; empty where it is of one."""
+    """Why the arguments name no task for a search, or two; empty where they name one."""
     scripts = options_given(options, CommandOptions).keys() - options_given(options, SearchOptions).keys()
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"

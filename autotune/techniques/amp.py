@@ -144,7 +144,7 @@ class Amp(Technique):
 
     @property
     def reaches_into_step(self) -> bool:
-        """Not autocast, which lies around a step. fp16 does, with its GradScaler: `support` and `apply` see to that."""
+        """No: autocast lies around a step. fp16 does reach into it, with its GradScaler; `support` and `apply` refuse that."""
         return False
 
     def traced_as(self, choice: Choice) -> Choice:
@@ -152,7 +152,7 @@ class Amp(Technique):
         return "bf16"
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not, for a type that a CPU emulates: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""
+        """A type that a CPU emulates is not traced: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""
         if not capabilities_of(device_kind).own_processors and not _has_arithmetic(str(choice)):
             return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
         return ""

@@ -1,4 +1,4 @@
-"""What fits into a memory, before anything has run: how a memory model is asked for it."""
+"""Which configs fit into a given memory, as a memory model predicts before anything has run."""
 
 from __future__ import annotations
 

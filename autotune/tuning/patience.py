@@ -1,4 +1,4 @@
-"""How long a probe is waited for: one that can enter neither the answer nor the front any more is ended, with a bound."""
+"""When to give up on a running probe: once it can become neither the answer nor a point of the front. Its outcome is a bound."""
 
 from __future__ import annotations
 

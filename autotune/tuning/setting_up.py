@@ -1,4 +1,4 @@
-"""What a search tries without being asked to, of choices that take long before the first step: those that compile."""
+"""When a search tries choices that compile without being asked to: where its budget pays for the long time before the first step."""
 
 from __future__ import annotations
 
