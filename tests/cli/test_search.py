@@ -146,7 +146,7 @@ def test_prepare_runs_exactly_the_config_of_the_answer(answered):
 
 def test_the_same_command_goes_on_with_the_study(answered):
     folder, result = answered
-    again = search("steady.py", "--budget", "15s", "--trials", "2", cwd=folder)
+    again = search("steady.py", "--budget", "45s", "--trials", "2", cwd=folder)
     assert again["probes"] > result["probes"]
 
 

@@ -214,7 +214,9 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     ("peer", "number"),
     [
-        pytest.param(peer, number, marks=[pytest.mark.slow] if number else [])
+        pytest.param(
+            peer, number, marks=[] if (peer, number) in (("transformers", 0), ("torch", 0)) else [pytest.mark.slow]
+        )
         for peer, scripts in SCRIPTS.items()
         for number in range(len(scripts))
     ],

@@ -187,8 +187,8 @@ def deep(kind: str) -> Task:
 @pytest.mark.parametrize("kind", ["sequential", "list", "list of blocks that keep no input"])
 def test_recomputed_segments_are_put_together_from_two_traces_as_if_traced(kind, target, monkeypatch):
     amps = ("off", "bf16") if target == "cuda" or has_arithmetic("bf16") else ("off",)  # what is emulated is not traced
-    choices = [{"checkpoint_segments": n, "amp": amp} for n in (1, 2, 3, 4, 5) for amp in amps]
-    wanted = [config(choice | {"batch_size": size}, global_batch=64) for choice in choices for size in (4, 16, 64)]
+    choices = [{"checkpoint_segments": n, "amp": amp} for n in (1, 2, 5) for amp in amps]
+    wanted = [config(choice | {"batch_size": size}, global_batch=64) for choice in choices for size in (4, 64)]
     num_traced = []
     trace = Tracer.micro_steps
     monkeypatch.setattr(Tracer, "micro_steps", lambda *args, **kwargs: num_traced.append(1) or trace(*args, **kwargs))

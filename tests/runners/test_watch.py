@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners import hook, launch, watch
 
 
@@ -34,11 +35,11 @@ def watched(tmp_path: Path, **changes: Any) -> watch.Watch:
 def test_ranks_that_only_the_environment_names_are_not_believed(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "")
-    assert watch._place() == (0, 1)
+    assert watch._place() == World()
 
 
 def test_a_rank_that_does_not_decide_is_held_up_no_more_often_than_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_place", lambda: (1, 2))
+    monkeypatch.setattr(watch, "_place", lambda: World(size=2, rank=1))
     monkeypatch.setattr(watch, "MIN_BLOCK_S", 3600.0)
     rank = watched(tmp_path)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
@@ -68,7 +69,7 @@ def test_a_process_whose_launcher_is_gone_leaves(tmp_path, launcher):
 def test_a_command_of_one_process_sees_one_gpu_and_one_of_several_all(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     seen = {
-        (device, ranks): launch._environment(tmp_path, device, ranks)["CUDA_VISIBLE_DEVICES"]
+        (device, ranks): launch._environment(tmp_path, device, ranks and World(size=ranks))["CUDA_VISIBLE_DEVICES"]
         for device, ranks in [("cuda:0", None), ("cuda:0", 1), ("cuda:0", 2), ("cuda:1", 1), ("cpu", 1)]
     }
     assert list(seen.values()) == ["5,6", "5", "5,6", "6", ""]
