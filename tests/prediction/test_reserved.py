@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.reserved import predicted, recorded
+from tests.benchmarks.reserved import TASKS, predicted, recorded
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(1, marks=pytest.mark.slow, id="every row"), pytest.param(5, id="every fifth row")]
+    ("model", "every"),
+    [
+        *(pytest.param(model, 1, marks=pytest.mark.slow, id=f"{model}, every row") for model in TASKS),
+        *(
+            pytest.param(model, 5, id=f"{model}, every fifth row")
+            for model in ("gpt", "encoder", "U-Net", "recommender")
+        ),
+    ],
 )
-@pytest.mark.parametrize("model", ["gpt", "BERT", "U-Net", "recommender"])
 def test_a_model_is_predicted_to_reserve_what_the_allocator_did(model: str, every: int) -> None:
     rows = [row for row in recorded() if row.model == model][::every]
     found = predicted(model, rows)
