@@ -166,6 +166,13 @@ class TestAttention:
         F.scaled_dot_product_attention(query, shared, shared, enable_gqa=True).sum().backward()
         assert shared.grad is not None and shared.grad.shape == shared.shape
 
+    def test_heads_are_padded_to_a_multiple_of_8_for_flash_attention(self, on_fake_card: None) -> None:
+        kept = []
+        for head_dim in (36, 40):
+            tensors = [torch.rand(2, 4, 16, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+            kept.append(saved_bytes(lambda tensors=tensors: F.scaled_dot_product_attention(*tensors)))
+        assert kept[0] == kept[1]
+
     def test_no_matrix_of_all_pairs_is_kept(self, on_fake_card: None) -> None:
         query = torch.rand(2, 4, 64, 32, requires_grad=True)
         row_sums = 4 * 2 * 4 * 64
