@@ -199,3 +199,20 @@ def test_requests_are_rounded_up_to_divisions_of_a_power_of_two(
     assert program.reserved_mib == 34
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:4")
     assert program.reserved_mib == 40
+
+
+def test_blocks_that_were_joined_are_joined_with_what_is_freed_before_them(program: Program) -> None:
+    first, second, third = (program.allocate(size) for size in (MIB / 2, MIB / 4, MIB / 4))
+    program.allocate(MIB)  # the rest of the segment
+    program.free(second, third, first)
+    program.allocate(MIB)
+    assert program.reserved_mib == 2
+
+
+def test_an_expandable_segment_grows_from_its_last_block_joined_with_its_end(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    program.free(program.allocate(12 * MIB))  # 8 of 20 MiB behind it are free
+    program.allocate(30 * MIB)
+    assert program.reserved_mib == 40

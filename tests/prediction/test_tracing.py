@@ -328,3 +328,18 @@ def test_a_batchs_copy_on_a_gpu_is_gone_once_its_other_layout_is_there():
     copied, laid_out, gone = [place for place, event in enumerate(events) if event.size_bytes == image_bytes][:3]
     assert gone == laid_out + 1, "it lived through the forward pass"
     assert (events[gone].allocates, events[gone].key) == (False, events[copied].key)
+
+
+def test_a_dropout_on_a_gpu_makes_its_mask_before_its_output():
+    task = Task(
+        build_model=lambda: nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5)),
+        make_batch=lambda n: torch.randn(n, 8),
+        training_step=lambda model, x: model(x).square().mean(),
+        global_batch=64,
+    )
+    tracer = Tracer(task, "cuda 8.0 108")
+    with tracer.run(config({})) as run:
+        events = run.micro_step(64, run.inputs(tracer.batch(64))).events
+    sizes = [event.size_bytes for event in events if event.allocates]
+    mask_bytes = 64 * 512
+    assert sizes[: sizes.index(mask_bytes)].count(4 * mask_bytes) == 1  # the dropout's input
