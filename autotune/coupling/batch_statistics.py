@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
 
 @contextmanager
 def hold_still(model: torch.nn.Module, run: Callable[[], object]) -> Iterator[None]:

@@ -144,8 +144,9 @@ class _Composer:
         if kept_for is None:
             other, kept = 1 - number, self._kept_inputs(number, name)
             for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
-                if kept[self.sources[other].likeness(key)] > 0:
-                    kept[self.sources[other].likeness(key)] -= 1
+                likeness = self.sources[other].likeness(key)
+                if kept[likeness] > 0:
+                    kept[likeness] -= 1
                 else:
                     self._free(other, key)
 
@@ -170,7 +171,7 @@ class _Composer:
         """What a block's forward pass takes from the other source and keeps for its backward pass, where that source frees it."""
         if name[0] != "forward" and not (name == MIDDLE and self.recomputes_last):
             return Counter()
-        later = "backward", self.last_block if name == MIDDLE else name[1]
+        later = "backward", self._block_of(name)
         source, other = self.sources[number], self.sources[1 - number]
         mine = (key for key, freed_in in source.freed_in.items() if freed_in == later)
         kept = Counter(source.likeness(key) for key in mine if (number, key) not in self.living)
@@ -185,11 +186,15 @@ class _Composer:
         """
         source, other = self.sources[number], self.sources[1 - number]
         alike = [k for n, k in self.living if n != number and other.likeness(k) == source.likeness(key)]
-        block = self.last_block if name == MIDDLE else name[1]
+        block = self._block_of(name)
         is_input = source.made_in[key] != ("forward", block)
         sections = (name, ("backward", block), ("forward", block)) if is_input else (name,)
         found = (k for section in sections for k in alike if other.freed_in.get(k) == section)
         return next(((1 - number, k) for k in found), None)
+
+    def _block_of(self, name: Section) -> int:
+        """The block whose input a section frees: what follows the last block's forward pass frees what that was given."""
+        return self.last_block if name == MIDDLE else name[1]
 
     def _allocate(self, number: int, key: int) -> None:
         self.living[number, key] = self.next_key

@@ -6,13 +6,12 @@ import contextlib
 import os
 import socket
 import time
-from pathlib import Path
 
 import psutil
 
+from autotune.devices.procfs import PROC
 from autotune.records.study import BegunTrial, Owner
 
-PROC = Path("/proc")
 BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk
 # after the last sign of life a controller elsewhere counts as gone: 20 beats, since a write may wait for a busy database, and
 # the clocks of two machines differ
@@ -21,10 +20,8 @@ GONE_AFTER_S = 600.0
 
 def this_process() -> Owner:
     """This process as a controller."""
-    namespace = ""
-    with contextlib.suppress(
-        OSError
-    ):  # a process's number means something within it alone: containers may share a name
+    namespace = ""  # a process's number means something within it alone: containers may share a name
+    with contextlib.suppress(OSError):
         namespace = os.readlink(PROC / "self/ns/pid")
     return Owner(host=f"{socket.gethostname()} {namespace}".strip(), pid=os.getpid(), started=_started(os.getpid()))
 

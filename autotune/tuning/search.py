@@ -96,21 +96,23 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
     """
     clearance.bar_known()
     _baseline(search)
-    proposer, last = search.proposer(), _NONE
+    proposer = search.proposer()
+    last: _PlayOff | None = None
     while not search.interrupted():
         num_searched = len(search.history.searched)
         search.budget.keeps_checks = search.inspection.comparable
-        _explore(search, proposer, untried=last.baseline_won)
+        _explore(search, proposer, untried=last is not None and last.baseline_won)
         proposer = _check(search, clearance, proposer)
         search.budget.keeps_checks = False
-        if search.interrupted() or (last.is_settled and len(search.history.searched) == num_searched):
+        is_settled = last is not None and last.is_settled
+        if search.interrupted() or (is_settled and len(search.history.searched) == num_searched):
             break
         if search.history.best is None:
             raise NothingFeasible(why_nothing(search))
         last = _play_off(search, clearance, last)
         if last.all_failed:
             proposer = search.proposer()  # it learns from that
-    return _require_played(search, clearance, last.standing)
+    return _require_played(search, clearance, last.standing if last is not None else None)
 
 
 @dataclass(frozen=True)
@@ -124,19 +126,15 @@ class _PlayOff:
         baseline_won: nothing beat the baseline, or no round was completed.
     """
 
-    standing: Standing | None = None
-    all_failed: bool = False
-    was_early: bool = False
-    baseline_won: bool = False
-    was_held: bool = True
+    standing: Standing | None
+    all_failed: bool
+    was_early: bool
+    baseline_won: bool
 
     @property
     def is_settled(self) -> bool:
         """Whether another play-off could only tell the same, unless other configs were probed meanwhile."""
-        return self.was_held and not self.all_failed and not self.was_early
-
-
-_NONE = _PlayOff(was_held=False)
+        return not self.all_failed and not self.was_early
 
 
 def _baseline(search: Search) -> None:
@@ -165,10 +163,10 @@ def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer
     return proposer
 
 
-def _play_off(search: Search, clearance: Clearance, last: _PlayOff) -> _PlayOff:
+def _play_off(search: Search, clearance: Clearance, last: _PlayOff | None) -> _PlayOff:
     """Let the best play against the baseline; for a part of the time left where there is more to explore."""
     history = search.history
-    is_first = not last.was_held or last.all_failed
+    is_first = last is None or last.all_failed
     early = is_first and search.budget.allows_a_probe(history) and any(search.untried().left(history))
     num_failed = len(history.failed_again)
     standing = confirm(search, clearance.clear, share=SHARE if early else 1.0)

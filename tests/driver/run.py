@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tests.driver.build import BuildError, build
 from tests.driver.cards import Card, environment
+from tests.driver.played import Played
 
 ROOT = Path(__file__).parent.parent.parent
 _OF_THE_DRIVER = ("PLAYED_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -36,6 +38,12 @@ def variables(state: Path, card: Card, num_cards: int = 1, **settings: object) -
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_DRIVER)}
     played = environment(card, num_cards, **settings)
     return {**inherited, **libraries(), **played, "PLAYED_STATE": str(state), "PYTHONPATH": str(ROOT)}
+
+
+def open_books(environment: dict[str, str]) -> Played:
+    """A hand on the cards of `variables`, once the driver itself has begun their books with the neighbours that these name."""
+    subprocess.run([sys.executable, "-c", "import torch; torch.cuda.device_count()"], env=environment, check=False)
+    return Played(Path(environment["PLAYED_STATE"]))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import pytest
 from autotune.units import GIB, MIB
 from tests.driver.cards import A100, H100_SLICE, LAPTOP, Card
 from tests.driver.played import Played
-from tests.driver.run import variables
+from tests.driver.run import open_books, variables
 from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
@@ -157,23 +156,12 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
     fault = FAULTS[name]
     (tmp_path / "net.py").write_text(MODEL)
     environment = variables(tmp_path / "books", fault.card, fault.cards, **fault.settings) | fault.environment
-    subprocess.run([sys.executable, "-c", "import torch; torch.cuda.device_count()"], env=environment, check=False)
-    played = Played(tmp_path / "books")
+    played = open_books(environment)
     if fault.stage is not None:
         fault.stage(played)
     log = tmp_path / "log"
     with log.open("w") as written:
-        command = [
-            *AUTOTUNE,
-            "search",
-            "net.py",
-            "--device",
-            "cuda",
-            "--budget",
-            fault.budget,
-            "--trials",
-            "2",
-        ]
+        command = [*AUTOTUNE, "search", "net.py", "--device", "cuda", "--budget", fault.budget, "--trials", "2"]
         search = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=written, stderr=subprocess.STDOUT)
         if fault.later is not None:
             _when(lambda: "baseline" in log.read_text() or "searching" in log.read_text(), search)

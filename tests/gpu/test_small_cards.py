@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,8 +14,7 @@ from autotune.records.outcome import Kind
 from autotune.study.reading import load_study
 from autotune.units import GIB
 from tests.driver.cards import LAPTOP
-from tests.driver.played import Played
-from tests.driver.run import ROOT, variables
+from tests.driver.run import ROOT, open_books, variables
 from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
@@ -33,20 +31,9 @@ def test_few_probes_run_out_of_memory_and_peaks_are_what_the_driver_has_booked(t
     """The scores of the baseline's 16 samples alone take 2 GiB, several times over, of a card that has 7 GiB left."""
     card = replace(LAPTOP, neighbour_bytes=GIB)
     environment = variables(tmp_path / "books", card) | SIZE
-    subprocess.run([sys.executable, "-c", "import torch; torch.cuda.device_count()"], env=environment, check=False)
-    played, booked = Played(tmp_path / "books"), dict[int, int]()
+    played, booked = open_books(environment), dict[int, int]()
     model = str(ROOT / "studies" / "gpt" / "model.py")
-    command = [
-        *AUTOTUNE,
-        "search",
-        model,
-        "--device",
-        "cuda",
-        "--budget",
-        "30s",
-        "--trials",
-        "5",
-    ]
+    command = [*AUTOTUNE, "search", model, "--device", "cuda", "--budget", "30s", "--trials", "5"]
     with (tmp_path / "log").open("w") as log:
         search = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
         while search.poll() is None:
