@@ -30,8 +30,7 @@ import numpy as np
 
 from autotune.devices.kernels.rules import Stepped
 from autotune.prediction import Array
-from autotune.prediction.fit import are_aligned
-from autotune.prediction.passes import Event, MicroSteps, Pass, Updates
+from autotune.prediction.passes import Event, MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.traces import Group, Reserved
 from autotune.units import MIB
 

@@ -15,7 +15,8 @@ from autotune.devices.kernels.cublas import workspaces
 from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.fake_steps import Run, TraceError, Tracer
-from autotune.prediction.passes import Event, Purpose
+from autotune.prediction.passes import Event
+from autotune.prediction.traces import Purpose
 from autotune.probe.module_scopes import Scopes, Stretch
 from autotune.records.calibration import Work
 from autotune.records.config import Config

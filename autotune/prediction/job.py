@@ -14,13 +14,22 @@ from autotune.devices.kernels.cublas import workspaces
 from autotune.devices.targets import Target, gpu_of, kind_of
 from autotune.prediction.allocator import reserved_factors
 from autotune.prediction.fake_steps import TraceError, Tracer
-from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
 from autotune.prediction.partial_recomputation import recompute
-from autotune.prediction.passes import MicroSteps, Purpose, Updates
+from autotune.prediction.passes import (
+    MicroSteps,
+    Updates,
+    excess_at_peak,
+    fit_peak,
+    fit_start,
+    fit_volume,
+    fit_work,
+    line,
+)
 from autotune.prediction.plan import Plan, allocator_sizes, traced_sizes
 from autotune.prediction.traces import (
     Group,
     ModelTrace,
+    Purpose,
     Reserved,
     Traces,
     UpdateTrace,

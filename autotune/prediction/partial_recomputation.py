@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from autotune.prediction.fit import are_aligned
-from autotune.prediction.passes import Event, MicroSteps, Pass
+from autotune.prediction.passes import Event, MicroSteps, Pass, are_aligned
 
 Section = tuple[str, int]  # `start`, `forward`, `middle`, `backward`; the number of the block
 Likeness = tuple[Section, tuple[int, int]]  # where a storage is made, and its bytes at both batch sizes
