@@ -6,18 +6,17 @@ import contextlib
 import difflib
 import functools
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import optuna
-from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
-from autotune.errors import StudyError, first_line
+from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
 from autotune.records.front import front_of
 from autotune.records.result import Measured, Result
@@ -26,7 +25,7 @@ from autotune.records.trial import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
-from autotune.study.store import facts_of, trials_of
+from autotune.study.store import connect, facts_of, opening_errors, trials_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -139,15 +138,13 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     file = _database_file(given)
     if file is not None:
         _require_database(file)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with _storage_errors(given):
+    expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"
+    with opening_errors(given, "read", expected):
         if file is None:
-            storage = RDBStorage(given, skip_table_creation=True)
+            storage = connect(given, skip_table_creation=True)
         else:
-            connect = functools.partial(_connect, file)
-            storage = RDBStorage(
-                "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}, skip_table_creation=True
-            )
+            engine = {"creator": functools.partial(_connect, file), "poolclass": NullPool}
+            storage = connect("sqlite://", engine_kwargs=engine, skip_table_creation=True)
         try:
             kept = storage.get_all_studies()
             searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
@@ -267,16 +264,3 @@ def _of_one_task(searches: Mapping[str, StudyFacts], name: str) -> tuple[str, ..
     """The other studies that differ from one by their memory limit."""
     first = {other: about.limited_beside or other for other, about in searches.items()}
     return tuple(sorted(other for other in first if other != name and first[other] == first.get(name)))
-
-
-@contextlib.contextmanager
-def _storage_errors(given: str) -> Iterator[None]:
-    try:
-        yield
-    except StudyError:
-        raise
-    except Exception as error:  # SQLAlchemy's many, a driver that is missing, an unknown kind of URL
-        raise StudyError(
-            f"the storage {given} cannot be read: {first_line(error)}; expected a database file such as studies/gpt.db, "
-            "or a URL such as sqlite:///studies/gpt.db with --study NAME"
-        ) from None

@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.storages import get_storage
+from optuna.storages import RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -39,6 +39,37 @@ from autotune.study.place import PLAY_OFF_OF, Place
 FORMAT = 3
 
 
+def connect(url: str, **options: Any) -> RDBStorage:
+    """Optuna's storage in a database."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return RDBStorage(url, **options)
+
+
+@contextlib.contextmanager
+def opening_errors(storage: str, cannot: str, expected: str) -> Iterator[None]:
+    """Explain why a storage cannot be opened.
+
+    Args:
+        storage: as the user gave it.
+        cannot: what cannot be done with it.
+        expected: what a storage looks like.
+
+    Raises:
+        StudyError: in place of anything else.
+    """
+    try:
+        yield
+    except StudyError:
+        raise
+    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
+        raise StudyError(f"the storage {storage} cannot be {cannot}: {_cause(error)}; expected {expected}") from None
+
+
+def _opening(place: Place) -> contextlib.AbstractContextManager[None]:
+    expected = "a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
+    return opening_errors(place.storage, "opened", expected)
+
+
 @contextlib.contextmanager
 def storage_errors(place: Place) -> Iterator[None]:
     """Explain a failure of the storage while a study is in use: a lock, a full disk, a server that is gone.
@@ -55,19 +86,6 @@ def storage_errors(place: Place) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _opening(place: Place) -> Iterator[None]:
-    try:
-        yield
-    except StudyError:
-        raise
-    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
-        raise StudyError(
-            f"the storage {place.storage} cannot be opened: {_cause(error)}; "
-            "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
-        ) from None
-
-
 class Store:
     """A study opened for writing.
 
@@ -80,12 +98,11 @@ class Store:
 
     def __init__(self, place: Place, facts: SearchFacts) -> None:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
         self._objective = OBJECTIVES.get(facts.objective)
         with _opening(place):
-            self._storage = get_storage(place.storage)
+            self._storage = get_storage(connect(place.storage))
             self._study = self._opened(place.study, "fingerprint")
             names = optuna.get_all_study_names(self._storage)
             self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
@@ -97,7 +114,8 @@ class Store:
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
         shown = [trial for trial in self._kept() if trial.state is not TrialState.FAIL]
-        self._next_number = 1 + max(map(_number, shown), default=-1)
+        numbers = (_number(trial, BegunTrial.from_dict(trial.user_attrs)) for trial in shown)
+        self._next_number = 1 + max(numbers, default=-1)
         self._beaten_s = time.monotonic()
 
     def _opened(self, name: str, mark: str) -> optuna.Study:
@@ -245,7 +263,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
     begun, ended = BegunTrial.from_dict(trial.user_attrs), EndedTrial.from_dict(trial.user_attrs)
     assert trial.value is not None  # every finished trial has one
     return Trial(
-        number=_number(trial),
+        number=_number(trial, begun),
         stage=begun.stage,
         config=Config(tuple(begun.config.items())),
         reason=begun.reason,
@@ -259,10 +277,9 @@ def trial_of(trial: FrozenTrial) -> Trial:
     )
 
 
-def _number(trial: FrozenTrial) -> int:
+def _number(trial: FrozenTrial, begun: BegunTrial) -> int:
     """One count over search and play-off."""
-    number = BegunTrial.from_dict(trial.user_attrs).number
-    return trial.number if number is None else number
+    return trial.number if begun.number is None else begun.number
 
 
 def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
@@ -287,9 +304,8 @@ def stored_facts(place: Place) -> StudyFacts | None:
     """
     if place.file is not None and not place.file.exists():
         return None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     with _opening(place), contextlib.suppress(KeyError):  # no such study
-        attributes = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs
+        attributes = optuna.load_study(study_name=place.study, storage=connect(place.storage)).user_attrs
         if "fingerprint" in attributes:
             return facts_of(f"{place.study} in {place.storage}", attributes)
     return None
