@@ -27,7 +27,7 @@ from autotune.coupling.buffers import Buffers
 from autotune.coupling.dropout_off import dropout_off
 from autotune.coupling.same_draws import SameDraws
 from autotune.devices import Device
-from autotune.devices.oom import attempted_bytes, give_back
+from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState, keep_randomness
 from autotune.records.coupling import Cause, Coupling, Verdict
@@ -343,7 +343,7 @@ class _Comparison:
                 traceback.clear_frames(error.__traceback__)
         self._clear()
         if is_short:
-            give_back(self._device)
+            self._device.give_back()
             raise _OutOfMemoryError(f"{plural(num_samples, 'sample')} of plain training do not fit into memory")
 
     @contextlib.contextmanager

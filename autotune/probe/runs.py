@@ -13,7 +13,6 @@ import torch
 from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
-from autotune.devices.oom import give_back
 from autotune.probe.differences import Run
 from autotune.probe.exact_convolutions import exact_convolutions
 from autotune.probe.seed import seed_everything
@@ -69,7 +68,7 @@ class Runs:
             with techniques.keep_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model, draws)
         finally:
-            give_back(self.device)
+            self.device.give_back()
 
     def _run(
         self,
