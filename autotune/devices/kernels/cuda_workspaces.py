@@ -1,12 +1,14 @@
 """Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it.
 
 The rules repeat what torch's host code allocates, in its order, and were compared with the requests that its caching allocator
-gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN and cuBLAS take for
-themselves is not among them, but for a guess at the gradients of convolutions.
+gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN takes for itself is not
+among them, but for a guess at the gradients of convolutions.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
@@ -27,6 +29,7 @@ from autotune.devices.kernels.rules import (
     size_bytes,
 )
 from autotune.devices.targets import GpuKind
+from autotune.units import KIB, MIB
 
 _aten = torch.ops.aten
 _FEW_INDICES = 3072  # up to so many rows, the gradient of an embedding is summed without sorting them
@@ -273,3 +276,19 @@ def _mask_first(args: tuple[Any, ...], result: Any) -> Storages:
 
 
 CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_first}
+
+
+_NUM_HANDLES = 2  # of cuBLAS, one for each thread that computes products: the one that trains, and autograd's own
+
+
+def cublas_workspaces(gpu: GpuKind, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Bytes of each workspace of cuBLAS, which torch takes from its caching allocator and keeps.
+
+    As `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` chooses them: CUBLAS_WORKSPACE_CONFIG says it, as in
+    `:4096:8`: eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB.
+    """
+    said = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    size_bytes = 32 * MIB if gpu.capability[0] in (9, 10) else 8 * MIB + 128 * KIB
+    if said:
+        size_bytes = sum(int(kib) * int(number) for kib, number in said) * KIB
+    return (size_bytes,) * _NUM_HANDLES
