@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from autotune.coupling.buffers import Buffers, version_of
-from autotune.coupling.compare import SamplesOf, TypicalSamples, find_coupling
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import SamplesOf, TypicalSamples
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState

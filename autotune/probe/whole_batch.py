@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from autotune.coupling.compare import TypicalSamples, find_coupling
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import TypicalSamples
 from autotune.devices import Device
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
 from autotune.records.config import Config
