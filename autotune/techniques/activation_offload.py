@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.block_chains import is_layer
+from autotune.techniques.block_chains import blocks_of, is_layer, thinned
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.checkpoint_segments import blocks_of, thinned
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
+from autotune.units import plural
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -40,31 +39,13 @@ class ActivationOffload(Technique):
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines({At.MODEL: "offload(model, DEVICE, {places})"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """0 to the number of blocks on CUDA, thinned when there are many."""
-        if not setting.device.capabilities.own_memory:
-            return Support(choices=(0,), reason="on a CPU the host's memory is the device's")
-        try:
-            blocks = _blocks(setting.task, setting.model)
-        except UnsupportedError as error:
-            return Support(choices=(0,), reason=str(error))
-        return Support(choices=(0, *thinned(len(blocks))))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the forward of the blocks."""
-        blocks, number = _blocks(build.task, build.model), int(choice)
-        if number > len(blocks):
-            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
-        spread = (blocks[index * len(blocks) // number] for index in range(number))
-        offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
+    frameworks = words(
+        loop=Unsaid(),
+        torch=Lines({At.MODEL: "offload(model, DEVICE, {places})"}),
+    )
 
     def label(self, choice: Choice) -> str:
-        return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
+        return f"{plural(int(choice), 'block')} offloaded" if choice else "nothing offloaded"
 
     def conflict(self, config: Config) -> str:
         return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
@@ -74,6 +55,20 @@ class ActivationOffload(Technique):
         share = int(choice) / max(int(other) for other in choices)
         moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
         return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
+
+    def why_not(self, setting: Setting) -> str:
+        return "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
+
+    def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
+        return (0, *thinned(len(_blocks(setting.task, setting.model))))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the blocks."""
+        blocks, number = _blocks(build.task, build.model), int(choice)
+        if number > len(blocks):
+            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
+        spread = (blocks[index * len(blocks) // number] for index in range(number))
+        offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
 
 
 def offload(model: torch.nn.Module, device: torch.device, modules: Sequence[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
@@ -15,18 +15,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import (
-    ACCELERATE,
-    DEEPSPEED,
-    LIGHTNING,
-    LOOP,
-    TORCH,
-    TRANSFORMERS,
-    At,
-    Table,
-    Unsaid,
-    Words,
-)
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
@@ -48,15 +37,15 @@ class Amp(Technique):
     order = 10
     exact = False
     likely = ("bf16", "fp16")
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    frameworks = words(
+        transformers=Table(
             {
                 "off": {"bf16": False, "fp16": False},
                 "bf16": {"bf16": True, "fp16": False},
                 "fp16": {"bf16": False, "fp16": True},
             }
         ),
-        LIGHTNING: Table(
+        lightning=Table(
             {"off": {"precision": "32-true"}, "bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "16-mixed"}},
             aliases={
                 ("precision", None): "off",
@@ -67,19 +56,19 @@ class Amp(Technique):
                 ("precision", "16"): "fp16",
             },
         ),
-        ACCELERATE: Table(
+        accelerate=Table(
             {"off": {"mixed_precision": "no"}, "bf16": {"mixed_precision": "bf16"}, "fp16": {"mixed_precision": "fp16"}}
         ),
         # DeepSpeed's own `bf16` and `fp16` convert the parameters, which autocast does not.
-        DEEPSPEED: Table(
+        deepspeed=Table(
             {
                 "off": {"torch_autocast": {"enabled": False}},
                 "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
                 "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             }
         ),
-        LOOP: Unsaid(("off", "bf16")),  # fp16 scales the loss
-        TORCH: Table(
+        loop=Unsaid(("off", "bf16")),  # fp16 scales the loss
+        torch=Table(
             {
                 "bf16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"},
                 "fp16": {
@@ -88,7 +77,7 @@ class Amp(Technique):
                 },
             }
         ),
-    }
+    )
 
     def support(self, setting: Setting) -> Support:
         """What is worth it by the measured rates; what is slower than fp32 is searched if included, with the reason.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
@@ -14,7 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Table, Unsaid, Words
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
@@ -41,16 +41,16 @@ class Attention(Technique):
     phase = Phase.MODEL
     order = 5
     likely = ("sdpa",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Table(
+    frameworks = words(
+        loop=Unsaid(),
+        torch=Table(
             {
                 "sdpa": {At.MODEL: "use_implementation(model, {places})"},
                 "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
                 **{kernel: {At.STEP: f"preferring({backend!r})"} for kernel, backend in _BACKENDS.items()},
             }
         ),
-    }
+    )
 
     def support(self, setting: Setting) -> Support:
         """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,11 +12,10 @@ from autotune.devices.compiler import why_not_on
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
-from autotune.techniques.block_chains import is_layer
+from autotune.techniques.block_chains import blocks_of, is_layer
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.checkpoint_segments import blocks_of
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, LOOP, TORCH, TRANSFORMERS, At, Table, Unsaid, Words
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 if TYPE_CHECKING:
     import torch
@@ -54,17 +53,17 @@ class Compile(Technique):
     phase: ClassVar[Phase] = Phase.MODEL
     order: ClassVar[int] = 25  # what is recomputed is the compiled block
     likely: ClassVar[tuple[Choice, ...]] = ("default",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    frameworks = words(
+        transformers=Table(
             {
                 "off": {"torch_compile": False},
                 **{c: {"torch_compile": True, "torch_compile_mode": c} for c in _CHOICES if c != "off"},
             }
         ),
-        ACCELERATE: Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
-        LOOP: Unsaid(),
-        TORCH: Table({c: _lines(c) for c in _CHOICES if c != "off"}),
-    }
+        accelerate=Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
+        loop=Unsaid(),
+        torch=Table({c: _lines(c) for c in _CHOICES if c != "off"}),
+    )
 
     @property
     def reaches_into_step(self) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import At, Lines, words
 
 
 class DevicePrefetch(Switch):
@@ -28,23 +27,20 @@ class DevicePrefetch(Switch):
         launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
     )
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.BATCHES: "ahead(copier(DEVICE), batches)"})}
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to tasks with a dataset on CUDA."""
-        if not setting.device.capabilities.streams:
-            return Support(choices=(False,), reason="there is no copy to a GPU to hide")
-        if setting.task.dataset() is None:
-            return Support(choices=(False,), reason="the task has no train_dataset, so nothing is loaded")
-        return Support(choices=(False, True))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Let the loader run one micro batch ahead."""
-        build.batch_streams.append(partial(ahead, copier(build.device.torch_device)))
+    frameworks = words(torch=Lines({At.BATCHES: "ahead(copier(DEVICE), batches)"}))
 
     def conflict(self, config: Config) -> str:
         accumulates = config.accumulation_steps > 1
         return "all micro batches of a step would be on the device at once" if accumulates else ""
+
+    def why_not(self, setting: Setting) -> str:
+        if not setting.device.capabilities.streams:
+            return "there is no copy to a GPU to hide"
+        return "the task has no train_dataset, so nothing is loaded" if setting.task.dataset() is None else ""
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let the loader run one micro batch ahead."""
+        build.batch_streams.append(partial(ahead, copier(build.device.torch_device)))
 
 
 def copier(device: torch.device) -> _Copier:

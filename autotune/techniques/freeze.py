@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.inspection import Support
 from autotune.techniques.base import UnsupportedError
+from autotune.techniques.block_chains import blocks_of
 from autotune.techniques.build import Setting
-from autotune.techniques.checkpoint_segments import blocks_of
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import At, Lines, words
 from autotune.techniques.partition import Partition
 from autotune.units import plural
 
@@ -43,7 +43,7 @@ class Freeze(Partition):
     listed_choices = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
     applies = "if included: named modules, or a chain of blocks"
     order = 20
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "freeze(model, {choice})"})}
+    frameworks = words(torch=Lines({At.MODEL: "freeze(model, {choice})"}))
 
     def support(self, setting: Setting) -> Support:
         """What the task names, else up to four leading parts of its chain of blocks."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.randomness import keep_randomness
@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.techniques.recomputed import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class InplaceActivations(Switch):
     # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines({At.MODEL: "overwrite_inputs(model, {places})"}),
-    }
+    frameworks = words(
+        loop=Unsaid(),
+        torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}),
+    )
 
     def support(self, setting: Setting) -> Support:
         """It applies where at least one module may overwrite its input, and training so raises no error."""

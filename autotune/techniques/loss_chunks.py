@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:
     from autotune.techniques.tensors.scores import Use
@@ -41,40 +40,39 @@ class LossChunks(Switch):
     traced_in_whole_steps = True
     against_shortage = True
     likely = (True,)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TORCH: Lines(
+    frameworks = words(
+        torch=Lines(
             {
                 At.MODEL: "put_back_other_layers = compute_scores_in_pieces(model, {places})",
                 At.BATCH: "batch = put_back_other_layers(batch)",
             }
         )
-    }
+    )
 
-    def support(self, setting: Setting) -> Support:
+    def conflict(self, config: Config) -> str:
+        if config["amp"] == "fp16":
+            return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
+        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
+
+    def why_not(self, setting: Setting) -> str:
         """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
         if not (heads := _heads(setting.model)):
-            return Support(choices=(False,), reason=f"no Linear layer has {_FEWEST_CLASSES} outputs or more")
+            return f"no Linear layer has {_FEWEST_CLASSES} outputs or more"
         try:
             uses = _replace(heads)
             setting.task.loss(setting.model, setting.fresh_batch())
         finally:
             for head in heads:
                 del head.forward
-        if not any(use.losses for use in uses):
-            return Support(choices=(False,), reason="the scores do not go straight into torch's cross_entropy")
-        if not setting.device.capabilities.saving_pays:
-            return Support(choices=(False,), optional=(True,), reason="on a CPU it saves memory, and no time")
-        return Support(choices=(False, True))
+        return "" if any(use.losses for use in uses) else "the scores do not go straight into torch's cross_entropy"
+
+    def why_optional(self, setting: Setting) -> str:
+        return "" if setting.device.capabilities.saving_pays else "on a CPU it saves memory, and no time"
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
         places = build.acting_on(self.name, _heads(build.model))
         build.batch_transforms.append(compute_scores_in_pieces(build.model, **places))
-
-    def conflict(self, config: Config) -> str:
-        if config["amp"] == "fp16":
-            return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
-        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
 
 
 def _heads(model: torch.nn.Module) -> list[Any]:

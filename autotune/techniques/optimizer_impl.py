@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from autotune.errors import first_line
 from autotune.lazy import torch
@@ -13,7 +13,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
+from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -39,11 +39,11 @@ class OptimizerImpl(Technique):
     likely = ("fused", "foreach")
     # TrainingArguments name optimizer and implementation in one word.
     said_of = "AdamW"
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
-        LOOP: Unsaid(),
-        TORCH: Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
-    }
+    frameworks = words(
+        transformers=Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
+        loop=Unsaid(),
+        torch=Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
+    )
 
     def support(self, setting: Setting) -> Support:
         """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""

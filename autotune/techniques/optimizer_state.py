@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
@@ -14,7 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques.frameworks import At, Lines, Table, words
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -43,13 +43,13 @@ class OptimizerState(Technique):
     keeps_random_masks = True
     likely = ("8bit", "cpu")
     said_of = "AdamW"
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    frameworks = words(
+        transformers=Table(
             {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
             aliases={("optim", "adamw_bnb_8bit"): "8bit", ("optim", "adamw_8bit"): "8bit"},
         ),
-        TORCH: Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
-    }
+        torch=Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
+    )
 
     def support(self, setting: Setting) -> Support:
         """What the optimizer, the device and what is installed allow; all of it only if included."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.calibration import BF16
@@ -14,7 +14,7 @@ from autotune.records.inspection import Support
 from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, TORCH, At, Table, Words
+from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class ParamDtype(Technique):
     leanest = ("bf16",)
     exact = False
     likely = ("bf16",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}}),
-        TORCH: Table(
+    frameworks = words(
+        accelerate=Table({"fp8": {"mixed_precision": "fp8"}}),
+        torch=Table(
             {
                 "bf16": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "keep_weights_in_bf16(model, optimizer)"},
                 "fp8": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "compute_in_fp8(model)"},
             }
         ),
-    }
+    )
 
     def support(self, setting: Setting) -> Support:
         """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
