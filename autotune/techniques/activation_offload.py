@@ -13,6 +13,7 @@ from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer, thinned
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.units import plural
 
@@ -83,20 +84,16 @@ def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for block in blocks_of(task, model).blocks if not is_layer(block)]
 
 
-class _Offloaded:
-    """The forward of a block. An object, so that a deep copy of the model refers to its own blocks."""
-
+class _Offloaded(Forward):
     def __init__(self, module: torch.nn.Module, store: _Store) -> None:
-        self.module = module
+        super().__init__(module)
         self.store = store
-        self.original = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        call = self.original or type(self.module).forward.__get__(self.module)
-        if not (self.module.training and torch.is_grad_enabled()):
-            return call(*args, **kwargs)
+        if not self.trains():
+            return self.call(*args, **kwargs)
         stays = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
         # An input of three layers is kept once. A storage that is gone keeps its number as long as the weak reference to it
         # lives; the address of its data may be another's soon.
@@ -120,7 +117,7 @@ class _Offloaded:
         # Dynamo would try to compile it, too, where it cannot compile the block as a whole
         dynamo: Any = sys.modules.get("torch._dynamo")
         with torch.autograd.graph.saved_tensors_hooks(dynamo.disable(pack) if dynamo else pack, unpack):
-            return call(*args, **kwargs)
+            return self.call(*args, **kwargs)
 
 
 class _Store:

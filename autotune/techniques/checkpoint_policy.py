@@ -14,7 +14,7 @@ from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import CheckpointSegments
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
-from autotune.techniques.recomputed import Recomputed
+from autotune.techniques.recomputation import Recomputed
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")

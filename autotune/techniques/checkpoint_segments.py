@@ -12,7 +12,7 @@ from autotune.techniques.block_chains import Chain, blocks_of, is_layer, thinned
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, At, Lines, Table, Unsaid, words
-from autotune.techniques.recomputed import Checkpointed, Segments
+from autotune.techniques.recomputation import Checkpointed, Segments
 from autotune.units import plural
 
 if TYPE_CHECKING:

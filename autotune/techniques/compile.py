@@ -16,6 +16,7 @@ from autotune.techniques.base import Phase, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ class Compile(Technique):
             return "not compiled"
         return "compiled" if choice == "default" else f"compiled ({choice})"
 
-    def is_redundant(self, config: Config) -> bool:
-        """It cannot be combined with what looks at single operators."""
-        return bool(_why_not_beside(config))
+    def conflict(self, config: Config) -> str:
+        selective = config["checkpoint_policy"] != "full"
+        return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""
@@ -96,8 +97,6 @@ class Compile(Technique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks, or of the model, by a compiled one."""
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"compile={choice}: {reason}")
         regions = _regions(build.task, build.model, recomputed=bool(build.config["checkpoint_segments"]))
         compile_forward(build.model, str(choice), **build.acting_on(self.name, regions))
         if choice == _GRAPHS:
@@ -134,11 +133,9 @@ def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -
         module.forward = _Compiled(module, compiled[kind])
 
 
-class _Compiled:
-    """A module's compiled forward. An object, so that a deep copy of the model computes with its own parameters."""
-
+class _Compiled(Forward):
     def __init__(self, module: torch.nn.Module, function: Any) -> None:
-        self.module = module
+        super().__init__(module)
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +181,3 @@ def _begin_step(batch: Any) -> Any:
     """Tell CUDA graphs that what the step before returned may be overwritten."""
     torch.compiler.cudagraph_mark_step_begin()
     return batch
-
-
-def _why_not_beside(config: Config) -> str:
-    selective = config["checkpoint_policy"] != "full"
-    return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""

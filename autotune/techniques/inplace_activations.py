@@ -13,7 +13,7 @@ from autotune.techniques.base import Phase, Switch, UnsupportedError
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
-from autotune.techniques.recomputed import buffers_of, copies_stand_in
+from autotune.techniques.recomputation import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
     from autotune.task import Task

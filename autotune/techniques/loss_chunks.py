@@ -10,6 +10,7 @@ from autotune.records.config import Choice, Config
 from autotune.techniques.base import Phase, Switch
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:
@@ -112,17 +113,13 @@ class _PutBack:
         return batch
 
 
-class _InPieces:
-    """The forward of a large layer. An object, so that a deep copy of the model refers to its own layer."""
-
-    def __init__(self, module: torch.nn.Linear, use: Use) -> None:
-        self.module = module
+class _InPieces(Forward):
+    def __init__(self, module: torch.nn.Module, use: Use) -> None:
+        super().__init__(module)
         self.use = use
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
         from autotune.techniques.tensors.scores import Scores
 
-        module = self.module
-        if not (module.training and torch.is_grad_enabled()):
-            return type(module).forward(module, input)
-        return Scores.of(input, module.weight, module.bias, self.use)
+        layer: Any = self.module
+        return Scores.of(input, layer.weight, layer.bias, self.use) if self.trains() else self.call(input)
