@@ -40,10 +40,7 @@ class ActivationOffload(Technique):
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
     keeps_random_masks = True
-    frameworks = words(
-        loop=Unsaid(),
-        torch=Lines({At.MODEL: "offload(model, DEVICE, {places})"}),
-    )
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "offload(model, DEVICE, {places})"}))
 
     def label(self, choice: Choice) -> str:
         return f"{plural(int(choice), 'block')} offloaded" if choice else "nothing offloaded"

@@ -64,8 +64,8 @@ class Technique(ABC):
             applies = "everywhere, if included"
             phase = Phase.PROCESS
 
-            def support(self, setting: Setting) -> Support:
-                return Support(choices=self.choices, optional=(True,))
+            def why_optional(self, setting: Setting) -> str:
+                return "it is slower"
 
             def apply(self, build: Build, choice: Choice) -> None:
                 torch.use_deterministic_algorithms(True)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 # Blocks inside the blocks of a chain are taken instead when they hold nearly all of its layers (stages of a residual
 # network): finer pieces keep fewer activations alive while one of them is recomputed. Experts of a mixture hold less.
 _NEARLY_ALL = 0.9
-_EVERY_CHOICE_UP_TO = 8
 _AT_LEAST_HALF = 0.5  # a repeated chain with fewer of the layers loses to a mixed one
+_EVERY_CHOICE_UP_TO = 8
 
 
 @dataclass(frozen=True)

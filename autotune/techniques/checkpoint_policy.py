@@ -44,10 +44,7 @@ class CheckpointPolicy(Technique):
         activations=Factor(typical=1.5, spread=1.4),
     )
     keeps_random_masks = True
-    frameworks = words(
-        loop=Unsaid(),
-        torch=Lines({At.MODEL: "keep_costly_results(model)"}),
-    )
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "keep_costly_results(model)"}))
 
     def label(self, choice: Choice) -> str:
         return f"{choice} checkpointing"
@@ -55,10 +52,6 @@ class CheckpointPolicy(Technique):
     def is_redundant(self, config: Config) -> bool:
         """Without recomputation it does nothing."""
         return config["checkpoint_segments"] == 0
-
-    def why_optional(self, setting: Setting) -> str:
-        saving_pays = setting.device.capabilities.saving_pays
-        return "" if saving_pays else "fewer checkpoint segments give about the same on a CPU"
 
     def why_not(self, setting: Setting) -> str:
         """A step with every block recomputed raises where a block changes in place what is kept, for example."""
@@ -80,6 +73,10 @@ class CheckpointPolicy(Technique):
                     module.forward = forward
             model.zero_grad(set_to_none=True)
         return ""
+
+    def why_optional(self, setting: Setting) -> str:
+        saving_pays = setting.device.capabilities.saving_pays
+        return "" if saving_pays else "fewer checkpoint segments give about the same on a CPU"
 
     def apply(self, build: Build, choice: Choice) -> None:
         keep_costly_results(build.model)

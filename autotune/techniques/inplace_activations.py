@@ -50,10 +50,7 @@ class InplaceActivations(Switch):
     # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
-    frameworks = words(
-        loop=Unsaid(),
-        torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}),
-    )
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}))
 
     def conflict(self, config: Config) -> str:
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
