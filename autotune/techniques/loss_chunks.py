@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
@@ -84,10 +84,22 @@ def _heads(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> _PutBack:
-    """Replace the forward of layers, by their names. What is returned is called with every micro batch, which it returns."""
+def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> Callable[[Any], Any]:
+    """Replace the forward of layers, by their names.
+
+    What is returned is called with every micro batch, which it returns. It gives layers inside the model their forward back,
+    between two micro batches: what is recomputed must stay the same.
+    """
     heads = [model.get_submodule(name) for name in modules]
-    return _PutBack(heads, _replace(heads))
+    uses = _replace(heads)
+
+    def put_back(batch: Any) -> Any:
+        for head, use in zip(heads, uses, strict=True):
+            if use.computed and not use.losses and "forward" in vars(head):
+                del head.forward
+        return batch
+
+    return put_back
 
 
 def _replace(heads: Sequence[Any]) -> list[Use]:
@@ -97,20 +109,6 @@ def _replace(heads: Sequence[Any]) -> list[Use]:
     for head, use in zip(heads, uses, strict=True):
         head.forward = _InPieces(head, use)
     return uses
-
-
-class _PutBack:
-    """Gives layers inside the model their forward back, between two micro batches: what is recomputed must stay the same."""
-
-    def __init__(self, heads: Sequence[Any], uses: Sequence[Use]) -> None:
-        self.pieces = list(zip(heads, uses, strict=True))
-
-    def __call__(self, batch: Any) -> Any:
-        for head, use in self.pieces:
-            if use.computed and not use.losses:
-                del head.forward
-        self.pieces = [(head, use) for head, use in self.pieces if "forward" in vars(head)]
-        return batch
 
 
 class _InPieces(Forward):

@@ -66,30 +66,21 @@ class OptimizerInBackward(Switch):
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer on each parameter when its gradient is there; its own step then finds none."""
-    update = _Update(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(update)
+    """Step the optimizer on each parameter when its gradient is there, and drop that; its own step then finds none."""
+    group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
-
-class _Update:
-    """Steps an optimizer on one parameter and drops the gradient."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        optimizer = self.optimizer
+    def update(parameter: torch.Tensor) -> None:
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**groups[self.group_of[parameter]], "params": [parameter]}]
+        optimizer.param_groups = [{**groups[group_of[parameter]], "params": [parameter]}]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
         parameter.grad = None
+
+    for parameter in group_of:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(update)
 
 
 def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
