@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer, thinned
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.units import plural

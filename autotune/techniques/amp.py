@@ -11,10 +11,17 @@ from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import (
+    REACHES_INTO_STEP,
+    Build,
+    Expectation,
+    Factor,
+    Phase,
+    Setting,
+    Support,
+    Technique,
+    UnsupportedError,
+)
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 from autotune.techniques.precision import forward_flops, worth
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Technique
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.build import Build, Setting
 from autotune.techniques.checkpoint_segments import CheckpointSegments
-from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.techniques.recomputation import Recomputed
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice
-from autotune.techniques.base import Phase, Recomputation, Technique, UnsupportedError
+from autotune.techniques import Build, Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import Chain, blocks_of, is_layer, thinned
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import TRANSFORMERS, At, Lines, Table, Unsaid, words
 from autotune.techniques.recomputation import Checkpointed, Segments
 from autotune.units import plural

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 

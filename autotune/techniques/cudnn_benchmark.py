@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
 from autotune.techniques.frameworks import Argument, At, Lines, Unsaid, words
 
 

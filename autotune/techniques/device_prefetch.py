@@ -9,9 +9,7 @@ from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
 from autotune.techniques.frameworks import At, Lines, words
 
 

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, words
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import ConfigError
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import UnsupportedError
+from autotune.techniques import Setting, Support, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.build import Setting
 from autotune.techniques.frameworks import At, Lines, words
 from autotune.techniques.partition import Partition
 from autotune.units import plural

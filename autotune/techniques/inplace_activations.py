@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.lazy import torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.techniques.recomputation import buffers_of, copies_stand_in
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Technique
-from autotune.techniques.build import Build, Setting
+from autotune.techniques import Build, Phase, Setting, Technique
 
 
 class LoaderOption(Technique):

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from autotune.lazy import torch
 from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
-from autotune.techniques.base import Phase, Technique
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 from autotune.techniques.precision import worth
 

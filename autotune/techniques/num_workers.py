@@ -9,9 +9,7 @@ from dataclasses import replace
 from autotune.devices import cgroup
 from autotune.devices.contention import processors
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Setting, Support
 from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
 from autotune.units import plural

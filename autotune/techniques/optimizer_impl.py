@@ -9,10 +9,7 @@ from typing import Any
 from autotune.errors import first_line
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 
 _FLAGS = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autotune.records.config import Choice, Config
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:

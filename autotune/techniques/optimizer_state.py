@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, Table, words
 
 if TYPE_CHECKING:

@@ -10,10 +10,7 @@ from typing import Any
 from autotune.lazy import torch
 from autotune.records.calibration import BF16, FP32
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 

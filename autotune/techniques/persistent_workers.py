@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.techniques.base import Switch
-from autotune.techniques.expectation import Expectation, Factor
+from autotune.techniques import Expectation, Factor, Switch
 from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
-from autotune.techniques.build import Setting
+from autotune.techniques import Setting
 from autotune.techniques.frameworks import At, Lines, words
 from autotune.techniques.partition import Partition
 
