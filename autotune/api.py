@@ -44,8 +44,8 @@ from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner, Stated
 from autotune.space import build_space
+from autotune.study.caches import TraceCache
 from autotune.study.place import place_of
-from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining

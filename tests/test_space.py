@@ -8,7 +8,7 @@ from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.inspection import BatchSupport, Support
 from autotune.space import SpaceExhausted, build_space
-from autotune.study.distributions import distributions_of
+from autotune.study.store import distributions_of
 from tests.closed_form import SIZES, inspection
 
 # with batch normalisation accumulating more than a baseline of 12 x 8 is optional

@@ -13,13 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.devices import capabilities_of
+from autotune.devices import Device, capabilities_of
 from autotune.devices.kernels.workspaces import hidden_allocations
-from autotune.devices.targets import Target
+from autotune.devices.targets import Target, target_of
 from autotune.errors import AutotuneError, TaskError, first_line, in_one_line
-from autotune.prediction.fake_run import OneFakeMode, fake_build, fake_run, to_fake, without_filling
-from autotune.prediction.small_values import SmallValues
+from autotune.prediction.fake_run import OneFakeMode, SmallValues, fake_build, fake_run, to_fake, without_filling
 from autotune.prediction.storages import StorageTracker
+from autotune.probe.inspection import Untrained, inspect_task
 from autotune.task import Task
 from autotune.task.batches import map_tensors
 from autotune.task.usercode import is_allocation_failure, user_place
@@ -120,6 +120,18 @@ class Fakes:
             f"built for real, since {self.why_real}; let build_model read no values of tensors (plain numbers in their "
             "place, weights loaded elsewhere), or predict on a host with more memory"
         )
+
+
+def inspect_untrained(task: Task, *, device: Device, host_bytes: int, **arguments: Any) -> dict[str, Any]:
+    """Inspect a task without training it: as `inspect_task`, but no model is built for real unless its code needs values.
+
+    Args:
+        device: this machine's CPU, or an `AbsentGpu`.
+        host_bytes: what this process may take of the host's memory.
+    """
+    fakes = Fakes(task, target_of(device.info()), host_bytes)
+    found = inspect_task(fakes.task, device=device, untrained=Untrained(fakes.run, fakes.inputs), **arguments)
+    return found | {"built_for_real": fakes.why_real}
 
 
 def _as_moved(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -13,13 +13,23 @@ from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, kind_of
 from autotune.prediction.allocator import reserved_factors
-from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
-from autotune.prediction.passes import MicroSteps, Purpose, Updates
+from autotune.prediction.fake_steps import TraceError, Tracer
+from autotune.prediction.partial_recomputation import recompute
+from autotune.prediction.passes import (
+    MicroSteps,
+    Updates,
+    excess_at_peak,
+    fit_peak,
+    fit_start,
+    fit_volume,
+    fit_work,
+    line,
+)
 from autotune.prediction.plan import Plan, allocator_sizes, traced_sizes
-from autotune.prediction.recomputed import recompute
 from autotune.prediction.traces import (
     Group,
     ModelTrace,
+    Purpose,
     Reserved,
     Traces,
     UpdateTrace,
@@ -27,7 +37,6 @@ from autotune.prediction.traces import (
     model_label,
     update_label,
 )
-from autotune.prediction.tracing import TraceError, Tracer
 from autotune.records.calibration import Work
 from autotune.task import Task
 from autotune.task.lengths import sample_lengths

@@ -6,11 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from autotune.prediction.passes import Purpose
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Choice, Config
 from autotune.records.formats import decode
@@ -22,6 +22,16 @@ Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
 
 FORMAT = 6  # of the JSON; counts up when its meaning changes
+
+
+class Purpose(IntEnum):
+    """What a storage is for; `Breakdown` describes each."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER = 2
+    ACTIVATIONS = 3
+    TEMPORARIES = 4
 
 
 def group_of(config: Config, phase: Phase) -> Group:

@@ -17,8 +17,8 @@ from autotune.proposers.design import StartingDesign
 from autotune.proposers.undo import UndoChanges
 from autotune.records.trial import Proposal
 from autotune.space import Space, SpaceExhausted
-from autotune.study.distributions import distributions_of
 from autotune.study.history import History
+from autotune.study.store import distributions_of
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
 PATIENCE = 12  # proposals without a better one by 1 % after which the sampler is taken to know enough

@@ -248,7 +248,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
         device.enter()
         outside_bytes = device.outside_bytes()  # what is imported now, no probe holds
         from autotune.devices.host import bound_host_memory
-        from autotune.prediction.inspection import inspect_untrained
+        from autotune.prediction.fakes import inspect_untrained
 
         device = AbsentGpu(device.info()) if device.capabilities.own_processors else device
         found = inspect_untrained(task, device=device, host_bytes=bound_host_memory(), **arguments)

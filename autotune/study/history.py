@@ -11,9 +11,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
-from autotune.study.excused import find_excused
-from autotune.study.known_hangs import KnownHangs
-from autotune.study.retry import retryable, what_stands
+from autotune.study.failures import KnownHangs, find_excused, retryable, what_stands
 from autotune.techniques import REGISTRY, Phase
 
 

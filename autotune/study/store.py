@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -31,7 +32,6 @@ from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
 from autotune.study import owners
 from autotune.study.comparable import require_equal
-from autotune.study.distributions import distributions_of
 from autotune.study.place import PLAY_OFF_OF, Place
 
 # 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
@@ -205,6 +205,22 @@ class Store:
         study, trial = self._running.pop(number)
         trial.set_user_attr("fault", reason)
         study.tell(trial, state=TrialState.FAIL)
+
+
+def distributions_of(space: Space) -> dict[str, BaseDistribution]:
+    """How Optuna sees a space: a distribution for each key of the space that has more than one choice.
+
+    They cover every supported choice, also those left out of this search: Optuna does not let a categorical distribution
+    change within a study.
+    """
+    found: dict[str, BaseDistribution] = {}
+    for name, choices in space.supported.items():
+        if name in space.ordered:
+            low, high = int(choices[0]), int(choices[-1])
+            found[name] = IntDistribution(low, high, log=low > 0)
+        else:
+            found[name] = CategoricalDistribution(choices)
+    return found
 
 
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:

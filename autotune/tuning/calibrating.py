@@ -10,7 +10,7 @@ from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED
 from autotune.records.device import DeviceInfo
 from autotune.runners.jobs import CalibrateJob, JobFailed
 from autotune.runners.runner import ProbeFault, Runner
-from autotune.study import calibrations
+from autotune.study.caches import CalibrationCache
 
 
 def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
@@ -19,14 +19,14 @@ def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[
     Args:
         folder: of the study; calibrations of this machine are kept there.
     """
-    path = calibrations.path_of(folder, holds_for(device)) if runner.keeps_traces else None
-    if path is not None and (kept := calibrations.kept(path)) is not None:
+    cache = CalibrationCache(folder, holds_for(device)) if runner.keeps_traces else None
+    if cache is not None and (kept := cache.read()) is not None:
         return kept, ""
     try:
         found = runner.run(CalibrateJob())
     except (JobFailed, ProbeFault) as failed:
         return NOT_MEASURED, str(failed)
     is_whole = all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION))
-    if path is not None and is_whole and found.contention <= DISTURBED:  # else the next search measures again
-        calibrations.keep(path, found)
+    if cache is not None and is_whole and found.contention <= DISTURBED:  # else the next search measures again
+        cache.write(found)
     return found, ""

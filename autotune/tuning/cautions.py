@@ -11,7 +11,7 @@ from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.outcome import THROTTLED, Outcome
 from autotune.records.result import Measured
-from autotune.study.excused import find_excused
+from autotune.study.failures import find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
 from autotune.tuning.entrant import Standing, failure

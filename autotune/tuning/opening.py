@@ -26,11 +26,11 @@ from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
+from autotune.study.caches import TraceCache
 from autotune.study.comparable import require_comparable
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of
 from autotune.study.store import Store, storage_errors, stored_facts
-from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
 from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning import setting_up

@@ -14,7 +14,7 @@ from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.runners.jobs import TraceJob
 from autotune.runners.runner import ProbeFault, Runner
-from autotune.study.traces import TraceCache, agrees
+from autotune.study.caches import TraceCache, agrees
 
 SLICE_S = 5.0  # of one job
 LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting

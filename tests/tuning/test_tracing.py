@@ -20,7 +20,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import InspectJob, Job, TraceJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Finished, Runner
-from autotune.study.traces import TraceCache
+from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning.explore import explore, measure_baseline

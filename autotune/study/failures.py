@@ -1,10 +1,11 @@
-"""Retryable failures: which failures of an earlier search are tried again when it is resumed."""
+"""What a failure says: nothing where the machine stood still, to try the config again, or to keep away from others like it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from autotune.records.config import Config
+from autotune.records.batch_plan import BATCH_KEYS
+from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Trial
@@ -79,3 +80,59 @@ def _may_pass(outcomes: Sequence[Outcome], timeout_s: float, fastest: float) -> 
     if stands.crowded:
         return True
     return stands.kind in PASSING and sum(outcome.kind in PASSING for outcome in outcomes) == 1
+
+
+def find_excused(trials: Sequence[Trial]) -> frozenset[int]:
+    """The numbers of the play-off's time-outs that say nothing against their configs.
+
+    A config that has run through in the play-off, and is then ended for taking several times as long, is judged by what
+    the others do. Where nobody runs through in that round, the machine stood still. Otherwise it may have done so for
+    this process alone: the first time-out is excused, a second one in turn is the config's own.
+
+    Args:
+        trials: in the order in which they ended; those outside the play-off do not matter.
+    """
+    played = [trial for trial in trials if trial.in_play_off]
+    completed = {trial.round for trial in played if trial.feasible}
+    ran: set[Config] = set()
+    late: set[Config] = set()
+    found = set()
+    for trial in played:
+        if trial.feasible:
+            ran.add(trial.config)
+            late.discard(trial.config)
+        elif trial.outcome.kind is Kind.TIMEOUT and trial.config in ran:
+            if trial.round not in completed:
+                found.add(trial.number)
+            elif trial.config not in late:
+                found.add(trial.number)
+                late.add(trial.config)
+    return frozenset(found)
+
+
+class KnownHangs:
+    """Which configs a time-out rules out: those with all of its choices that have not run in any other config.
+
+    A probe whose bound does not show that its config is slower than the fastest was ended too soon to rule anything out.
+    After a time-out the choices of techniques that have not run yet are tried one at a time, so that none is blamed for
+    another. As long as nothing runs, nothing is ruled out.
+    """
+
+    def __init__(self, known: Mapping[Config, Outcome]) -> None:
+        self._ran = {choice for config, outcome in known.items() if outcome.ok for choice in config.choices}
+        fastest = max((o.measurement.samples_per_s for o in known.values() if o.measurement), default=0.0)
+        hung = [
+            self._new(config)
+            for config, outcome in known.items()
+            if outcome.kind is Kind.TIMEOUT
+            and (outcome.samples_per_s_high is None or outcome.samples_per_s_high < fastest)
+        ]
+        self._hung = hung if self._ran else []
+
+    def rules_out(self, config: Config) -> bool:
+        """Whether to leave the config alone."""
+        new = self._new(config)
+        return bool(self._hung) and (len(new) > 1 or any(blamed and blamed <= new for blamed in self._hung))
+
+    def _new(self, config: Config) -> set[tuple[str, Choice]]:
+        return {choice for choice in config.choices if choice not in self._ran and choice[0] not in BATCH_KEYS}

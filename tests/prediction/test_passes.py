@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume
-from autotune.prediction.passes import Event, Pass, Purpose
+from autotune.prediction.passes import Event, Pass, excess_at_peak, fit_peak, fit_start, fit_volume
+from autotune.prediction.traces import Purpose
 
 
 def made(batch_size: int, *sizes: int, frees: tuple[int, ...] = ()) -> Pass:

@@ -8,16 +8,15 @@ recomputed together, as a segment, first run forward again one after the other, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from autotune.prediction.fit import are_aligned
-from autotune.prediction.passes import Event, MicroSteps, Pass
+from autotune.prediction.passes import Event, MicroSteps, Pass, are_aligned
 
 Section = tuple[str, int]  # `start`, `forward`, `middle`, `backward`; the number of the block
-Likeness = tuple[Section, tuple[int, int]]
+Likeness = tuple[Section, tuple[int, int]]  # where a storage is made, and its bytes at both batch sizes
 START, MIDDLE = ("start", 0), ("middle", 0)
 
 
@@ -42,13 +41,13 @@ def recompute(
 def _compose(
     none: Sequence[Pass], each: Sequence[Pass], segments: Sequence[tuple[int, int]], num_blocks: int
 ) -> tuple[Pass, Pass] | None:
-    sources = [_Source(*pair) for pair in (none, each)]
-    if not all(source.can_be_cut(num_blocks) for source in sources):
+    plain, recomputing = (_cut(low, high, num_blocks) for low, high in (none, each))
+    if plain is None or recomputing is None:
         return None
     recomputed = {block for first, end in segments for block in range(first, end)}
-    composer = _Composer(sources[0], sources[1], num_blocks - 1, recomputes_last=num_blocks - 1 in recomputed)
     inner = {block for first, end in segments for block in range(first, end - 1)}
     whole = {end - 1: first for first, end in segments}
+    composer = _Composer(plain, recomputing, num_blocks - 1, recomputes_last=num_blocks - 1 in recomputed)
     composer.play(1, START)
     for block in range(num_blocks):
         composer.play(block in recomputed, ("forward", block))
@@ -66,56 +65,59 @@ def _compose(
     return composer.result()
 
 
+class _Storage(NamedTuple):
+    made_in: Section
+    sizes: tuple[int, int]  # bytes at both batch sizes
+    freed_in: Section | None
+
+    @property
+    def likeness(self) -> Likeness:
+        """What a storage of the other source has in common with it."""
+        return self.made_in, self.sizes
+
+
 @dataclass(frozen=True)
 class _Source:
-    """A traced pass at two batch sizes, cut into sections."""
+    """A traced pass at two batch sizes, cut into sections.
+
+    Attributes:
+        sections: the events of each.
+        storages: by their keys.
+        frees: section -> keys of the storages that it frees, in the order of their allocation.
+    """
 
     low: Pass
     high: Pass
+    sections: Mapping[Section, Sequence[Event]]
+    storages: Mapping[int, _Storage]
+    frees: Mapping[Section, Sequence[int]]
 
-    def can_be_cut(self, num_blocks: int) -> bool:
-        """Whether every block runs once, in order, and the passes are the same in other sizes."""
-        blocks = [block for _, block in self.low.marks]
-        return (
-            blocks == [*range(num_blocks + 1), *reversed(range(num_blocks))]
-            and self.low.marks == self.high.marks
-            and are_aligned(self.low, self.high)
-            and all(event.key in self.sizes for event in self.low.events)
-        )
 
-    @cached_property
-    def sections(self) -> dict[Section, tuple[Event, ...]]:
-        """The events of each section."""
-        positions = [position for position, _ in self.low.marks]
-        num_blocks = len(positions) // 2
-        names = [START, *(("forward", block) for block in range(num_blocks)), MIDDLE]
-        names += [("backward", block) for block in reversed(range(num_blocks))]
-        edges = [0, *positions, len(self.low.events)]
-        return {name: self.low.events[a:b] for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
-
-    @cached_property
-    def made_in(self) -> dict[int, Section]:
-        """Key of a storage -> the section that allocates it."""
-        return {event.key: name for name, events in self.sections.items() for event in events if event.allocates}
-
-    @cached_property
-    def freed_in(self) -> dict[int, Section]:
-        """Key of a storage -> the section that frees it."""
-        return {event.key: name for name, events in self.sections.items() for event in events if not event.allocates}
-
-    def likeness(self, key: int) -> Likeness:
-        """Where a storage is made, and its bytes at both batch sizes."""
-        return self.made_in[key], self.sizes[key]
-
-    @cached_property
-    def sizes(self) -> dict[int, tuple[int, int]]:
-        """Key of a storage -> its bytes at both batch sizes."""
-        pairs = zip(self.low.events, self.high.events, strict=True)
-        return {low.key: (low.size_bytes, high.size_bytes) for low, high in pairs if low.allocates}
+def _cut(low: Pass, high: Pass, num_blocks: int) -> _Source | None:
+    """The sections of a pass; None unless every block runs once, in order, and the passes are the same in other sizes."""
+    once = [*range(num_blocks + 1), *reversed(range(num_blocks))]
+    if [block for _, block in low.marks] != once or low.marks != high.marks or not are_aligned(low, high):
+        return None
+    names = [START, *(("forward", block) for block in range(num_blocks)), MIDDLE]
+    names += [("backward", block) for block in reversed(range(num_blocks))]
+    edges = [0, *(position for position, _ in low.marks), len(low.events)]
+    sections = {name: low.events[a:b] for name, (a, b) in zip(names, pairwise(edges), strict=True)}
+    made_in = {event.key: name for name, events in sections.items() for event in events if event.allocates}
+    freed_in = {event.key: name for name, events in sections.items() for event in events if not event.allocates}
+    if not freed_in.keys() <= made_in.keys():
+        return None
+    pairs = zip(low.events, high.events, strict=True)
+    sizes = {event.key: (event.size_bytes, other.size_bytes) for event, other in pairs if event.allocates}
+    storages = {key: _Storage(name, sizes[key], freed_in.get(key)) for key, name in made_in.items()}
+    frees: dict[Section, list[int]] = {name: [] for name in names}
+    for key in storages:
+        if key in freed_in:
+            frees[freed_in[key]].append(key)
+    return _Source(low, high, sections, storages, frees)
 
 
 class _Composer:
-    """Plays sections of two sources one after the other, as one pass."""
+    """Plays sections of two sources, without recomputation and with it, one after the other, as one pass."""
 
     def __init__(self, none: _Source, each: _Source, last_block: int, *, recomputes_last: bool) -> None:
         self.sources = (none, each)
@@ -131,41 +133,32 @@ class _Composer:
         Args:
             kept_for: where it is run again, the sections that need its results.
         """
-        source = self.sources[number]
+        source, other = self.sources[number], self.sources[1 - number]
         for key, _, allocates in source.sections[name]:
-            if allocates:
-                freed_in = source.freed_in.get(key)
-                if kept_for is None or freed_in == name or freed_in in kept_for:
-                    self._allocate(number, key)
-            elif (number, key) in self.living:
-                self._free(number, key)
-            elif (like := self._counterpart(number, key, name)) is not None:
-                self._free(*like)
+            if not allocates:
+                self._free_or_like(number, key, name)
+            elif kept_for is None or source.storages[key].freed_in in (name, *kept_for):
+                self._allocate(number, key)
         if kept_for is None:
-            other, kept = 1 - number, self._kept_inputs(number, name)
-            for key in [key for n, key in self.living if n == other and self.sources[n].freed_in.get(key) == name]:
-                likeness = self.sources[other].likeness(key)
+            kept = self._kept_inputs(number, name)
+            for key in self._living(1 - number, name):
+                likeness = other.storages[key].likeness
                 if kept[likeness] > 0:
                     kept[likeness] -= 1
                 else:
-                    self._free(other, key)
+                    self._free(1 - number, key)
 
     def drop_output(self, block: int) -> None:
         """Free what a block's forward pass hands to the next one and keeps no longer than until then."""
-        each, span = self.sources[1], (("forward", block), ("backward", block + 1))
-        for key in [key for n, key in self.living if n == 1 and (each.made_in[key], each.freed_in.get(key)) == span]:
-            self._free(1, key)
+        for key in self._living(1, ("backward", block + 1)):
+            if self.sources[1].storages[key].made_in == ("forward", block):
+                self._free(1, key)
 
     def free_input_of_last_block(self) -> None:
         """Free what the last block was given and, without recomputation, does not keep: that is done after its forward pass."""
-        none = self.sources[0]
-        for key in [key for key, freed_in in none.freed_in.items() if freed_in == MIDDLE]:
-            if none.made_in[key] in (MIDDLE, ("forward", self.last_block)):
-                continue
-            if (0, key) in self.living:
-                self._free(0, key)
-            elif (like := self._counterpart(0, key, MIDDLE)) is not None:
-                self._free(*like)
+        for key in self.sources[0].frees[MIDDLE]:
+            if self.sources[0].storages[key].made_in not in (MIDDLE, ("forward", self.last_block)):
+                self._free_or_like(0, key, MIDDLE)
 
     def _kept_inputs(self, number: int, name: Section) -> Counter[Likeness]:
         """What a block's forward pass takes from the other source and keeps for its backward pass, where that source frees it."""
@@ -173,28 +166,34 @@ class _Composer:
             return Counter()
         later = "backward", self._block_of(name)
         source, other = self.sources[number], self.sources[1 - number]
-        mine = (key for key, freed_in in source.freed_in.items() if freed_in == later)
-        kept = Counter(source.likeness(key) for key in mine if (number, key) not in self.living)
-        theirs = (key for n, key in self.living if n != number and other.freed_in.get(key) == later)
-        return kept - Counter(map(other.likeness, theirs))
+        mine = (key for key in source.frees[later] if (number, key) not in self.living)
+        kept = Counter(source.storages[key].likeness for key in mine)
+        return kept - Counter(other.storages[key].likeness for key in self._living(1 - number, later))
 
-    def _counterpart(self, number: int, key: int, name: Section) -> tuple[int, int] | None:
-        """A living storage of the other source that is like one of this source, and is freed in the same section.
+    def _free_or_like(self, number: int, key: int, name: Section) -> None:
+        """Free a storage where it lives, else one of the other source that is like it and is freed in the same section.
 
         Else it is a block's input that the other source frees in the other pass of that block: a block that is recomputed keeps
         its input for the backward pass, and the same block without recomputation may not.
         """
-        source, other = self.sources[number], self.sources[1 - number]
-        alike = [k for n, k in self.living if n != number and other.likeness(k) == source.likeness(key)]
-        block = self._block_of(name)
-        is_input = source.made_in[key] != ("forward", block)
-        sections = (name, ("backward", block), ("forward", block)) if is_input else (name,)
-        found = (k for section in sections for k in alike if other.freed_in.get(k) == section)
-        return next(((1 - number, k) for k in found), None)
+        if (number, key) in self.living:
+            self._free(number, key)
+            return
+        storage, other, block = self.sources[number].storages[key], self.sources[1 - number], self._block_of(name)
+        is_input = storage.made_in != ("forward", block)
+        for section in (name, ("backward", block), ("forward", block)) if is_input else (name,):
+            for like in self._living(1 - number, section):
+                if other.storages[like].likeness == storage.likeness:
+                    self._free(1 - number, like)
+                    return
 
     def _block_of(self, name: Section) -> int:
         """The block whose input a section frees: what follows the last block's forward pass frees what that was given."""
         return self.last_block if name == MIDDLE else name[1]
+
+    def _living(self, number: int, name: Section) -> list[int]:
+        """The living storages of a source that a section of it frees."""
+        return [key for key in self.sources[number].frees[name] if (number, key) in self.living]
 
     def _allocate(self, number: int, key: int) -> None:
         self.living[number, key] = self.next_key
@@ -207,7 +206,8 @@ class _Composer:
 
     def result(self) -> tuple[Pass, Pass]:
         """The pass at both batch sizes."""
-        sizes = {new: self.sources[number].sizes[key] for new, (number, key) in self.origin.items()}
+        sizes = {new: self.sources[number].storages[key].sizes for new, (number, key) in self.origin.items()}
+        each = self.sources[1]
         low, high = (
             replace(
                 base,
@@ -217,7 +217,7 @@ class _Composer:
                 marks=(),
                 work=None,
             )
-            for which, base in enumerate((self.sources[1].low, self.sources[1].high))
+            for which, base in enumerate((each.low, each.high))
         )
         return low, high
 

@@ -22,9 +22,9 @@ from autotune.devices.oom import attempted_bytes
 from autotune.devices.targets import Target
 from autotune.errors import first_line
 from autotune.prediction.fakes import Fakes, why_values_are_needed
-from autotune.prediction.fit import are_aligned
-from autotune.prediction.passes import MicroSteps, Pass, Purpose, Updates
+from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.storages import StorageTracker
+from autotune.prediction.traces import Purpose
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.calibration import Work
 from autotune.records.config import Choice, Config

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from autotune import techniques
+from autotune.prediction.fake_steps import TraceError, Tracer
 from autotune.prediction.job import trace_plan
-from autotune.prediction.passes import Purpose
 from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
-from autotune.prediction.tracing import TraceError, Tracer
+from autotune.prediction.traces import Purpose, Traces
 from autotune.records.config import Config
 from autotune.task import Task, load_task
 from autotune.techniques import Technique

@@ -1,14 +1,15 @@
-"""What of a study's past stands, and what a resumed search tries again."""
+"""What a failure says: which are tried again when a search is resumed, and what a time-out says of other configs."""
 
 from dataclasses import replace
 
 import pytest
 
+from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.trial import Trial
-from autotune.study.retry import retryable, what_stands
+from autotune.study.failures import KnownHangs, retryable, what_stands
 from tests.closed_form import measurement
 
 OBJECTIVE = Throughput(memory_limit_bytes=2**30, headroom=0.05)
@@ -109,3 +110,47 @@ def test_what_was_ended_stays_so_where_it_was_shown_to_be_slower_than_the_fastes
 
     assert retried(1.0, fastest) == frozenset()
     assert retried(4.0, fastest) == retried(1.0) == {ended.number}
+
+
+RAN, HUNG = Outcome(kind=Kind.OK), Outcome(kind=Kind.TIMEOUT)
+
+
+def complete(**choices):
+    return techniques.complete({"batch_size": 4, **choices})
+
+
+ALL = complete(amp="bf16", channels_last=True, optimizer_impl="fused")
+
+
+def test_after_a_probe_of_several_new_things_hung_they_are_taken_apart():
+    hangs = KnownHangs({complete(): RAN, ALL: HUNG})
+    assert hangs.rules_out(ALL.replace(batch_size=8))
+    assert hangs.rules_out(complete(amp="bf16", channels_last=True))
+    assert not hangs.rules_out(complete(channels_last=True))
+    assert not hangs.rules_out(complete(amp="fp16"))
+
+
+def test_what_ran_in_another_config_is_not_blamed():
+    known = {complete(): RAN, ALL: HUNG, complete(channels_last=True, optimizer_impl="fused"): RAN}
+    hangs = KnownHangs(known)
+    assert hangs.rules_out(complete(amp="bf16")) and hangs.rules_out(complete(amp="bf16", batch_size=2))
+    assert not hangs.rules_out(complete(amp="fp16", channels_last=True))
+
+
+def test_a_time_out_of_what_has_run_otherwise_rules_nothing_out():
+    assert not KnownHangs({complete(): RAN, complete(batch_size=64): HUNG}).rules_out(complete(batch_size=32))
+
+
+def test_nothing_is_ruled_out_before_anything_runs():
+    assert not KnownHangs({complete(): HUNG}).rules_out(ALL)
+
+
+def test_what_was_ended_before_it_was_shown_to_be_slow_is_not_blamed():
+    ran = Outcome(kind=Kind.OK, measurement=measurement(complete(), 3.0, 0))
+
+    def rules_out_bf16(samples_per_s_high):
+        ended = Outcome(kind=Kind.TIMEOUT, bound=Bound(samples_per_s_high=samples_per_s_high, peak_bytes_low=0))
+        return KnownHangs({complete(): ran, complete(amp="bf16"): ended}).rules_out(complete(amp="bf16", batch_size=2))
+
+    assert not rules_out_bf16(4.0)
+    assert rules_out_bf16(1.0) and rules_out_bf16(None)

@@ -1,4 +1,4 @@
-"""Traces kept on disk: shared between searches of a task, and never of another one."""
+"""Traces kept on disk are shared between searches of a task, and never of another one; calibrations between those of a device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import replace
 
 from autotune.files import drop_oldest
 from autotune.prediction.traces import Traces
+from autotune.records.calibration import Calibration, Rate
 from autotune.records.inspection import TaskFacts
-from autotune.study.traces import FOLDER, TraceCache, agrees
+from autotune.study.caches import TRACES as FOLDER
+from autotune.study.caches import CalibrationCache, TraceCache, agrees
 from tests.prediction.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
+MEASURED = Calibration(
+    rates=(Rate(work="matmul", arithmetic="bf16", sizes=(64, 128), flops_per_s=(1e9, 2e9), failure="no answer"),),
+    bytes_per_s=1e10,
+    of={"device": "cpu", "threads": "1"},
+)
 FACTS = TaskFacts(name="task", source_hash="abc", num_parameters=10)
 
 
@@ -76,3 +83,22 @@ def test_beyond_so_many_files_or_bytes_the_oldest_go(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
     drop_oldest(files, most_files=3, most_bytes=25)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_calibration_that_is_kept_is_read_again_for_the_same_device_alone(tmp_path):
+    CalibrationCache(tmp_path, MEASURED.of).write(MEASURED)
+    assert CalibrationCache(tmp_path, dict(reversed(MEASURED.of.items()))).read() == MEASURED
+    assert CalibrationCache(tmp_path, {**MEASURED.of, "threads": "2"}).read() is None
+
+
+def test_a_broken_calibration_counts_as_none(tmp_path):
+    cache = CalibrationCache(tmp_path, {})
+    cache.path.parent.mkdir()
+    for content in ("{", "[]", '{"rates": 3}'):
+        cache.path.write_text(content)
+        assert cache.read() is None
+
+
+def test_a_calibration_in_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    CalibrationCache(tmp_path / "file", {}).write(MEASURED)
