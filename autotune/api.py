@@ -50,10 +50,9 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
-from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspect
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds

@@ -25,8 +25,7 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
-from autotune.tuning.calibrating import calibrate_device
-from autotune.tuning.inspecting import inspect
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little

@@ -7,7 +7,7 @@ from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CalibrateJob, Job
 from autotune.runners.runner import ProbeFault
-from autotune.tuning.calibrating import calibrate_device
+from autotune.tuning.inspecting import calibrate_device
 from tests.closed_form import ClosedFormRunner
 
 PLAIN = tuple(Rate(work=work, arithmetic="fp32", sizes=(64,), flops_per_s=(1e9,)) for work in ("matmul", "convolution"))
