@@ -361,7 +361,9 @@ def explain(
             trains=gpu is None,
         )
         inspection = inspect(runner, job)
-        complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+        complete = complete or techniques.complete(
+            inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
+        )
         _require_support(complete, inspection)
         return explaining.explain(
             runner,

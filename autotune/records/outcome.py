@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.records.formats import Record
+from autotune.records.world import ALONE, World
 from autotune.units import format_bytes, plural
 
 
@@ -197,6 +198,7 @@ class Outcome(Record):
         compiling_s: of `wall_s`, what a process of its own took that compiled for this one.
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
         overflow: for `nonfinite`: where it began, if that was found.
+        world: the processes that trained the config together.
     """
 
     kind: Kind
@@ -217,6 +219,7 @@ class Outcome(Record):
     on_host: bool = False
     bound: Bound | None = None
     overflow: Overflow | None = None
+    world: World = ALONE
 
     @property
     def ok(self) -> bool:

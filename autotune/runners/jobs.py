@@ -23,6 +23,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import ALONE, World
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 
@@ -46,6 +47,7 @@ class Job(Generic[R]):
         name: of the worker's function.
         again_where_crowded: whether it is run once more where others held the memory that its limit allows.
         timeout_s: the process is killed then.
+        world: the processes that train together.
     """
 
     name: ClassVar[str]
@@ -55,6 +57,11 @@ class Job(Generic[R]):
 
         @property
         def timeout_s(self) -> float: ...
+
+        @property
+        def world(self) -> World: ...
+    else:
+        world = ALONE
 
     def arguments(self) -> dict[str, Any]:
         """What the worker's function takes beside the device: the fields as plain data."""
@@ -118,6 +125,7 @@ class InspectJob(Job[Inspection]):
         trained: what is to be trained of the task, by techniques; where it says nothing, what the task's baseline trains.
         comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
         not_compared: why finding that out failed before.
+        world: the processes that are to train together.
         trains: whether a step is tried. Where not, no model is built for real either, unless its code needs values.
     """
 
@@ -128,6 +136,7 @@ class InspectJob(Job[Inspection]):
     absent: DeviceInfo | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
     comparing_s: float = 0.0
+    world: World = ALONE
     trains: bool = True
     not_compared: str = ""
 
@@ -151,6 +160,10 @@ class ConfigJob(Job[R]):
     @property
     def timeout_s(self) -> float:
         return self.settings.timeout_s
+
+    @property
+    def world(self) -> World:
+        return self.settings.world
 
 
 @dataclass(frozen=True, kw_only=True)

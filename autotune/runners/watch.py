@@ -46,7 +46,7 @@ class Watch:
     """
 
     def __init__(self, probe: dict[str, Any]) -> None:
-        self._settings = ProbeSettings(**probe["settings"])
+        self._settings = ProbeSettings.from_dict(probe["settings"])
         self._config = Config(tuple(probe["config"].items()))
         self._kind = probe["device"].partition(":")[0]
         self._file = Path(probe["reports"]) / f"{os.getpid()}.json"
@@ -55,8 +55,8 @@ class Watch:
         self._looked_s = time.monotonic()
         self._device: Device | None = None
         self._world = _place()
-        self._samples = self._config.samples_per_step * self._world.size
-        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.size)
+        self._samples = self._config.plan_in(self._world).samples_per_step
+        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.data_parallel)
         self._report = RankReport(
             world=self._world, began_s=time.monotonic(), outside_bytes=probe.get("outside_bytes", 0)
         )
