@@ -199,6 +199,8 @@ class Outcome(Record):
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
         overflow: for `nonfinite`: where it began, if that was found.
         world: the processes that trained the config together.
+        slot, device: where it ran, by the names that the runner has for them; empty where that was not kept.
+        beside: labels of the jobs that were in flight on the same host at some time meanwhile.
     """
 
     kind: Kind
@@ -220,6 +222,9 @@ class Outcome(Record):
     bound: Bound | None = None
     overflow: Overflow | None = None
     world: World = ALONE
+    slot: str = ""
+    device: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -248,7 +248,7 @@ class CommandRunner(LocalRunner):
         if self._command.has(BATCH_SIZE):
             yield _LOSS_NOT_SEEN
 
-    def beside(self) -> None:
+    def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
         return
 
@@ -312,7 +312,7 @@ class CommandRunner(LocalRunner):
         return Inspection(
             facts=TaskFacts(name=self.task_name, source_hash=self._command.source_hash, has_batchnorm=has_batchnorm),
             world=self._world,
-            device=self.device(),
+            device=self.slots()[0].device,
             global_batch=self._global_batch,
             baseline=baseline.as_dict(),
             baseline_given=BATCH_SIZE in self._baseline

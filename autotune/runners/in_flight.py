@@ -16,6 +16,7 @@ from typing import Any
 from autotune.errors import describe_exit
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPILING, Progress
+from autotune.runners.host import Stay
 from autotune.runners.jobs import Job, TracingJob
 from autotune.units import format_bytes, format_seconds
 
@@ -27,8 +28,7 @@ LOG_TOLD = 4000  # characters of it that go into an outcome
 class InFlight:
     """A job whose worker may still run."""
 
-    ticket: int
-    job: Job[Any]
+    stay: Stay
     log: Path  # what the user's code prints
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
@@ -40,6 +40,11 @@ class InFlight:
     _compiling_s: float = 0.0  # of the whole process in which that was
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
     _unread: bytes = b""
+
+    @property
+    def job(self) -> Job[Any]:
+        """What it does."""
+        return self.stay.job
 
     def read(self) -> None:
         """Take in the messages that have come. A line that a kill cut short stays unread."""
@@ -67,7 +72,7 @@ class InFlight:
 
     def failed(self, outcome: Outcome) -> Any:
         """What is left of the job, which failed."""
-        return self.job.failed(outcome, self._told)
+        return self.stay.place(self.job.failed(outcome, self._told))
 
     def result(self, ended: dict[str, Any]) -> Any:
         """What came of the job, once the supervisor has said how its process `ended`."""
@@ -94,7 +99,7 @@ class InFlight:
             if outcome["measurement"] is not None:
                 outcome["measurement"] |= {"compile_cold_s": self._compile_cold_s}
             found = {"outcome": outcome}
-        return self.job.read(found, self._told)
+        return self.stay.place(self.job.read(found, self._told))
 
     def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""

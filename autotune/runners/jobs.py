@@ -24,6 +24,7 @@ from autotune.records.progress import COMPARING
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import ALONE, World
+from autotune.techniques.labels import describe
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 
@@ -62,6 +63,11 @@ class Job(Generic[R]):
         def world(self) -> World: ...
     else:
         world = ALONE
+
+    @property
+    def label(self) -> str:
+        """What it is, in a few words."""
+        return self.name
 
     def arguments(self) -> dict[str, Any]:
         """What the worker's function takes beside the device: the fields as plain data."""
@@ -156,6 +162,10 @@ class ConfigJob(Job[R]):
 
     config: Config
     settings: ProbeSettings
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of {describe(self.config)}"
 
     @property
     def timeout_s(self) -> float:

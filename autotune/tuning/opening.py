@@ -89,7 +89,7 @@ def open_search(
         budget = _budget(options, runner, listener, waited_s)
         stored = stored_facts(place)
         with budget.split("import"):
-            device = runner.device()
+            device = runner.slots()[0].device
             earlier = stored or stored_facts(plain)  # of which it is a ranking beside
             limit_bytes = memory_limit(options, place if stored else plain, earlier, device.free_bytes)
             if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
@@ -279,7 +279,7 @@ def _tracing(
     target = target_of(inspection.device)
     trained = techniques.trained(history.space.baseline)
     cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
-    return Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
+    return Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.tracer())
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ from autotune.prediction.traces import Traces
 from autotune.probe.timing import disturbances
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
 from autotune.runners.failure import outcome_of_failure
 from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
@@ -100,8 +100,8 @@ class FakeCardRunner(InstantRunner):
     def now_s(self) -> float:
         return self._clock_s
 
-    def device(self) -> DeviceInfo:
-        return self._device.info()
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot(name=self._device.name, device=self._device.info()),)
 
     def result_of(self, job: Job[Any]) -> Any:
         self._clock_s += 1.0
