@@ -7,14 +7,18 @@ import json
 import re
 import textwrap
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from autotune import techniques as every_technique
+from autotune.devices import Telemetry
 from autotune.export import base as exporters
+from autotune.probe.observers import base as observers
 from autotune.proposers import base as proposers
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
@@ -22,7 +26,7 @@ from autotune.runners import runner as runners
 from autotune.runners.host import Host
 from autotune.runners.jobs import ProbeJob
 from autotune.techniques import base as techniques
-from tests.closed_form import ClosedFormRunner, inspection, make_search
+from tests.closed_form import ClosedFormRunner, inspection, make_search, measurement
 from tests.report.sample_study import answer
 
 
@@ -96,3 +100,17 @@ def test_the_runner_sends_jobs_to_slots_and_reads_what_came_of_them(monkeypatch:
         found = [runner.collect(), runner.collect()]
     assert [one.ticket for one in found] == tickets and runner.collect(0) is None
     assert [(one.result.cause, one.result.slot) for one in found] == [("it is full", "second"), ("it is full", "first")]
+
+
+def test_the_observer_adds_up_the_energy_between_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([0.0, 2.0, 3.0])
+    monkeypatch.setattr(observers, "time", SimpleNamespace(monotonic=lambda: next(now_s)), raising=False)
+    monkeypatch.setattr(observers, "replace", replace, raising=False)
+    energy = example_of(observers.Observer, observers)["Energy"]()
+    device: Any = SimpleNamespace(telemetry=lambda: Telemetry(values={"power_w": 100.0}))
+    energy.start(device)
+    for step in range(2):
+        energy.sample(device, step)
+    measured = measurement(every_technique.complete({"batch_size": 8}), 100.0, 2**30)
+    assert energy.stop(device, measured).telemetry == {"energy_j": 300.0}
+    assert energy.stop(device, replace(measured, cut_short=True)).telemetry == {}

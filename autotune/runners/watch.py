@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
-from autotune.probe.memory_growth import growth_per_step
+from autotune.probe.observers.base import Observers
 from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, Timing
 from autotune.records.config import Config
@@ -65,7 +65,6 @@ class Watch:
         self._steps_s: list[float] = []  # of the warm-up, without the first, whose beginning was not seen
         self._num_steps = self._in_block = 0
         self._warmup_s = self._setup_s = 0.0
-        self._held: list[tuple[int, int]] = []
         self._timing = Timing(self._settings, self._samples, self._peak_bytes, unequal=True)  # the samples are real
 
     def stepped(self, optimizer: Any) -> None:
@@ -89,7 +88,7 @@ class Watch:
         self._reporter.trained(step_s, count * self._config.accumulation_steps, is_first_step=is_first)
         if timing:
             self._timing.blocks.add(count * self._samples / step_s, step_s)
-            self._held.append((self._num_steps, self._device.current_bytes()))
+            self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
         self._decide(timing=timing)
@@ -122,6 +121,8 @@ class Watch:
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
+        assert self._device is not None
+        self._observers = Observers(self._device, self._world)
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._world.rank == 0:
@@ -147,7 +148,7 @@ class Watch:
             self._warmup_s = self._reporter.train_s
             if not self._world.rank and self._timing.cut_short(self._steps_s):
                 self._end(cut_short=True)
-            self._device.start_measuring()
+            self._observers.start()
             self._reporter.enter("timing")
 
     def _end(self, *, cut_short: bool = False) -> NoReturn:
@@ -187,20 +188,14 @@ class Watch:
         self._send(self._reporter.progress)
 
     def _measurement(self, *, cut_short: bool = False) -> Measurement:
-        assert self._device is not None
-        # to one rank on a CPU the others are strangers
-        contention = self._device.contention() if self._world.size == 1 and not cut_short else 0.0
-        return self._timing.measurement(
-            self._device,
-            contention=contention,
-            slowdowns={},
+        measured = self._timing.measurement(
             num_steps=self._num_steps,
             setup_s=self._setup_s,
             warmup_s=self._warmup_s,
             timed_s=self._reporter.train_s - self._warmup_s,
-            growth_bytes_per_step=growth_per_step(self._held),
             cut_short=cut_short,
         )
+        return self._observers.stop(measured)
 
     def _peak_bytes(self) -> int:
         return 0 if self._device is None else self._device.peak_bytes()
