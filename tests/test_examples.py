@@ -23,7 +23,7 @@ from autotune.proposers import base as proposers
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.runners import runner as runners
-from autotune.runners.host import Host
+from autotune.runners.in_flight import Host
 from autotune.runners.jobs import ProbeJob
 from autotune.techniques import base as techniques
 from tests.closed_form import ClosedFormRunner, inspection, make_search, measurement

@@ -1,4 +1,4 @@
-"""The job that a local runner has in flight: what its worker has sent so far, and what comes of it."""
+"""Jobs in flight: in which slot each is, which others are beside it, what a worker of this machine has sent, and what comes of it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,78 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import describe_exit
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPILING, Progress
-from autotune.runners.host import Stay
 from autotune.runners.jobs import Job, TracingJob
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
 LOG_TOLD = 4000  # characters of it that go into an outcome
+
+
+@dataclass
+class Stay:
+    """A job in a slot, and the labels of the jobs that were in flight beside it so far."""
+
+    ticket: int
+    job: Job[Any]
+    slot: str
+    device: str
+    beside: list[str] = field(default_factory=list)
+
+    def place(self, result: Any) -> Any:
+        """The job's result, with where it ran where that is an outcome."""
+        if not isinstance(result, Outcome):
+            return result
+        beside, world = tuple(self.beside), self.job.world
+        return replace(result, slot=self.slot, device=self.device, beside=beside, world=world)
+
+
+class Host:
+    """Gives jobs their slots and tickets. Runners that share a machine share one of these: their jobs run beside each other."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, Stay] = {}
+        self._num_jobs = 0
+
+    def take(self, slots: Mapping[str, str], job: Job[Any], wanted: str = "") -> Stay:
+        """Give a job a free slot until it leaves.
+
+        Args:
+            slots: name of each slot -> name of its device.
+            wanted: the slot that it must be; empty for any.
+
+        Raises:
+            RuntimeError: it, or each of them, is taken.
+        """
+        taken = {stay.slot for stay in self._stays.values()}
+        free = [name for name in slots if name not in taken and wanted in ("", name)]
+        if not free:
+            which = (
+                f"the slot {wanted} is"
+                if wanted
+                else f"all {len(slots)} slots are"
+                if len(slots) > 1
+                else "the slot is"
+            )
+            raise RuntimeError(f"{which} taken; collect a job first")
+        self._num_jobs += 1
+        stay = Stay(self._num_jobs, job, free[0], slots[free[0]])
+        for other in self._stays.values():
+            stay.beside.append(f"{other.job.label} on {other.slot}")
+            other.beside.append(f"{job.label} on {stay.slot}")
+        self._stays[stay.ticket] = stay
+        return stay
+
+    def leave(self, ticket: int) -> Stay:
+        """Free a job's slot, once it has ended."""
+        return self._stays.pop(ticket)
 
 
 @dataclass

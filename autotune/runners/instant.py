@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.records.progress import Progress
-from autotune.runners.host import Host
+from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job
 from autotune.runners.runner import Finished, Runner
 

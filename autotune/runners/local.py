@@ -25,8 +25,7 @@ from autotune.records.progress import Progress
 from autotune.records.slot import Slot
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
-from autotune.runners.host import Host, Stay
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import Host, InFlight, Stay
 from autotune.runners.jobs import ConfigJob, Job, MeasureJob, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource

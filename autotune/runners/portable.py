@@ -19,8 +19,7 @@ from autotune import techniques
 from autotune.devices import open_device
 from autotune.records.progress import Progress
 from autotune.records.slot import Slot
-from autotune.runners.host import Host
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import Host, InFlight
 from autotune.runners.jobs import InspectJob, Job, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.loading import load_source

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,15 +26,45 @@ from autotune.probe.observers.base import Observers
 from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, Timing
 from autotune.records.config import Config
+from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import World
 from autotune.runners.failure import outcome_of_failure
-from autotune.runners.rank_report import RankReport
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport(Record):
+    """One process of a command.
+
+    Attributes:
+        began_s: when it began to be watched, on the monotonic clock.
+        outside_bytes: what it held before it built a model.
+        optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
+        has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
+        outcome: how it failed; None where it did not.
+        is_done: it knows enough, and waits to be ended.
+    """
+
+    world: World = field(default_factory=World)
+    began_s: float
+    outside_bytes: int = 0
+    optimizer: str = ""
+    has_batchnorm: bool = False
+    progress: Progress = field(default_factory=Progress)
+    num_steps: int = 0
+    measurement: Measurement | None = None
+    outcome: Outcome | None = None
+    is_done: bool = False
+
+    @property
+    def known_world(self) -> World | None:
+        """Its place among the ranks; None while a process that seems alone has not taken a step."""
+        return self.world if self.optimizer or self.world.size > 1 else None
 
 
 class Watch:

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.probe.seed import seed_everything
+from autotune.randomness import seed_everything
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING, COMPILING, Progress
 from autotune.records.settings import ProbeSettings
@@ -262,8 +262,8 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune import techniques
-    from autotune.probe.batch_statistics import enough_samples
     from autotune.probe.checks import run_checks
+    from autotune.probe.runs import enough_samples
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}

@@ -10,8 +10,7 @@ from autotune import techniques
 from autotune.records.outcome import Kind
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
-from autotune.runners.host import Stay
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
