@@ -32,8 +32,9 @@ class Phase(IntEnum):
     TASK = 0  # what is trained at all, before anything exists: `autotune.techniques.partition`
     PROCESS = 1  # process-wide settings, before the model exists
     MODEL = 2  # the model is on its device; the optimizer does not exist yet
-    OPTIMIZER = 3  # the optimizer exists and has no state
-    LOADER = 4  # options of the data loader
+    SPREAD = 3  # how the model is spread over the processes of a world; its parameters may be others from here on
+    OPTIMIZER = 4  # the optimizer exists and has no state
+    LOADER = 5  # options of the data loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +241,12 @@ class Technique(ABC):
 
         It is not offered then for a task whose `train_step` is one unit.
         """
-        return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
+        return self.phase in (Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
     @property
     def shapes_memory(self) -> bool:
         """Whether its choices change what a training step holds on the device."""
-        return self.phase in (Phase.TASK, Phase.MODEL, Phase.OPTIMIZER)
+        return self.phase in (Phase.TASK, Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
     def traced_as(self, choice: Choice) -> Choice:
         """The choice whose traced memory also stands for `choice`, since both need the same."""

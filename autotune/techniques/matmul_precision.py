@@ -20,7 +20,7 @@ class MatmulPrecision(Technique):
     """The precision of fp32 matrix products, for the whole process.
 
     cuDNN's convolutions have a switch of their own, which is on by default: "plain fp32" is what torch does by default, TF32 in
-    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.exact_convolutions`).
+    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.runs`).
     """
 
     name = "matmul_precision"

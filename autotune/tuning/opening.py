@@ -14,7 +14,7 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.registry import sampler_names
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE, BatchPlan
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
@@ -22,6 +22,7 @@ from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.settings import ProbeSettings
 from autotune.records.study import Fingerprint, SearchFacts
+from autotune.records.world import World
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
@@ -96,11 +97,9 @@ def open_search(
         waited_s = time.monotonic() - began_s if began_s is not None else 0.0
         budget = _budget(options, runner, listener, waited_s)
         with budget.split("import"):
-            device = runner.device()
+            device = runner.slots()[0].device
             agreed = kept.agree(options, device.free_bytes, environment=runner.keeps_traces)
-            if (
-                not kept.earlier
-            ):  # the cache of a study that is no more: how long compiling takes is measured without it
+            if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
@@ -219,7 +218,7 @@ def _open_over(
         target,
         cache if runner.keeps_traces else None,
         MAX_TRACE_SHARE * budget.budget_s,
-        runner.beside(),
+        runner.tracer(),
     ) as tracing:
         yield Search(
             runner=runner,
@@ -227,7 +226,7 @@ def _open_over(
             history=history,
             inspection=inspection,
             options=options,
-            settings=_settings(options.seed, limit_bytes, budget),
+            settings=_settings(options.seed, limit_bytes, inspection.known_world, budget),
             budget=budget,
             tracing=tracing,
             cost_model=CostModel(
@@ -328,9 +327,10 @@ def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s
     )
 
 
-def _settings(seed: int, limit_bytes: int, budget: Budget) -> ProbeSettings:
+def _settings(seed: int, limit_bytes: int, world: World, budget: Budget) -> ProbeSettings:
     return ProbeSettings(
         memory_limit_bytes=limit_bytes,
+        world=world,
         seed=seed,
         timeout_s=budget.first_timeout_s,
         max_timed_s=min(10.0, max(1.0, budget.budget_s / 60)),
@@ -372,9 +372,9 @@ def _train_samples(options: SearchOptions, inspection: Inspection) -> float | No
         ConfigError: the user says so in two ways, or by a dataset that there is not.
     """
     if options.train_epochs is None:
-        per_step = int(inspection.baseline[BATCH_SIZE]) * int(inspection.baseline[ACCUMULATION])
-        num_ranks = inspection.world.size if inspection.world else 1  # the batch is of one of them
-        return options.train_steps and options.train_steps * per_step * num_ranks
+        batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
+        plan = BatchPlan(batch_size, accumulation_steps, inspection.known_world)
+        return options.train_steps and options.train_steps * plan.samples_per_step
     if options.train_steps is not None:
         raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
     dataset_size = inspection.facts.dataset_size

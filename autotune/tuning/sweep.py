@@ -61,7 +61,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     )
     begun = table.read(options.out) if options.out.exists() else None
     limit_bytes = options.memory_limit_bytes or (
-        begun.header.memory_limit_bytes if begun else runner.device().free_bytes
+        begun.header.memory_limit_bytes if begun else runner.slots()[0].device.free_bytes
     )
     settings = ProbeSettings(
         memory_limit_bytes=limit_bytes,
@@ -71,7 +71,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
-        calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
+        calibration, _ = calibrate_device(runner, runner.slots()[0].device, options.out.parent)
         job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,
