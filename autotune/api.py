@@ -50,10 +50,9 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
-from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspect
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
@@ -84,7 +83,7 @@ def search(
         AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
-    total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
+    total_bytes = _total_bytes if runner is None else lambda device: runner.slots()[0].device.total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
     return run_search(
         TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s
@@ -187,7 +186,7 @@ def _run_one(
     local = LocalRunner(
         source, device=options.device, logs=place.with_suffix(".logs"), compiled=place.with_suffix(".compiled")
     )
-    free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
+    free_bytes = local.slots()[0].device.free_bytes  # before a supervisor holds what each probe's limit counts, too
     with local as runner:
         settings = ProbeSettings(
             memory_limit_bytes=options.memory_limit_bytes or free_bytes,
@@ -361,7 +360,9 @@ def explain(
             trains=gpu is None,
         )
         inspection = inspect(runner, job)
-        complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+        complete = complete or techniques.complete(
+            inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
+        )
         _require_support(complete, inspection)
         return explaining.explain(
             runner,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autotune.devices.oom import give_back
 from autotune.errors import TaskError
 from autotune.randomness import keep_randomness
 from autotune.recovery import Halving
@@ -132,4 +131,4 @@ class Evaluator:
             else:
                 yield values, weight
                 continue
-            give_back(self._device)
+            self._device.give_back()

@@ -19,8 +19,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from autotune.coupling.buffers import Buffers, version_of
-from autotune.coupling.compare import SamplesOf, TypicalSamples, find_coupling
-from autotune.devices.oom import attempted_bytes, give_back
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import SamplesOf, TypicalSamples
+from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState
 from autotune.records.coupling import Coupling, Verdict
@@ -245,7 +246,7 @@ class Recovery:
             parameter.grad = None
         self._buffers.restore()
         start.random.restore()
-        give_back(self._device)
+        self._device.give_back()
 
 
 _CANNOT = "autotune cannot take the step again in smaller micro batches"

@@ -16,6 +16,7 @@ from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluation import Evaluator
 from autotune.records.config import Choice, Config
+from autotune.records.world import ALONE, World
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates
@@ -33,6 +34,7 @@ class Session:
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
         config: the config that was applied.
         device: the torch device.
+        world: the processes that train the model together, this one among them.
         scaler: GradScaler for fp16, else None.
         evaluator: evaluates single batches; `evaluate` takes a whole loader.
         ready: what a forward pass is given and runs in, as the config says.
@@ -43,6 +45,7 @@ class Session:
         self.task = build.task
         self.config = build.config
         self.device = build.device.torch_device
+        self.world = build.world
         self.model = build.model
         accumulates(build.model, build.config.accumulation_steps)
         self.optimizer = build.optimizer
@@ -272,6 +275,7 @@ def prepare(
     device: str | Device = "auto",
     global_batch: int | None = None,
     on_oom: Literal["halve", "raise"] = HALVE,
+    world: World = ALONE,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
 
@@ -287,6 +291,7 @@ def prepare(
             halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
             and 0.1 ms with 800 parameters and 100 buffers.
+        world: the processes that train the model together, this one among them: the global batch is what all of them take.
 
     Raises:
         TaskError: the model file is not valid, or one of its functions returns something unsuitable.
@@ -300,7 +305,7 @@ def prepare(
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
     choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
-    config = techniques.complete(choices, global_batch=task.global_batch)
+    config = techniques.complete(choices, global_batch=task.global_batch, world=world)
     if config.accumulation_steps > 1 and task.takes_whole_steps:
         raise techniques.UnsupportedError(
             f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
@@ -308,12 +313,14 @@ def prepare(
         )
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
-    build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
+    opened = open_device(device) if isinstance(device, str) else device
+    build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
     _apply(build, techniques.Phase.TASK)
     _apply(build, techniques.Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)
     _apply(build, techniques.Phase.MODEL)
+    _apply(build, techniques.Phase.SPREAD)
     build.optimizer = build.task.optimizer(build.model)
     _apply(build, techniques.Phase.OPTIMIZER)
     _apply(build, techniques.Phase.LOADER)

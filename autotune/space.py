@@ -15,6 +15,7 @@ from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.records.world import ALONE, World
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
@@ -47,6 +48,7 @@ class Space:
             that is better known than the technique knows by itself.
         barred: sets of changes from the baseline, as `changes` has them. A config with all changes of one of them is not probed
             and is no answer.
+        world: the processes that train each config together; the global batch is that of all of them.
     """
 
     choices: Mapping[str, tuple[Choice, ...]]
@@ -60,6 +62,7 @@ class Space:
     stays_whole: bool = False
     expected_setup_s: Mapping[tuple[str, Choice], float] = field(default_factory=dict)
     barred: frozenset[Changes] = frozenset()
+    world: World = ALONE
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -75,7 +78,8 @@ class Space:
         """Complete a partial config with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
         full = {**self._usual, **choices}
         if self.global_batch is not None:
-            full[ACCUMULATION] = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE])).accumulation_steps
+            plan = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE]), self.world)
+            full[ACCUMULATION] = plan.accumulation_steps
         return Config(tuple(full.items()))
 
     @cached_property
@@ -97,7 +101,7 @@ class Space:
         return (
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
-            and config.plan.keeps(self.global_batch)
+            and config.plan_in(self.world).keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
             and not self._is_barred(config)
         )
@@ -219,10 +223,10 @@ class Space:
         """
         if self.baseline.batch_size == 1 or self.stays_whole:
             return None
-        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch)
+        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch, self.world)
         plan = BatchPlan(half, self.baseline.accumulation_steps)
         if self.global_batch is not None:
-            plan = BatchPlan.keeping(self.global_batch, half)
+            plan = BatchPlan.keeping(self.global_batch, half, self.world)
 
         def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
             sizes = choices.get(BATCH_SIZE, ())
@@ -308,7 +312,8 @@ def build_space(
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
     """
     fixed = require_possible(fix, include, exclude)
-    baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+    world = inspection.known_world
+    baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch, world=world)
     trained = techniques.trained(baseline)
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
@@ -368,6 +373,7 @@ def _space_of(
         supported=supported,
         baseline=baseline,
         global_batch=inspection.global_batch,
+        world=inspection.known_world,
         accumulations=accumulations,
         fixed=fixed,
         untraceable={(name, choice): reason for name, found in support_of for choice, reason in found.untraceable},
@@ -412,7 +418,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
         ConfigError: it is not supported for this task on this device.
     """
     if name == BATCH_SIZE:
-        techniques.complete({name: choice}, global_batch=inspection.global_batch)
+        techniques.complete({name: choice}, global_batch=inspection.global_batch, world=inspection.known_world)
         dataset_size = inspection.facts.dataset_size
         if dataset_size is not None and int(choice) > dataset_size:
             raise ConfigError(
@@ -433,7 +439,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
 def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
     """Refuse a fixed batch size whose accumulation steps are not searched."""
     assert inspection.global_batch is not None
-    steps = BatchPlan.keeping(inspection.global_batch, batch_size).accumulation_steps
+    steps = BatchPlan.keeping(inspection.global_batch, batch_size, inspection.known_world).accumulation_steps
     if steps not in accumulations:
         raise ConfigError(
             f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "

@@ -20,6 +20,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts
 from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
@@ -54,6 +55,7 @@ class ClosedFormRunner(InstantRunner):
     configs: list[Config] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)  # their batch sizes
     waited_s: float = 0.0  # by which its clock is ahead
+    num_slots: int = 1
 
     task_name = "closed"
 
@@ -64,8 +66,8 @@ class ClosedFormRunner(InstantRunner):
     def now_s(self) -> float:
         return time.monotonic() + self.waited_s
 
-    def device(self) -> DeviceInfo:
-        return inspection().device
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(Slot(name=f"slot {number}", device=inspection().device) for number in range(self.num_slots))
 
     def result_of(self, job: Job[Any]) -> Any:
         match job:

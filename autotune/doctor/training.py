@@ -105,7 +105,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
 
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:
-    info = runner.device()
+    info = runner.slots()[0].device
     facts: Facts = {"slow_start": runner.slow_start}
     if task is TASKS[0]:
         try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.devices import capabilities_of
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.fake_steps import Run, TraceError, Tracer
@@ -73,7 +73,7 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     num_further = 0 if device.own_memory else config.accumulation_steps - 1
     further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
     simulated = (
-        partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+        partial(reserved_bytes, added=allocator_settings(config), held_bytes=cublas_workspaces(gpu_of(target)))
         if device.own_allocator
         else None
     )

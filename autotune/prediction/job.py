@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune import techniques
 from autotune.devices import capabilities_of
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, kind_of
 from autotune.prediction.allocator import reserved_factors
 from autotune.prediction.fake_steps import TraceError, Tracer
@@ -142,7 +142,9 @@ class _Job:
             return sum(parts)
 
         sizes, added = allocator_sizes(self.plan.batch_sizes), techniques.all_allocator_settings()
-        return reserved_factors(micro, self.simulated, living_bytes, sizes, added, workspaces(gpu_of(self.target)))
+        return reserved_factors(
+            micro, self.simulated, living_bytes, sizes, added, cublas_workspaces(gpu_of(self.target))
+        )
 
     @cached_property
     def simulated(self) -> dict[Group, Updates]:

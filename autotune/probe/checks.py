@@ -12,10 +12,8 @@ from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
-from autotune.probe.differences import Difference, Run, difference, worst
-from autotune.probe.runs import SEED, Runs
-from autotune.probe.seed import seed_everything
-from autotune.randomness import keep_randomness
+from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
+from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.result import Check
@@ -69,25 +67,6 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
     return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size).check()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Judged:
-    """What a difference means.
-
-    Attributes:
-        complaints: none where the config passes.
-        notes: what the user should know besides.
-        noise: the model's own, with other random draws where those count.
-        undecided: the model magnifies rounding so far that the comparison tells little.
-        cause: keys of the config that make it fail.
-    """
-
-    complaints: list[str]
-    notes: list[str]
-    noise: Difference
-    undecided: bool
-    cause: tuple[str, ...]
-
-
 class _Comparison:
     """Runs a config and plain training one after the other, from the same weights on the same batch."""
 
@@ -108,6 +87,7 @@ class _Comparison:
         self.num_steps = max((technique.check_steps for technique in used), default=1) if self.exact else 1
         self.mantissa_bits = MANTISSA_BITS[techniques.arithmetic_of(config)]
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
+        self.notes: list[str] = []  # what the user should know besides
 
     def check(self) -> Check:
         """Run everything and judge."""
@@ -122,8 +102,9 @@ class _Comparison:
             )
             candidate = runs.run(self.config)
             found = difference(plain, candidate)
-            judged = self._judge(runs, plain, candidate, found, noise)
-        complaints, notes, noise = judged.complaints, judged.notes, judged.noise
+            complaints, noise, undecided = self._judge(runs, plain, found, noise)
+            cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
+        notes = self.notes
         names_equal = plain.names == candidate.names
         if self.micro_steps < self.asked_steps:
             notes.append("accumulation is not compared: only the task itself can make smaller batches")
@@ -135,8 +116,8 @@ class _Comparison:
             )
         if noise.gradient > REDUCED_GRADIENT_ERROR:
             notes.append("two plain runs differ as much, so this comparison says little about the technique")
-        if judged.cause and len(self.switched) > 1:
-            complaints.insert(0, self.blamed(judged.cause))
+        if cause and len(self.switched) > 1:
+            complaints.insert(0, self.blamed(cause))
         return Check(
             technique="config",
             choice=", ".join(f"{name}={choice}" for name, choice in self.switched.items()) or "nothing switched on",
@@ -147,13 +128,20 @@ class _Comparison:
             buffer_error=found.buffers,
             names_equal=names_equal,
             noise=noise.gradient,
-            passed=None if judged.undecided and names_equal else not complaints,
-            cause=judged.cause,
+            passed=None if undecided and names_equal else not complaints,
+            cause=cause,
             reason="; ".join([*complaints, *notes]),
         )
 
-    def _judge(self, runs: Runs, plain: Run, candidate: Run, found: Difference, noise: Difference) -> _Judged:
-        """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it."""
+    def _judge(
+        self, runs: Runs, plain: Values, found: Difference, noise: Difference
+    ) -> tuple[list[str], Difference, bool]:
+        """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it.
+
+        Returns:
+            The complaints, none where the config passes; the noise, with other random draws where those count; and whether the
+            model magnifies rounding so far that the comparison tells little.
+        """
         complaints = self.complaints(found, noise)
         if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
             draws = RandomDraws()
@@ -161,7 +149,7 @@ class _Comparison:
             if draws.seen or self.micro_steps > 1:
                 noise = worst(noise, others)
                 complaints = self.complaints(found, noise)
-        notes, undecided = [], False
+        notes, undecided = self.notes, False
         if complaints and self.micro_steps > 1 and runs.batch_statistics:
             notes.append(
                 "expected: batch normalisation sees one micro batch at a time, so accumulation learns otherwise"
@@ -182,10 +170,9 @@ class _Comparison:
             )
             if undecided:
                 notes.append("so this comparison tells little in this model")
-        cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
-        return _Judged(complaints=complaints, notes=notes, noise=noise, undecided=undecided, cause=cause)
+        return complaints, noise, undecided
 
-    def causes(self, runs: Runs, plain: Run, candidate: Run, noise: Difference) -> Iterator[str]:
+    def causes(self, runs: Runs, plain: Values, candidate: Values, noise: Difference) -> Iterator[str]:
         """The keys of the config that make it differ: its micro batches, its exact techniques or its reduced precision."""
         reference = plain
         if self.micro_steps > 1:
@@ -206,14 +193,14 @@ class _Comparison:
 
     def blamed(self, cause: Sequence[str]) -> str:
         """What makes the config differ, in words."""
-        said = []
-        for name in cause:
+
+        def words(name: str) -> str:
             if name == ACCUMULATION:
-                said.append("cutting the batch into micro batches, which plain fp32 does not bear either")
-            else:
-                kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
-                said.append(f"{name}={self.switched[name]}{kind}")
-        return f"the cause is {' and '.join(said)}"
+                return "cutting the batch into micro batches, which plain fp32 does not bear either"
+            kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
+            return f"{name}={self.switched[name]}{kind}"
+
+        return f"the cause is {' and '.join(map(words, cause))}"
 
     def error_in_double(self, runs: Runs) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.
@@ -261,11 +248,8 @@ class _Comparison:
             ("buffers differ", found.buffers, least_buffers, noise.buffers),
             ("the parameters' movement differs", found.movement, MOVEMENT_ERROR, noise.movement),
         )
-        out = []
-        for what, error, least, floor in bounds:
-            bound = max(least, NOISE_FACTOR * floor)
-            if not error <= bound:
-                out.append(f"{what} by {error:.1e} from plain fp32 (bound {bound:.1e})")
+        allowed = [(what, error, max(least, NOISE_FACTOR * floor)) for what, error, least, floor in bounds]
+        out = [f"{what} by {e:.1e} from plain fp32 (bound {bound:.1e})" for what, e, bound in allowed if not e <= bound]
         if not self.exact and not found.cosine >= lowest:
             out.append(f"the gradient's cosine with plain fp32 is {found.cosine:.5f} (bound {lowest:.3f})")
         return out

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, TaskError, in_one_line
-from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
+from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, BatchPlan, largest_batch_size, share_of
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.coupling import Coupling
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.progress import COMPARING, Progress
+from autotune.records.world import ALONE, World
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
@@ -35,6 +36,7 @@ def inspect_task(
     comparing_s: float = 0.0,
     untrained: Untrained | None = None,
     not_compared: str = "",
+    world: World = ALONE,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
@@ -45,6 +47,7 @@ def inspect_task(
         comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
         untrained: how techniques are tried on a task whose models have no values; no step is tried then.
         not_compared: why that failed in another process.
+        world: the processes that are to train the task together.
         report: is told when that begins and ends.
 
     Raises:
@@ -62,11 +65,11 @@ def inspect_task(
     info, outside_bytes = opened.info(), opened.outside_bytes()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
-    first = _first_step(task, opened) if untrained is None else FirstStep(samples=_fewest(task))
+    first = _first_step(task, opened, world) if untrained is None else FirstStep(samples=_fewest(task, world))
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
-    baseline = _baseline(task, facts.dataset_size).replace(**chosen)
+    baseline = _baseline(task, facts.dataset_size, world).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
     coupling = Coupling.unknown(not_compared) if not_compared else None
@@ -75,10 +78,10 @@ def inspect_task(
     else:
         model, few = model.to(opened.torch_device), to_device(few, opened.torch_device)
         if comparing_s:
-            coupling = _compare(task, model, opened, baseline, first, comparing_s, report)
-    baseline = uncut(task, baseline, coupling, facts.dataset_size)
+            coupling = _compare(task, model, opened, baseline.plan_in(world), first, comparing_s, report)
+    baseline = uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
-    batch = _batch_support(setting, baseline, coupling)
+    batch = _batch_support(setting, baseline.plan_in(world), coupling)
     return Inspection(
         facts=replace(facts, warnings=(*facts.warnings, *warnings_of(batch))),
         device=info,
@@ -93,6 +96,7 @@ def inspect_task(
         shortage=first.shortage,
         comparable=not task.takes_whole_steps,
         coupling=coupling,
+        world=world,
         signature=signature,
     ).to_dict()
 
@@ -112,7 +116,7 @@ def _compare(
     task: Any,
     model: Any,
     device: Device,
-    baseline: Config,
+    plan: BatchPlan,
     first: FirstStep,
     comparing_s: float,
     report: Callable[[Progress], None],
@@ -122,7 +126,7 @@ def _compare(
 
     report(Progress(stage=COMPARING))
     coupling = coupling_of(
-        task, model, device, baseline.plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
+        task, model, device, plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
     )
     report(Progress())
     return coupling
@@ -151,14 +155,14 @@ def _setting(
     )
 
 
-def _batch_support(setting: Setting, baseline: Config, coupling: Coupling | None) -> BatchSupport:
+def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None) -> BatchSupport:
     """Which batches may be tried, and why others may not."""
     from autotune.probe.batch_support import batch_support
     from autotune.task.facts import uses_batch_statistics
 
     task = setting.task
     return batch_support(
-        baseline.plan,
+        plan,
         global_batch=task.global_batch,
         dataset_size=setting.dataset_size,
         normalises=uses_batch_statistics(setting.model),
@@ -190,7 +194,7 @@ class FirstStep:
     shortage: str = ""
 
 
-def _first_step(task: Any, device: Device) -> FirstStep:
+def _first_step(task: Any, device: Device, world: World) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
     That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
@@ -204,7 +208,8 @@ def _first_step(task: Any, device: Device) -> FirstStep:
         try:
             if size is None:
                 dataset = task.dataset()
-                size = _baseline(task, None if dataset is None else samples.dataset_size(dataset)).batch_size
+                known = None if dataset is None else samples.dataset_size(dataset)
+                size = _baseline(task, known, world).batch_size
             return FirstStep(check_task(task, device.torch_device, size), size)
         except Exception as error:
             if device.is_out_of_memory(error):
@@ -218,26 +223,26 @@ def _first_step(task: Any, device: Device) -> FirstStep:
     raise mistake
 
 
-def _fewest(task: Any) -> int:
+def _fewest(task: Any, world: World) -> int:
     """Two samples; where no batch of them can be made, as many as the baseline's has."""
     with suppress(Exception):
         task.batch(2)
         return 2
-    return _baseline(task, task.dataset_size()).batch_size
+    return _baseline(task, task.dataset_size(), world).batch_size
 
 
-def _baseline(task: Any, dataset_size: int | None) -> Config:
+def _baseline(task: Any, dataset_size: int | None, world: World) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
     from autotune import techniques
 
     given: dict[str, Any] = dict(task.baseline or {})
     if task.takes_whole_steps and task.global_batch is not None:
-        given = {BATCH_SIZE: task.global_batch, **given}
+        given = {BATCH_SIZE: share_of(task.global_batch, world), **given}
     if BATCH_SIZE not in given:
         usual = task.loader_batch_size() or DEFAULT_BATCH_SIZE
-        given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch)
+        given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch, world)
     try:
-        return techniques.complete(given, global_batch=task.global_batch)
+        return techniques.complete(given, global_batch=task.global_batch, world=world)
     except ConfigError as error:
         raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,8 @@ import torch
 from autotune.devices import Device
 from autotune.probe import compilation
 from autotune.probe.leaks import kept
-from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
+from autotune.probe.observers.base import Observers
 from autotune.probe.reporter import Reporter
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Timing
 from autotune.records.outcome import Kept, Measurement
@@ -55,7 +54,6 @@ class Run:
     report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
-    _slowdowns: Counter[str] = field(default_factory=Counter)  # what slowed the device down, by the number of blocks
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -64,6 +62,7 @@ class Run:
         self._graph_breaks_before = compilation.num_graph_breaks()
         self._reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
         unequal, samples = self.session.task.dataset() is not None, self.session.config.samples_per_step
+        self._observers = Observers(self.device, self.session.world)
         self._timing = Timing(self.settings, samples, self.device.peak_bytes, unequal)
 
     @property
@@ -92,15 +91,12 @@ class Run:
         self.warm_up()
         warmup_s = self.train_s
         self._reporter.enter("timing")
-        timed_s, growth, contention, phases = 0.0, 0.0, 0.0, {}
+        timed_s, phases = 0.0, {}
         if not (cut_short := self._timing.cut_short(self._whole_steps_s())):
-            growth, contention = self._time(), self.device.contention()
+            self._time()
             timed_s = self.train_s - warmup_s
             phases = self._phases() if self.settings.phases else {}
         measured = self._timing.measurement(
-            self.device,
-            contention=contention,
-            slowdowns=self._slowdowns,
             num_steps=self.num_steps,
             setup_s=setup_s,
             warmup_s=warmup_s,
@@ -111,12 +107,12 @@ class Run:
             num_recompilations=compilation.num_graphs() - self._first_graphs,
             phases_s=phases,
             final_loss=float(self._loss),
-            growth_bytes_per_step=growth,
             skipped_steps=self._skipped_steps(),
             cut_short=cut_short,
             places=self.session.places,
         )
-        if not growth or self._spent_s > self.settings.timeout_s / 2:
+        measured = self._observers.stop(measured)
+        if not measured.growth_bytes_per_step or self._spent_s > self.settings.timeout_s / 2:
             return measured
         return replace(measured, leaks=self._leaks())
 
@@ -221,8 +217,8 @@ class Run:
             return 0
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
-    def _time(self) -> float:
-        """Time blocks until there are enough. Returns the growth of memory in bytes per optimizer step."""
+    def _time(self) -> None:
+        """Time blocks until there are enough."""
         config, blocks = self.session.config, self._timing.blocks
         typical = self._typical()
         step_s = self._whole_s(typical)
@@ -230,8 +226,7 @@ class Run:
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
         sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        held: list[tuple[int, int]] = []
-        self.device.start_measuring()
+        self._observers.start()
         done = 0
         while not self._timing.is_done(done, self._spent_s):
             if sliced:
@@ -245,9 +240,7 @@ class Run:
                 blocks.add(count * config.samples_per_step / block_s, block_s)
                 done += count
             self._require_finite_loss()
-            held.append((self.num_steps, self.device.current_bytes()))
-            self._slowdowns.update(self.device.slowdowns())
-        return growth_per_step(held)
+            self._observers.sample(self.num_steps)
 
     @property
     def _spent_s(self) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from autotune.devices import Device
 from autotune.probe.measure import Run, dense_values, is_finite
-from autotune.probe.seed import seed_everything
+from autotune.randomness import seed_everything
 from autotune.records.config import Choice
 from autotune.records.outcome import BACKWARD, FORWARD, INPUT, LOSS, Overflow
 from autotune.records.progress import Progress

@@ -5,15 +5,13 @@ probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from autotune.devices import Device
-from autotune.devices.contention import DISTURBED
 from autotune.records.intervals import NORMAL_95
-from autotune.records.outcome import THROTTLED, Measurement
+from autotune.records.outcome import Measurement
 from autotune.records.settings import ProbeSettings
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
@@ -186,17 +184,13 @@ class Timing:
         peak_bytes = self.peak_bytes()
         return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
 
-    def measurement(
-        self, device: Device, *, contention: float, slowdowns: Mapping[str, int], **found: Any
-    ) -> Measurement:
-        """What was measured.
+    def measurement(self, **found: Any) -> Measurement:
+        """What was measured of the speed.
 
         Args:
-            slowdowns: what slowed the device down, by the number of blocks.
-            found: the other fields.
+            found: the other fields, as far as no observer fills them in.
         """
         speed, low, high = self.blocks.throughput
-        detail = device.memory_detail()
         return Measurement(
             samples_per_s=speed,
             samples_per_s_low=low,
@@ -204,18 +198,5 @@ class Timing:
             step_s=self.samples / speed,
             peak_bytes=self.peak_bytes(),
             block_samples_per_s=tuple(self.blocks.samples_per_s),
-            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
-            num_ooms=int(detail.get("num_ooms", 0)),
-            contention=contention,
-            disturbances=disturbances(contention, slowdowns, len(self.blocks.samples_per_s)),
-            memory=detail,
-            telemetry=device.telemetry().values,
             **found,
         )
-
-
-def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
-    """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
-    contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
-    throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
-    return (*contended, *(f"{THROTTLED}{reason}" for reason in throttled))

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from autotune.coupling.compare import TypicalSamples, find_coupling
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import TypicalSamples
 from autotune.devices import Device
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan, share_of
 from autotune.records.config import Config
 from autotune.records.coupling import Coupling
 from autotune.records.inspection import BatchSupport
+from autotune.records.world import ALONE, World
 from autotune.task import Task
 
 
@@ -35,7 +37,7 @@ def coupling_of(
     """
     if task.takes_whole_steps:
         return None
-    whole = task.global_batch or plan.batch_size
+    whole = plan.batch_size if task.global_batch is None else share_of(task.global_batch, plan.world)
     size = task.dataset_size()
     return find_coupling(
         task,
@@ -49,9 +51,13 @@ def coupling_of(
     )
 
 
-def uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size: int | None) -> Config:
-    """The baseline with the whole global batch at once, where it may not be cut and the user does not say how it is."""
-    whole = task.global_batch
+def uncut(
+    task: Task, baseline: Config, coupling: Coupling | None, dataset_size: int | None, world: World = ALONE
+) -> Config:
+    """The baseline with a process's whole share of the global batch at once, where it may not be cut and the user does not say how
+    it is.
+    """
+    whole = None if task.global_batch is None else share_of(task.global_batch, world)
     if coupling is None or coupling.may_be_cut or whole is None or (dataset_size or whole) < whole:
         return baseline
     says = BATCH_SIZE in (task.baseline or {}) or task.loader_batch_size() is not None

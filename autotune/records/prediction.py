@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.records.formats import Record
+from autotune.records.world import ALONE, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Prediction(Record):
         chance_to_win: that the config is at least 1 % better than the best known one; None without one.
         chance_to_fit: that its peak is within the limit less headroom.
         reason: why it is probed, in a few words.
+        world: the processes that are to train the config together.
     """
 
     samples_per_s: float | None
@@ -28,3 +30,4 @@ class Prediction(Record):
     chance_to_win: float | None
     chance_to_fit: float
     reason: str
+    world: World = ALONE

@@ -16,13 +16,20 @@ from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
+from autotune.records.batch_plan import (
+    ACCUMULATION,
+    BATCH_KEYS,
+    BATCH_SIZE,
+    DEFAULT_BATCH_SIZE,
+    largest_batch_size,
+    share_of,
+)
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
+from autotune.records.world import ALONE, World
 from autotune.runners.jobs import (
     CalibrateJob,
     CheckJob,
@@ -37,7 +44,6 @@ from autotune.runners.jobs import (
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
-from autotune.units import plural
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
 _LOSS_NOT_SEEN = (
@@ -225,10 +231,10 @@ class CommandRunner(LocalRunner):
     def _inspected(self, found: Inspection) -> Inspection:
         """The inspection, with what a few steps have told."""
         self._world = found.world
-        world = found.world or World()  # unknown where memory ran out before any step
-        global_batch, baseline = self._shared(world.size)
+        world = found.known_world  # unknown where memory ran out before any step
+        baseline = self._baseline_in(world)
         return replace(
-            self._drafted(baseline, global_batch, has_batchnorm=found.facts.has_batchnorm),
+            self._drafted(baseline, world, has_batchnorm=found.facts.has_batchnorm),
             facts=replace(found.facts, warnings=(*found.facts.warnings, *self._unseen())),
             world=world,
             outside_bytes=found.outside_bytes,
@@ -242,7 +248,7 @@ class CommandRunner(LocalRunner):
         if self._command.has(BATCH_SIZE):
             yield _LOSS_NOT_SEEN
 
-    def beside(self) -> None:
+    def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
         return
 
@@ -259,7 +265,7 @@ class CommandRunner(LocalRunner):
                 settings = ProbeSettings(
                     memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
                 )
-                more = {"inspection": self._drafted(config, None, has_batchnorm=False).to_dict()}
+                more = {"inspection": self._drafted(config, ALONE, has_batchnorm=False).to_dict()}
             case _:
                 raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
         line = self._command.line(config, os.path.join(scratch, "output"))
@@ -278,52 +284,43 @@ class CommandRunner(LocalRunner):
         steps = max(1, self._global_batch // given.batch_size)
         return techniques.complete(baseline | {ACCUMULATION: steps})
 
-    def _shared(self, num_ranks: int) -> tuple[int | None, Config]:
-        """The global batch and the baseline of one of so many processes.
+    def _baseline_in(self, world: World) -> Config:
+        """The baseline of one of the command's processes.
 
         Raises:
             ConfigError: the baseline does not keep the global batch.
         """
-        global_batch = self._global_batch
-        if global_batch is not None:
-            global_batch, rest = divmod(global_batch, num_ranks)
-            if rest:
-                raise ConfigError(
-                    f"a global batch of {self._global_batch} cannot be shared by the command's {plural(num_ranks, 'process')}; "
-                    f"give --global-batch {(global_batch or 1) * num_ranks}"
-                )
         whole = not self._command.has(ACCUMULATION)
         baseline = dict(self._baseline)
-        if whole and global_batch is not None:
-            baseline.setdefault(BATCH_SIZE, global_batch)
-        complete = techniques.complete(baseline, global_batch=global_batch)
+        if whole and self._global_batch is not None:
+            baseline.setdefault(BATCH_SIZE, share_of(self._global_batch, world))
+        complete = techniques.complete(baseline, global_batch=self._global_batch, world=world)
         if whole and complete.accumulation_steps > 1:
             raise ConfigError(
-                f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {global_batch} without accumulation; "
+                f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {self._global_batch} without accumulation; "
                 "write {accumulation_steps} into --command, or leave the batch out of --baseline"
             )
-        return global_batch, complete
+        return complete
 
-    def _drafted(self, baseline: Config, global_batch: int | None, *, has_batchnorm: bool) -> Inspection:
+    def _drafted(self, baseline: Config, world: World, *, has_batchnorm: bool) -> Inspection:
         """The inspection as far as it needs no run.
 
         Args:
-            baseline: of one process.
-            global_batch: of one process, whose `batch_size` it bounds.
+            baseline: of one process of the world.
         """
         whole = not self._command.has(ACCUMULATION)
         return Inspection(
             facts=TaskFacts(name=self.task_name, source_hash=self._command.source_hash, has_batchnorm=has_batchnorm),
             world=self._world,
-            device=self.device(),
-            global_batch=global_batch,
+            device=self.slots()[0].device,
+            global_batch=self._global_batch,
             baseline=baseline.as_dict(),
             baseline_given=BATCH_SIZE in self._baseline
             or not self._command.has(BATCH_SIZE)
             or (whole and self._global_batch is not None),
             batch=batch_support(
-                baseline.plan,
-                global_batch=global_batch,
+                baseline.plan_in(world),
+                global_batch=self._global_batch,
                 normalises=has_batchnorm,
                 whole_step="the command has no {accumulation_steps}" if whole else "",
             ),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from autotune.records.progress import Progress
+from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job
 from autotune.runners.runner import Finished, Runner
 
@@ -14,30 +16,33 @@ class InstantRunner(Runner):
     """Looks results up, or computes them. Jobs wait in line to be collected, as many as there are slots."""
 
     def __init__(self) -> None:
-        self._num_submitted = 0
+        self._host = Host()
         self._finished: list[Finished] = []
 
     def __exit__(self, *exc_info: object) -> None:
         """Nothing runs on."""
-        self._finished.clear()
+        self._host, self._finished = Host(), []
 
     @abstractmethod
     def result_of(self, job: Job[Any]) -> Any:
         """The result of a job; an `Outcome` where it failed."""
 
-    def submit(self, job: Job[Any]) -> int:
+    def submit(self, job: Job[Any], slot: str = "") -> int:
         """As `Runner.submit`; the job has ended when this returns. Raises what `result_of` raises."""
-        if len(self._finished) >= self.num_slots:
-            raise RuntimeError(f"all {self.num_slots} slots are taken; collect a job first")
-        self._num_submitted += 1
-        self._finished.append(Finished(ticket=self._num_submitted, result=self.result_of(job)))
-        return self._num_submitted
+        stay = self._host.take({one.name: one.device.name for one in self.slots()}, job, slot)
+        try:
+            self._finished.append(Finished(ticket=stay.ticket, result=self.result_of(job)))
+        except BaseException:
+            self._host.leave(stay.ticket)
+            raise
+        return stay.ticket
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         """As `Runner.collect`; never waits."""
         if not self._finished:
             raise RuntimeError("nothing is in flight; submit a job first")
-        return self._finished.pop(0)
+        finished = self._finished.pop(0)
+        return replace(finished, result=self._host.leave(finished.ticket).place(finished.result))
 
     def progress(self, ticket: int) -> Progress | None:
         """As `Runner.progress`: nothing is streamed."""

@@ -23,6 +23,8 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
 from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import ALONE, World
+from autotune.techniques.labels import describe
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 
@@ -46,6 +48,7 @@ class Job(Generic[R]):
         name: of the worker's function.
         again_where_crowded: whether it is run once more where others held the memory that its limit allows.
         timeout_s: the process is killed then.
+        world: the processes that train together.
     """
 
     name: ClassVar[str]
@@ -55,6 +58,16 @@ class Job(Generic[R]):
 
         @property
         def timeout_s(self) -> float: ...
+
+        @property
+        def world(self) -> World: ...
+    else:
+        world = ALONE
+
+    @property
+    def label(self) -> str:
+        """What it is, in a few words."""
+        return self.name
 
     def arguments(self) -> dict[str, Any]:
         """What the worker's function takes beside the device: the fields as plain data."""
@@ -118,6 +131,7 @@ class InspectJob(Job[Inspection]):
         trained: what is to be trained of the task, by techniques; where it says nothing, what the task's baseline trains.
         comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
         not_compared: why finding that out failed before.
+        world: the processes that are to train together.
         trains: whether a step is tried. Where not, no model is built for real either, unless its code needs values.
     """
 
@@ -128,6 +142,7 @@ class InspectJob(Job[Inspection]):
     absent: DeviceInfo | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
     comparing_s: float = 0.0
+    world: World = ALONE
     trains: bool = True
     not_compared: str = ""
 
@@ -149,8 +164,16 @@ class ConfigJob(Job[R]):
     settings: ProbeSettings
 
     @property
+    def label(self) -> str:
+        return f"{self.name} of {describe(self.config)}"
+
+    @property
     def timeout_s(self) -> float:
         return self.settings.timeout_s
+
+    @property
+    def world(self) -> World:
+        return self.settings.world
 
 
 @dataclass(frozen=True, kw_only=True)

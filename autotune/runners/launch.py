@@ -27,7 +27,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.world import World
 from autotune.runners.hook import SETTINGS
-from autotune.runners.rank_report import RankReport
+from autotune.runners.watch import RankReport
 from autotune.units import plural
 
 LOOK_EVERY_S = 0.05

@@ -19,13 +19,13 @@ from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
+from autotune.records.slot import Slot
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import Host, InFlight, Stay
 from autotune.runners.jobs import ConfigJob, Job, MeasureJob, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
@@ -46,6 +46,7 @@ class LocalRunner(Runner):
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
+        host: where the jobs of this machine are kept, if another runner has some as well.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -60,6 +61,7 @@ class LocalRunner(Runner):
         import_timeout_s: float = 180.0,
         fork: bool = True,
         compiled: Path | None = None,
+        host: Host | None = None,
     ) -> None:
         require_linux()
         if source is not None:
@@ -74,7 +76,7 @@ class LocalRunner(Runner):
         self._compiled = None if compiled is None else CompileCache(compiled)
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
-        self._num_jobs = 0
+        self._host = host or Host()
         self._num_logs = 0
         self._connection: Connection | None = None
         self._running: InFlight | None = None
@@ -112,28 +114,40 @@ class LocalRunner(Runner):
         """Seconds that pass on this machine."""
         return time.monotonic()
 
-    def device(self) -> DeviceInfo:
-        """The device, with what is free now."""
-        return self._device.info()
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device, with what is free now."""
+        return (Slot(name=self._device.name, device=self._device.info()),)
 
-    def beside(self) -> Runner | None:
-        """As `Runner.beside`: probes on a GPU leave the processor to others."""
+    def tracer(self) -> Runner | None:
+        """As `Runner.tracer`: probes on a GPU leave the processor to others."""
         if not self._device.capabilities.own_processors:
             return None
         logs = self._logs / "tracing"
         return LocalRunner(
-            self._source, logs=logs, device="cpu", import_timeout_s=self._import_timeout_s, fork=self._fork
+            self._source,
+            logs=logs,
+            device="cpu",
+            import_timeout_s=self._import_timeout_s,
+            fork=self._fork,
+            host=self._host,
         )
 
-    def submit(self, job: Job[Any]) -> int:
+    def submit(self, job: Job[Any], slot: str = "") -> int:
         """As `Runner.submit`: one job at a time."""
-        if self._running is not None:
-            raise RuntimeError("a job is running; collect it first")
+        stay = self._host.take({self._device.name: self._device.name}, job, slot)
+        try:
+            self._running = self._start(stay)
+        except BaseException:
+            self._host.leave(stay.ticket)
+            raise
+        return stay.ticket
+
+    def _start(self, stay: Stay) -> InFlight:
+        job = stay.job
         drop_oldest(self._numbered_logs(), KEPT_LOGS, KEPT_LOG_BYTES)
         log = self._logs / f"{self._num_logs:04d}-{job.name}.log"
         log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
         self._num_logs += 1
-        self._num_jobs += 1
         compiles = (
             self._source is not None  # what a command compiles is its own business
             and isinstance(job, ConfigJob)
@@ -142,7 +156,7 @@ class LocalRunner(Runner):
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
-            "ticket": self._num_jobs,
+            "ticket": stay.ticket,
             "jobs": [*(["fill_cache"] if compiles and is_first else []), job.name],
             "compiled": str(view or ""),
             "arguments": self._arguments(job),
@@ -157,15 +171,14 @@ class LocalRunner(Runner):
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
         own_memory = self._device.capabilities.own_memory
-        running = InFlight(self._num_jobs, job, log, channel, on_gpu=own_memory, compiled=view)
+        running = InFlight(stay, log, channel, on_gpu=own_memory, compiled=view)
         try:
             connection.send(request)
         except BaseException:
-            self._forget(running)
+            self._close(running, keep_compiled=False)
             self._disconnect()
             raise
-        self._running = running
-        return running.ticket
+        return running
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         running = self._running
@@ -193,10 +206,10 @@ class LocalRunner(Runner):
         self._forget(running, keep_compiled=ended_well)
         if isinstance(result, Inspection):
             self._widest = result.facts.widest or None
-        return Finished(ticket=running.ticket, result=result)
+        return Finished(ticket=running.stay.ticket, result=result)
 
     def progress(self, ticket: int) -> Progress | None:
-        if self._running is None or self._running.ticket != ticket:
+        if self._running is None or self._running.stay.ticket != ticket:
             return None
         self._running.read()
         return self._running.progress
@@ -204,10 +217,10 @@ class LocalRunner(Runner):
     def found(self, ticket: int) -> Any:
         """As `Runner.found`."""
         running = self._running
-        return None if running is None or running.ticket != ticket else running.found()
+        return None if running is None or running.stay.ticket != ticket else running.found()
 
     def cancel(self, ticket: int) -> None:
-        if self._running is not None and self._running.ticket == ticket and self._connection is not None:
+        if self._running is not None and self._running.stay.ticket == ticket and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
 
@@ -247,10 +260,14 @@ class LocalRunner(Runner):
         self._connection = None
 
     def _forget(self, running: InFlight, *, keep_compiled: bool = False) -> None:
+        self._close(running, keep_compiled=keep_compiled)
+        self._host.leave(running.stay.ticket)
+        self._running = None
+
+    def _close(self, running: InFlight, *, keep_compiled: bool) -> None:
         running.close()
         if self._compiled is not None and running.compiled is not None:
             self._compiled.close(running.compiled, keep=keep_compiled)
-        self._running = None
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""

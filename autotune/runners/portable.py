@@ -17,9 +17,9 @@ import psutil
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.records.device import DeviceInfo
 from autotune.records.progress import Progress
-from autotune.runners.in_flight import InFlight
+from autotune.records.slot import Slot
+from autotune.runners.in_flight import Host, InFlight
 from autotune.runners.jobs import InspectJob, Job, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.loading import load_source
@@ -43,7 +43,7 @@ class PortableRunner(Runner):
         self._source = source
         self._device = open_device(device)
         self._logs = logs.absolute()
-        self._num_jobs = 0
+        self._host = Host()
         self._running: tuple[InFlight, subprocess.Popen[bytes]] | None = None
 
     def __enter__(self) -> Self:
@@ -69,16 +69,16 @@ class PortableRunner(Runner):
         """Seconds that pass on this machine."""
         return time.monotonic()
 
-    def device(self) -> DeviceInfo:
-        """The device, with what is free now."""
-        return self._device.info()
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device, with what is free now."""
+        return (Slot(name=self._device.name, device=self._device.info()),)
 
-    def submit(self, job: Job[Any]) -> int:
+    def submit(self, job: Job[Any], slot: str = "") -> int:
         """As `Runner.submit`, for an inspection or a trace. Raises ProbeFault for another job."""
         if not isinstance(job, InspectJob | TracingJob):
             raise ProbeFault(f"{job.name} trains, which takes Linux")
-        self._num_jobs += 1
-        channel, request = self._folder / f"{self._num_jobs}.channel", self._folder / f"{self._num_jobs}.json"
+        stay = self._host.take({self._device.name: self._device.name}, job, slot)
+        channel, request = self._folder / f"{stay.ticket}.channel", self._folder / f"{stay.ticket}.json"
         channel.touch()
         log = self._logs / f"{job.name}.log"
         log.write_bytes(b"")
@@ -94,12 +94,12 @@ class PortableRunner(Runner):
         }
         request.write_text(json.dumps(asked), encoding="utf-8")
         own_memory = self._device.capabilities.own_memory
-        running = InFlight(self._num_jobs, job, log, os.open(channel, os.O_RDONLY), on_gpu=own_memory)
+        running = InFlight(stay, log, os.open(channel, os.O_RDONLY), on_gpu=own_memory)
         command = [sys.executable, "-m", "autotune.runners.worker", str(request)]
         with log.open("ab") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         self._running = running, process
-        return running.ticket
+        return stay.ticket
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         """As `Runner.collect`."""
@@ -123,7 +123,7 @@ class PortableRunner(Runner):
         }
         result = running.result(ended)
         self._end()
-        return Finished(ticket=running.ticket, result=result)
+        return Finished(ticket=running.stay.ticket, result=result)
 
     def progress(self, ticket: int) -> Progress | None:
         """As `Runner.progress`: of probes alone, which do not run here."""
@@ -132,11 +132,11 @@ class PortableRunner(Runner):
     def found(self, ticket: int) -> Any:
         """As `Runner.found`."""
         running = self._running and self._running[0]
-        return None if running is None or running.ticket != ticket else running.found()
+        return None if running is None or running.stay.ticket != ticket else running.found()
 
     def cancel(self, ticket: int) -> None:
         """As `Runner.cancel`."""
-        if self._running is not None and self._running[0].ticket == ticket:
+        if self._running is not None and self._running[0].stay.ticket == ticket:
             self._kill()
 
     def _kill(self) -> None:
@@ -154,4 +154,5 @@ class PortableRunner(Runner):
         if self._running is not None:
             self._kill()
             self._running[0].close()
+            self._host.leave(self._running[0].stay.ticket)
         self._running = None

@@ -11,9 +11,9 @@ from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
 from autotune.runners import table as table_file
 from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import (
@@ -70,10 +70,12 @@ class ReplayRunner(InstantRunner):
     def now_s(self) -> float:
         return self._now_s
 
-    def device(self) -> DeviceInfo:
-        """The device that the table was recorded on."""
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device that the table was recorded on."""
         info = self._table.header.device_info()
-        return info if self._memory_limit_bytes is None else replace(info, free_bytes=self._memory_limit_bytes)
+        if self._memory_limit_bytes is not None:
+            info = replace(info, free_bytes=self._memory_limit_bytes)
+        return (Slot(name=info.name, device=info),)
 
     def result_of(self, job: Job[Any]) -> Any:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
@@ -81,7 +83,7 @@ class ReplayRunner(InstantRunner):
             case CalibrateJob():
                 return NOT_MEASURED
             case InspectJob():
-                return replace(self._table.header.inspection(), device=self.device(), comparable=False)
+                return replace(self._table.header.inspection(), device=self.slots()[0].device, comparable=False)
             case ProbeJob():
                 outcome = self._probe(job.config, job.settings)
                 self._now_s += outcome.wall_s

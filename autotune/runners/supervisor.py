@@ -125,6 +125,11 @@ def _import_everything() -> None:
     import autotune.probe.inspection
     import autotune.probe.measure
     import autotune.runners.worker  # noqa: F401
+    from autotune.errors import ConfigError
+    from autotune.probe.observers.base import kinds
+
+    with contextlib.suppress(ConfigError):  # each probe says so
+        kinds()
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU

@@ -18,10 +18,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.probe.seed import seed_everything
+from autotune.randomness import seed_everything
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING, COMPILING, Progress
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
 
@@ -135,14 +136,14 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     started = time.perf_counter()
     device: Device | None = None
     run: Run | None = None
     session: Session | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-        session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
+        session = prepare(task, arguments["config"], device=device, on_oom=RAISE, world=settings.world)
         run = Run(session, device, settings, report)
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
@@ -203,7 +204,7 @@ def _with_odd_sample(outcome: Outcome, task: Task, raises: Callable[[Any], bool]
 def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Compile what a config needs, so that its job finds it in the cache: the arguments of `_probe` or `_evaluate`."""
     report(Progress(stage=COMPILING))
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     device: Device | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed, compiles=True)
@@ -230,6 +231,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     from autotune.records.device import DeviceInfo
 
     name, absent, trains = arguments.pop("device"), arguments.pop("absent"), arguments.pop("trains")
+    arguments["world"] = World.from_dict(arguments.get("world", {}))
     longest_s = HANGING_TIMES * arguments.get("comparing_s", 0.0)
 
     def watched(progress: Progress) -> None:
@@ -260,8 +262,8 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune import techniques
-    from autotune.probe.batch_statistics import enough_samples
     from autotune.probe.checks import run_checks
+    from autotune.probe.runs import enough_samples
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
@@ -319,14 +321,14 @@ def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     from autotune import techniques
     from autotune.probe.module_times import measure_modules
 
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
     return {"modules": measure_modules(task, techniques.complete(arguments["config"]), device).to_dict()}
 
 
 def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure evaluation: the arguments of `_probe`, and `num_samples` of the training step before it."""
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     started = time.perf_counter()
     device: Device | None = None
     run: Run | None = None
@@ -346,9 +348,10 @@ def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings
     from autotune.session import prepare
 
     if (num_samples := arguments.get("num_samples")) is None:
-        return Run(prepare(task, arguments["config"], device=device, on_oom=RAISE), device, settings, report)
+        session = prepare(task, arguments["config"], device=device, on_oom=RAISE, world=settings.world)
+        return Run(session, device, settings, report)
     few = task.small_batch(num_samples)
-    session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE)
+    session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE, world=settings.world)
     train_a_step(session, few, num_samples)
     session.evaluator.begin()
     return EvaluationRun(session, device, settings, report)

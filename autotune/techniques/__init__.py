@@ -22,11 +22,13 @@ from autotune.records.batch_plan import (
 )
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
+from autotune.records.world import ALONE, World
 from autotune.techniques.base import (
     MANTISSA_BITS,
     REACHES_INTO_STEP,
     Phase,
     Recomputation,
+    Switch,
     Technique,
     UnsupportedError,
     plain_label,
@@ -53,6 +55,7 @@ __all__ = [
     "Recomputation",
     "Setting",
     "Support",
+    "Switch",
     "Technique",
     "UnsupportedError",
     "arithmetic_of",
@@ -110,22 +113,27 @@ def validate(name: str, choice: Any) -> Choice:
         raise ConfigError(f"{choice!r} is not a choice of {name}: {error}") from None
 
 
-def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> Config:
+def complete(choices: Mapping[str, Any], *, global_batch: int | None = None, world: World = ALONE) -> Config:
     """A full config from a partial config dict: what is missing is off, accumulation follows from the global batch.
+
+    Args:
+        world: the processes that train together, which share the global batch.
 
     Raises:
         ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
     """
     given = {name: validate(name, choice) for name, choice in choices.items()}
-    batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch)))
-    plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
-    plan = BatchPlan(batch_size, int(given.get(ACCUMULATION, plan.accumulation_steps)))
+    batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch, world)))
+    plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size, world)
+    plan = BatchPlan(batch_size, int(given.get(ACCUMULATION, plan.accumulation_steps)), world)
     if not plan.keeps(global_batch):
         samples = plan.samples_per_step
+        plans = f"{BATCH_SIZE} {batch_size} x {ACCUMULATION} {plan.accumulation_steps}"
+        plans += f" x {world.data_parallel} processes" if world.data_parallel > 1 else ""
         raise ConfigError(
-            f"{BATCH_SIZE} {batch_size} x {ACCUMULATION} {plan.accumulation_steps} is {plural(samples, 'sample')} per optimizer step, "
-            f"but the global batch is {global_batch}; leave {ACCUMULATION} out of the config, or ask for a global batch "
-            f"of {samples} (--global-batch {samples}, in Python global_batch={samples})"
+            f"{plans} is {plural(samples, 'sample')} per optimizer step, but the global batch is {global_batch}; "
+            f"leave {ACCUMULATION} out of the config, or ask for a global batch of {samples} "
+            f"(--global-batch {samples}, in Python global_batch={samples})"
         )
     batch = {BATCH_SIZE: batch_size, ACCUMULATION: plan.accumulation_steps}
     switched = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}

@@ -84,9 +84,9 @@ def what_would_fit(search: Search) -> str:
         if (choice := next(_fitting(search, name), None)) is not None
     ]
     if history.baseline is not None and history.objective.feasible(history.baseline):
-        plan = history.space.baseline.plan
+        baseline = history.space.baseline
         hints.append(
-            f"the baseline (batch {plan.batch_size} x{plan.accumulation_steps}) fits, but is not what was fixed"
+            f"the baseline (batch {baseline.batch_size} x{baseline.accumulation_steps}) fits, but is not what was fixed"
         )
     return "; ".join(hints)
 

@@ -25,8 +25,7 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
-from autotune.tuning.calibrating import calibrate_device
-from autotune.tuning.inspecting import inspect
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
@@ -62,7 +61,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     )
     begun = table.read(options.out) if options.out.exists() else None
     limit_bytes = options.memory_limit_bytes or (
-        begun.header.memory_limit_bytes if begun else runner.device().free_bytes
+        begun.header.memory_limit_bytes if begun else runner.slots()[0].device.free_bytes
     )
     settings = ProbeSettings(
         memory_limit_bytes=limit_bytes,
@@ -72,7 +71,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
-        calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
+        calibration, _ = calibrate_device(runner, runner.slots()[0].device, options.out.parent)
         job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,

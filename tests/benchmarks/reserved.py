@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, target_of
 from autotune.prediction.anatomy import anatomies
 from autotune.prediction.job import trace_plan
@@ -267,7 +267,7 @@ def predicted(model: str, rows: list[Row]) -> list[Predicted]:
     for message in trace_plan(task, plan_traces(configs), rows[0].target):
         if "traces" in message:
             traces = traces.merged(Traces.from_dict(json.loads(json.dumps(message["traces"]))))
-    found, held_bytes = [], sum(workspaces(gpu_of(rows[0].target)))
+    found, held_bytes = [], sum(cublas_workspaces(gpu_of(rows[0].target)))
     for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target), strict=True):
         peak = traces.peak(config)
         assert peak is not None and not isinstance(anatomy, str), (model, config, traces.failures, anatomy)

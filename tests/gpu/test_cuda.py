@@ -81,7 +81,9 @@ def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(tmp_path,
         monkeypatch.setenv(name, "512")
     config = techniques.complete({"batch_size": 12}, global_batch=48)
     with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path) as runner:
-        (anatomy,) = runner.run(AnatomyJob(configs=(config,), target=target_of(runner.device()), timeout_s=100))
+        (anatomy,) = runner.run(
+            AnatomyJob(configs=(config,), target=target_of(runner.slots()[0].device), timeout_s=100)
+        )
         times = runner.run(ModulesJob(config=config, settings=SETTINGS))
         step_s = run(runner).measurement.step_s
     assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.1)
@@ -345,7 +347,7 @@ def test_predicted_reserved_memory_is_near_what_is_measured(prober):
     assert isinstance(inspection, Inspection), inspection
     space, _ = build_space(inspection, fix={}, include=(), exclude=())
     config = techniques.complete({"batch_size": 48}, global_batch=48)
-    traces = prober.trace([config], target_of(prober.device()), 120)
+    traces = prober.trace([config], target_of(prober.slots()[0].device), 120)
     assert not traces.failures
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = run(prober, batch_size=48).measurement

@@ -11,11 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.devices.cpu import CpuDevice
 from autotune.probe import compilation, measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, is_finite
-from autotune.probe.timing import disturbances
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import outcome_of_failure
@@ -200,22 +198,6 @@ def largest_result():
 
     with Watch():
         yield found
-
-
-def test_a_slowdown_counts_as_a_disturbance_if_it_lasts_for_more_than_a_tenth_of_the_blocks():
-    assert disturbances(0.0, {"temperature": 1}, 10) == ()
-    assert disturbances(0.0, {"temperature": 2}, 10) == ("clock throttled: temperature",)
-    assert disturbances(0.5, {}, 10) == ("others held the processor for 50% of the time",)
-
-
-def test_slowdowns_are_read_at_every_block():
-    class Hot(CpuDevice):
-        def slowdowns(self):
-            return ("temperature",)
-
-    run = run_of(task_of(), {"batch_size": 4})
-    run.device = Hot()
-    assert "clock throttled: temperature" in run.measure(0.0).disturbances
 
 
 @pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])

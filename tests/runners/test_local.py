@@ -236,7 +236,7 @@ def test_there_is_one_slot(runner):
     with pytest.raises(RuntimeError, match="nothing is in flight"):
         runner.collect()
     ticket = runner.submit(job(8))
-    with pytest.raises(RuntimeError, match="collect it first"):
+    with pytest.raises(RuntimeError, match="the slot is taken; collect a job first"):
         runner.submit(job(8))
     finished = runner.collect()
     assert finished.ticket == ticket and finished.result.ok
@@ -274,7 +274,7 @@ def test_an_unread_pipe_does_not_hold_a_probe_up(runner):
 def test_what_the_author_states_and_how_to_name_the_task_are_known(runner):
     assert runner.task_name == runner.default_study == "faulty"
     assert runner.stated.model.endswith("tests/models/faulty.py")
-    assert runner.notes == () and runner.device().name == "cpu"
+    assert runner.notes == () and runner.slots()[0].device.name == "cpu"
 
 
 def test_a_task_that_was_found_by_itself_is_named_with_what_holds_it(tmp_path, monkeypatch):

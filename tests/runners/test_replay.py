@@ -67,7 +67,7 @@ def test_a_combination_that_was_not_swept_is_an_error(recorded: Table) -> None:
 
 def test_a_runner_may_have_less_memory_than_the_device_that_was_recorded(recorded: Table) -> None:
     runner = ReplayRunner(recorded, memory_limit_bytes=10**9 - 1)
-    assert runner.device().free_bytes == 10**9 - 1
+    assert runner.slots()[0].device.free_bytes == 10**9 - 1
     assert runner.probe(config(), SETTINGS).kind is Kind.OOM
 
 

@@ -24,7 +24,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "channels_last": (True,),
     "checkpoint_segments": (1, 2),
     "checkpoint_policy": ("selective",),
-    "cudnn_benchmark": (True,),
     "compile": ("default",),
     "inplace_activations": (True,),
     "loss_chunks": (True,),
@@ -34,9 +33,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "param_dtype": ("bf16",),
 }
 # of these `support` is not asked: it offers them on GPUs alone
-GPU_ONLY = {"activation_offload", "cudnn_benchmark", "optimizer_state"}
+GPU_ONLY = {"activation_offload", "optimizer_state"}
 # settings of GPUs; what loads data reaches no gradient, either
-NO_GRADIENT_ON_A_CPU = {"matmul_precision", "expandable_segments"}
+NO_GRADIENT_ON_A_CPU = {"matmul_precision", "cudnn_benchmark", "expandable_segments"}
 PARTNERS: dict[str, dict[str, Any]] = {
     "alone": {},
     "checkpointing": {"checkpoint_segments": 2},

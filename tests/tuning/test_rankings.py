@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
+from autotune.records.slot import Slot
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job
@@ -106,9 +106,11 @@ def test_what_is_searched_alone_is_the_ranking_beside_the_users_own(tmp_path: Pa
     class Elsewhere(Variants):
         free_bytes = 900 * MIB
 
-        def device(self) -> DeviceInfo:
+        def slots(self) -> tuple[Slot, ...]:
             Elsewhere.free_bytes += 1
-            return replace(super().device(), free_bytes=self.free_bytes)
+            return tuple(
+                replace(slot, device=replace(slot.device, free_bytes=self.free_bytes)) for slot in super().slots()
+            )
 
     fix = {"variant": "small"}
     if alone_first:

@@ -16,8 +16,8 @@ from autotune.records.settings import ProbeSettings
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import NotCompared
+from autotune.tuning.inspecting import drop_slow_setups
 from autotune.tuning.search import answer
-from autotune.tuning.setting_up import drop_slow_setups
 from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
 
 COLD_S = 40.0

@@ -143,7 +143,7 @@ def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
 def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind: str, is_beside: bool) -> None:
     runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
     runner._device.capabilities = capabilities_of(kind)
-    assert isinstance(runner.beside(), Runner) == is_beside
+    assert isinstance(runner.tracer(), Runner) == is_beside
 
 
 def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_techniques() -> None:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+
+from autotune.devices import Device
+from autotune.probe.observers.base import Observer
+from autotune.records.outcome import Measurement
 
 MIN_GROWTH_POINTS = 5  # blocks after the first ones
 LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
+
+
+class MemoryGrowth(Observer):
+    """Reads what the process holds after each block."""
+
+    name = "memory growth"
+
+    def __init__(self) -> None:
+        self._held: list[tuple[int, int]] = []
+
+    def sample(self, device: Device, num_steps: int) -> None:
+        """Note what is held now."""
+        self._held.append((num_steps, device.current_bytes()))
+
+    def stop(self, device: Device, measured: Measurement) -> Measurement:
+        """With `growth_bytes_per_step`."""
+        return replace(measured, growth_bytes_per_step=growth_per_step(self._held))
 
 
 def growth_per_step(held: list[tuple[int, int]]) -> float:

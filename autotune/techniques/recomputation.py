@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from autotune.lazy import torch
+from autotune.techniques.forward import Forward
 
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 
-class Recomputed:
+class Recomputed(Forward):
     """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
-
-    An object, not a closure, so that a deep copy of the model (a moving average of it, say) refers to its own blocks.
 
     Attributes:
         keep: makes contexts for the first pass and for its recomputation, in which the first keeps some results for the
@@ -23,25 +23,18 @@ class Recomputed:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.original = vars(module).get("forward")  # a forward that the user replaced on this very instance
+        super().__init__(module)
         self.keep: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None
         self.constant: set[Place] = set()  # buffers that forward passes were seen to leave alone
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass."""
-        if self.original is not None:
-            return self.original(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
         """The result of `function`, which calls `modules` and runs again in the backward pass."""
         from torch.utils.checkpoint import checkpoint
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             buffers = _Buffers(modules, self.constant)
             first, again = (nullcontext(), nullcontext()) if self.keep is None else self.keep()
-            return _Both(buffers.recorded(), first), _EachTime(buffers.replayed, again)
+            return _within(buffers.recorded(), first), _EachTime(buffers.replayed, again)
 
         # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
         # random state it keeps.
@@ -63,7 +56,7 @@ class Checkpointed(Recomputed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward pass."""
-        if not _is_training(self.module) or (self.segments is not None and self.segments.running):
+        if not self.trains() or (self.segments is not None and self.segments.running):
             return self.call(*args, **kwargs)
         return self.checkpoint((self.module,), self.call, *args, **kwargs)
 
@@ -82,28 +75,22 @@ class Segments(Recomputed):
 
     def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
         """The forward pass of the `Sequential`."""
-        if not _is_training(self.module):
+        if not self.trains():
             return self.call(input)
         children = tuple(self.module.children())
         edges = [i * len(children) // self.num_segments for i in range(self.num_segments + 1)]
         value = input
         for start, end in itertools.pairwise(edges):
-            value = self.checkpoint(children[start:end], _Segment(self, children[start:end]), value)
+            value = self.checkpoint(children[start:end], partial(self._run, children[start:end]), value)
         return value
 
-
-class _Segment:
-    def __init__(self, segments: Segments, modules: tuple[torch.nn.Module, ...]) -> None:
-        self.segments = segments
-        self.modules = modules
-
-    def __call__(self, value: Any) -> Any:
-        before, self.segments.running = self.segments.running, True
+    def _run(self, modules: tuple[torch.nn.Module, ...], value: Any) -> Any:
+        before, self.running = self.running, True
         try:
-            for module in self.modules:
+            for module in modules:
                 value = module(value)
         finally:
-            self.segments.running = before
+            self.running = before
         return value
 
 
@@ -160,39 +147,28 @@ def copies_stand_in(buffers: Mapping[Place, torch.Tensor]) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts, one inside the other."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._contexts = outer, inner
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._entered.enter_context(context)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.__exit__(*exception)
+@contextmanager
+def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
-class _EachTime(AbstractContextManager[None]):
+class _EachTime(ExitStack):
     """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
 
     There are several where the loss takes derivatives itself, before the backward pass. What was kept is used up by the first.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]], first: AbstractContextManager[Any]) -> None:
+        super().__init__()
         self._make = make
         self._inner = first
-        self._entered = ExitStack()
 
-    def __enter__(self) -> None:
-        self._entered.enter_context(self._make())
-        self._entered.enter_context(self._inner)
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        self.enter_context(self._inner)
         self._inner = nullcontext()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.__exit__(*exception)
+        return self
 
 
 def _may_be_statistics(buffer: torch.Tensor) -> bool:
@@ -203,7 +179,3 @@ def _may_be_statistics(buffer: torch.Tensor) -> bool:
 def _buffer(place: Place) -> torch.Tensor | None:
     module, name = place
     return module._buffers[name]
-
-
-def _is_training(module: torch.nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
