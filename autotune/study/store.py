@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Unpack
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -27,7 +27,7 @@ from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
-from autotune.records.study import BegunTrial, EndedTrial, SearchFacts, StudyFacts
+from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Proposal, Trial
 from autotune.space import Space
 from autotune.study import owners
@@ -110,7 +110,7 @@ class Store:
         if "fingerprint" in self._study.user_attrs:
             require_equal(place, known.fingerprint, facts.fingerprint)
         now = datetime.now(UTC).isoformat()
-        self.keep(replace(known, **vars(facts), format=FORMAT, no_answer="", searched_at=now))
+        self._write(known, {**vars(facts), "format": FORMAT, "no_answer": "", "searched_at": now})
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
         shown = [trial for trial in self._kept() if trial.state is not TrialState.FAIL]
@@ -148,12 +148,15 @@ class Store:
         """What the study keeps beside its trials."""
         return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
-    def keep(self, facts: StudyFacts) -> None:
-        """Keep what is new in the study's facts."""
-        known = self.facts.to_dict()
-        for key, value in facts.to_dict().items():
-            if value != known[key]:
-                self._study.set_user_attr(key, value)
+    def keep(self, **changed: Unpack[ChangedFacts]) -> None:
+        """Keep what has changed of the study's facts."""
+        self._write(self.facts, changed)
+
+    def _write(self, known: StudyFacts, changed: Mapping[str, Any]) -> None:
+        before, after = known.to_dict(), replace(known, **changed).to_dict()
+        for name in changed:
+            if after[name] != before[name]:
+                self._study.set_user_attr(name, after[name])
 
     def trials(self) -> list[Trial]:
         """Every finished trial, in order."""

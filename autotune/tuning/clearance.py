@@ -8,7 +8,7 @@ or of which the comparison tells nothing takes no part in the play-off and is no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autotune import techniques
@@ -137,7 +137,7 @@ class Clearance:
                     for known, one in self._found.items()
                     if one.check is not None
                 )
-                self._search.store.keep(replace(self._search.store.facts, checks=checks))
+                self._search.store.keep(checks=checks)
         return self._found[changes]
 
     def _blame(self, changes: Changes) -> None:

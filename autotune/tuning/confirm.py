@@ -124,7 +124,7 @@ def _open_play_off(search: Search) -> PlayOff:
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:
-        search.store.keep(replace(search.store.facts, whole_rounds=(*whole_rounds(search), number)))
+        search.store.keep(whole_rounds=(*whole_rounds(search), number))
 
     earlier = [trial for trial in history.trials if trial.in_play_off]
     rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from autotune.errors import AutotuneError
@@ -49,9 +48,9 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
     The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
     result = _result(search, clearance, standing)
-    facts = search.store.facts
-    if result is not None and (result.confirmed or facts.result is None or not facts.result.confirmed):
-        search.store.keep(replace(facts, result=result, warnings=tuple(result.warnings)))
+    before = search.store.facts.result
+    if result is not None and (result.confirmed or before is None or not before.confirmed):
+        search.store.keep(result=result, warnings=tuple(result.warnings))
     return result
 
 

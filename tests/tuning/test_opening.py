@@ -221,7 +221,7 @@ def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pyt
     store = Store(place, SearchFacts())
     other = connect(tmp_path / "gpt.db")
     other.execute("BEGIN EXCLUSIVE")
-    for use in (lambda: store.keep(StudyFacts(no_answer="none")), lambda: Store(place, SearchFacts())):
+    for use in (lambda: store.keep(no_answer="none"), lambda: Store(place, SearchFacts())):
         with pytest.raises(StudyError) as caught, storage_errors(place):
             use()
         assert str(tmp_path / "gpt.db") in str(caught.value) and "database is locked" in str(caught.value)
