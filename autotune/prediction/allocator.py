@@ -218,11 +218,11 @@ class Settings:
 
 
 def settings_of(environment: Mapping[str, str], added: str = "") -> Settings:
-    """What PYTORCH_ALLOC_CONF, or its older name, says, and what is added to it."""
+    """Read the settings in PYTORCH_ALLOC_CONF, or in its older name, and those that are added to them."""
     text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     text = ",".join(filter(None, (text, added)))
-    said = dict(re.findall(r"(\w+):(\w+)", text))
-    split_mib, divisions = said.get("max_split_size_mb", ""), said.get("roundup_power2_divisions", "")
+    given = dict(re.findall(r"(\w+):(\w+)", text))
+    split_mib, divisions = given.get("max_split_size_mb", ""), given.get("roundup_power2_divisions", "")
     return Settings(
         expandable="expandable_segments:True" in text.replace(" ", ""),
         max_split_bytes=int(split_mib) * MIB if split_mib.isdigit() else None,

@@ -144,7 +144,7 @@ class _Found:
             self.made_in |= dict.fromkeys(range(first, end), stretch.module)
 
     def _take(self, purposes: Any) -> None:
-        """Of a storage that several passes see, the one that knows most tells."""
+        """Take over purposes. What a pass takes for a temporary may be known better from another pass."""
         for key, purpose in purposes.items():
             if purpose is not Purpose.TEMPORARIES or key not in self.kinds:
                 self.kinds[key] = int(purpose)

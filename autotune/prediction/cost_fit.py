@@ -123,8 +123,8 @@ class CostModel:
         value, noise = beyond(float(posterior.mean[0]), float(posterior.variance[0]) + self.noise**2, least)
         if not math.isfinite(noise):
             return self
-        said = Observation(config=config, value=value, noise=math.sqrt(noise))
-        return CostModel(self._layout, self._prior_residual, self._scales, [*self._observations, said])
+        bound = Observation(config=config, value=value, noise=math.sqrt(noise))
+        return CostModel(self._layout, self._prior_residual, self._scales, [*self._observations, bound])
 
     def reach(self, config: Config, name: str) -> float:
         """Share of a config's cost in terms on which a technique acts."""
@@ -218,7 +218,7 @@ def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
     """A normal observation (value, variance) that says the same as `the figure is more than least`.
 
     The moments of the truncated normal are matched, as in expectation propagation: Rasmussen and Williams (2006),
-    section 3.6. The variance is infinite where nothing new is said.
+    section 3.6. The variance is infinite where that is nothing new.
     """
     from scipy.special import erfcx
 

@@ -54,7 +54,7 @@ class Residual:
         trend: per doubling of the batch size, the same for all techniques.
         bend: departures from that trend, the same for all techniques.
         group: departures of one combination of techniques, at one batch size or all.
-        own: departures of one config alone, which no other config tells of.
+        own: departures of one config alone, which no other config shares.
     """
 
     trend: float

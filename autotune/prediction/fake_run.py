@@ -101,10 +101,10 @@ class SmallValues(TorchDispatchMode):
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the values of what an operator writes to, and of what shares its memory."""
-        for place, said in enumerate(func._schema.arguments):
-            if said.alias_info is None or not said.alias_info.is_write:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            tensor = args[place] if place < len(args) else kwargs.get(said.name)
+            tensor = args[place] if place < len(args) else kwargs.get(argument.name)
             if isinstance(tensor, FakeTensor) and (value := self._values.get(tensor)) is not None:
                 storage = value.untyped_storage()._cdata
                 for other in [t for t, v in self._values.items() if v.untyped_storage()._cdata == storage]:

@@ -142,10 +142,10 @@ def _as_moved(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def why_values_are_needed(error: Exception) -> str:
-    """What an exception on fake tensors says, in one line and without a full stop."""
+    """Why code on fake tensors raised an exception, in one line and without a full stop."""
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
         return f"what {error.func} returns depends on the values of a tensor"
     if any(sign in first_line(error) for sign in _NO_DATA):
         return "an operator of it reads the values of a tensor"
-    told = first_line(error) if isinstance(error, AutotuneError) else in_one_line(error)
-    return f"without the values of tensors it raises {told}"[:300].removesuffix(".")
+    message = first_line(error) if isinstance(error, AutotuneError) else in_one_line(error)
+    return f"without the values of tensors it raises {message}"[:300].removesuffix(".")

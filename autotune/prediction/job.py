@@ -163,7 +163,7 @@ class _Job:
         )
 
     def _recomputed(self, group: Group) -> MicroSteps | None:
-        """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
+        """Put together those of a group that recomputes some of the blocks; None where it does not, or where they do not fit."""
         for name, choice in group:
             found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
             if found is None or choice == found.each:

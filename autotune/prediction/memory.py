@@ -42,7 +42,7 @@ UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
 PROBE_STD = 0.04
 PROBE_STD_BYTES = 4 * MIB
 
-# Of an untraced one: what does not depend on the batch size, and what does.
+# An untraced peak consists of what grows with the batch size, and what does not.
 TERMS = (
     CostTerm(name="activations", scale=lambda b, s, w: b, share=Factor(spread=1e3)),
     CostTerm(name="state", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.5, spread=4.0)),
@@ -101,7 +101,7 @@ class MemoryModel:
 
     def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
         measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
-        # what a config needs at the least, where it was told
+        # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None
         if peaks is not None and not _are_refuted(peaks, measured):
@@ -109,7 +109,7 @@ class MemoryModel:
         self._untraced = _Untraced(outside_bytes, space, measured, failed)
 
     def estimate(self, config: Config) -> MemoryEstimate | None:
-        """The peak of a config; None where it was not traced and no probe has told anything yet."""
+        """The peak of a config; None where it was not traced and no probe has ended yet."""
         return self.estimates([config])[0]
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:

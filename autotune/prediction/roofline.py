@@ -16,7 +16,7 @@ from autotune.techniques import Phase, arithmetic_of
 
 SHORT_TYPES = (BF16, FP16)
 SHORTENED = 0.75  # of the bytes of other operators, where autocast makes about half of their tensors short
-# of a step's computing that no rate tells of, and that no type changes: the mean of the three studies on a CPU (0, 0.6, 0.65)
+# share of a step's computing that no measured rate explains and no type changes: the mean of the three studies on a CPU (0, 0.6, 0.65)
 UNACCOUNTED = 0.4
 HOST_PER_LAUNCH = 3.0  # what Python and autograd add to launching an operator, in units of it
 

@@ -1,8 +1,8 @@
-"""What a failure says: nothing where the machine stood still, to try the config again, or to keep away from others like it."""
+"""What follows from a failure: nothing where the machine stood still, another try, or that configs like it are left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
@@ -44,32 +44,31 @@ def retryable(
         baselines: the baseline now and those of earlier searches.
         timeout_s: returns the time-out of a probe now, given the baseline's outcome.
     """
-    by_config: dict[Config, list[Trial]] = {}
-    for trial in trials:
-        if not trial.in_play_off:
-            by_config.setdefault(trial.config, []).append(trial)
+    by_config = group_by_config(trial for trial in trials if not trial.in_play_off)
+    outcomes = {config: [trial.outcome for trial in found] for config, found in by_config.items()}
+    stands = {config: what_stands(found) for config, found in outcomes.items()}
+    measured = [outcome for config, outcome in stands.items() if config in baselines and outcome.ok]
+    patience_s = timeout_s(measured[-1] if measured else None)
+    speeds = (t.outcome.measurement.samples_per_s for t in trials if t.feasible and t.outcome.measurement)
+    fastest = max(speeds, default=0.0)
     again = {
         trial.number
         for trial in trials
         if trial.in_play_off and not trial.feasible and not objective.does_not_fit(trial.outcome)
     }
-    known_baselines = [config for config in by_config if config in baselines]
-    measured: Outcome | None = None
-    for config in known_baselines:
-        stands = what_stands([trial.outcome for trial in by_config[config]])
-        if stands.ok:
-            measured = stands
-        if not _is_certain(stands):
-            again |= {trial.number for trial in by_config[config]}
-    patience_s = timeout_s(measured)
-    speeds = [
-        trial.outcome.measurement.samples_per_s for trial in trials if trial.feasible and trial.outcome.measurement
-    ]
-    fastest = max(speeds, default=0.0)
     for config, found in by_config.items():
-        if config not in baselines and _may_pass([trial.outcome for trial in found], patience_s, fastest):
+        is_uncertain = not _is_certain(stands[config])
+        if is_uncertain and (config in baselines or _may_pass(outcomes[config], patience_s, fastest)):
             again |= {trial.number for trial in found}
     return frozenset(again)
+
+
+def group_by_config(trials: Iterable[Trial]) -> dict[Config, list[Trial]]:
+    """The trials of each config, in order."""
+    found: dict[Config, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.config, []).append(trial)
+    return found
 
 
 def _may_pass(outcomes: Sequence[Outcome], timeout_s: float, fastest: float) -> bool:

@@ -236,9 +236,9 @@ def _databases_near(file: Path) -> str:
 
 
 def _whose(attributes: Mapping[str, Any]) -> StudyFacts:
-    """What tells a study from others in its file, which may be of any format, or not ours."""
-    said = ("searched_at", "limited_beside", "ranked_beside")
-    return StudyFacts.from_dict({name: attributes[name] for name in said if name in attributes})
+    """The facts by which a study is chosen among others in its file, which may be of any format, or not ours."""
+    names = ("searched_at", "limited_beside", "ranked_beside")
+    return StudyFacts.from_dict({name: attributes[name] for name in names if name in attributes})
 
 
 def _choose(searches: Mapping[str, StudyFacts], wanted: str | None, given: str) -> str:
