@@ -147,7 +147,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         run = Run(session, device, settings, report)
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
-        stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
+        stage, train_s = (run.reporter.stage, run.reporter.train_s) if run else ("setup", 0.0)
         outcome = outcome_of_failure(error, device, stage, train_s)
         if time.perf_counter() - started < settings.timeout_s / 2:
             outcome = _with_odd_sample(outcome, task, _raises_alone(session, type(error)))
@@ -155,7 +155,7 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     # A time-out of the second run, which takes as long again, would hide what is known by now.
     again = 2 * (time.perf_counter() - started) < in_time_s
     if outcome.kind is Kind.NONFINITE and again and device is not None and run is not None:
-        before = run.progress
+        before = run.reporter.progress
         session = run = None  # the second run needs what they hold
         gc.collect()
         with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
@@ -337,13 +337,12 @@ def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str
         run = _prepare_run(task, arguments, device, settings, report)
         return {"outcome": Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started)).to_dict()}
     except BaseException as error:
-        return {"outcome": outcome_of_failure(error, device, run.stage if run else "setup").to_dict()}
+        return {"outcome": outcome_of_failure(error, device, run.reporter.stage if run else "setup").to_dict()}
 
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
-    from autotune.probe.evaluation import EvaluationRun, train_a_step
-    from autotune.probe.measure import Run
+    from autotune.probe.measure import EvaluationRun, Run, train_a_step
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
