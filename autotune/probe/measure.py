@@ -18,8 +18,7 @@ from autotune.devices import Device
 from autotune.probe.leaks import kept
 from autotune.probe.micro_batches import micro_batches
 from autotune.probe.observers.base import Observers
-from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Timing
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.records.outcome import Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings

@@ -15,7 +15,6 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.runners import table as table_file
-from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import (
     CalibrateJob,
     CheckJob,
@@ -27,7 +26,7 @@ from autotune.runners.jobs import (
     TraceJob,
 )
 from autotune.runners.recorded import Row, Table, TableError
-from autotune.runners.runner import Stated
+from autotune.runners.runner import InstantRunner, Stated
 
 
 class ReplayRunner(InstantRunner):

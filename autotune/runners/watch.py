@@ -23,8 +23,7 @@ from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
-from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, Timing
+from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
 from autotune.records.config import Config
 from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome
