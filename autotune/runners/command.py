@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,7 @@ class CommandRunner(LocalRunner):
             found = self._inspected(found)
         elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
             found = replace(found, cause=f"{found.cause}; {NO_STEP}")
-        result: R | Outcome = found
-        return result
+        return found  # type: ignore[no-any-return]
 
     def _known(self, job: Job[Any]) -> Any:
         """What comes of a job that cannot be asked of a script; None for another."""
@@ -233,20 +232,16 @@ class CommandRunner(LocalRunner):
         self._world = found.world
         world = found.known_world  # unknown where memory ran out before any step
         baseline = self._baseline_in(world)
+        unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
         return replace(
             self._drafted(baseline, world, has_batchnorm=found.facts.has_batchnorm),
-            facts=replace(found.facts, warnings=(*found.facts.warnings, *self._unseen())),
+            facts=replace(found.facts, warnings=(*found.facts.warnings, *unseen)),
             world=world,
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
             step_samples=found.step_samples,
             shortage=found.shortage,
         )
-
-    def _unseen(self) -> Iterator[str]:
-        """What the user must know of the loss, which is the script's."""
-        if self._command.has(BATCH_SIZE):
-            yield _LOSS_NOT_SEEN
 
     def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
@@ -273,16 +268,14 @@ class CommandRunner(LocalRunner):
 
     def _as_given(self) -> Config:
         """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
-        baseline = dict(self._baseline)
-        if self._global_batch is None:
-            return techniques.complete(baseline)
-        most = DEFAULT_BATCH_SIZE if self._command.has(ACCUMULATION) else self._global_batch
-        baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
-        given = techniques.complete(baseline)
-        if not self._command.has(ACCUMULATION) or ACCUMULATION in baseline:
-            return given
-        steps = max(1, self._global_batch // given.batch_size)
-        return techniques.complete(baseline | {ACCUMULATION: steps})
+        baseline, accumulates = dict(self._baseline), self._command.has(ACCUMULATION)
+        if self._global_batch is not None:
+            most = DEFAULT_BATCH_SIZE if accumulates else self._global_batch
+            baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
+            if accumulates:
+                steps = self._global_batch // int(techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
+                baseline.setdefault(ACCUMULATION, max(1, steps))
+        return techniques.complete(baseline)
 
     def _baseline_in(self, world: World) -> Config:
         """The baseline of one of the command's processes.

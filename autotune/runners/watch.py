@@ -140,13 +140,11 @@ class Watch:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = parameters[0].device
         if found.type != self._kind:
-            self._end_as(
-                Outcome(
-                    kind=Kind.ERROR,
-                    cause=f"the command trains on {found.type}, and the search is for {self._kind}: "
-                    f"add --device {found.type}, or let the command train on {self._kind}",
-                )
+            cause = (
+                f"the command trains on {found.type}, and the search is for {self._kind}: "
+                f"add --device {found.type}, or let the command train on {self._kind}"
             )
+            self._end(outcome=Outcome(kind=Kind.ERROR, cause=cause))
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
@@ -172,25 +170,17 @@ class Watch:
             # where an exact number of steps is timed, each is a block of its own
             num_timed, spent_s = len(self._timing.blocks.samples_per_s), time.monotonic() - self._started_s
             if not self._world.rank and self._timing.is_done(num_timed, spent_s):
-                self._end()
+                self._end(measurement=self._measurement())
         elif self._timing.is_warm(self._num_steps, self._steps_s, self._reporter.train_s):
             self._warmup_s = self._reporter.train_s
             if not self._world.rank and self._timing.cut_short(self._steps_s):
-                self._end(cut_short=True)
+                self._end(measurement=self._measurement(cut_short=True))
             self._observers.start()
             self._reporter.enter("timing")
 
-    def _end(self, *, cut_short: bool = False) -> NoReturn:
-        self._report = replace(self._report, measurement=self._measurement(cut_short=cut_short))
-        self._wait_for_the_end()
-
-    def _end_as(self, outcome: Outcome) -> NoReturn:
-        self._report = replace(self._report, outcome=outcome)
-        self._wait_for_the_end()
-
-    def _wait_for_the_end(self) -> NoReturn:
-        """Go no further in the user's code, which might write or upload: whoever reads the report ends the command."""
-        self._report = replace(self._report, is_done=True)
+    def _end(self, **known: Outcome | Measurement) -> NoReturn:
+        """Go no further in the user's code, which might write or upload: whoever reads the report, with what is known, ends it."""
+        self._report = replace(self._report, is_done=True, **known)  # type: ignore[arg-type]
         self._send(self._reporter.progress)
         while True:
             time.sleep(LOOK_EVERY_S)
