@@ -151,7 +151,7 @@ class Run:
 
     @property
     def _later(self) -> list[WarmStep]:
-        """The warm-up steps that tell of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
+        """The warm-up steps that say something of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
         later = self.warm_steps[1:]
         return [step for step in later if not step.compiled] or later
 
@@ -161,7 +161,7 @@ class Run:
         return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
 
     def _whole_steps_s(self) -> list[float]:
-        """Seconds of a whole optimizer step, estimated from each warm-up step that tells of the speed."""
+        """Seconds of a whole optimizer step, estimated from each warm-up step that says something of the speed."""
         return [self._whole_s(step) for step in self._later]
 
     def _whole_s(self, step: WarmStep) -> float:

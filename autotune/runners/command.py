@@ -228,7 +228,7 @@ class CommandRunner(LocalRunner):
         return None
 
     def _inspected(self, found: Inspection) -> Inspection:
-        """The inspection, with what a few steps have told."""
+        """The inspection, with what a few steps have shown."""
         self._world = found.world
         world = found.known_world  # unknown where memory ran out before any step
         baseline = self._baseline_in(world)

@@ -73,7 +73,7 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     measured = outcome.measurement
     if measured is None and outcome.kind is not Kind.OOM:
         return {"outcome": outcome.to_dict()}
-    told = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
+    first = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
     drafted = Inspection.from_dict(arguments["inspection"])
     written = sorted(set(os.listdir()) - before - {"__pycache__"})
     warning = f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
@@ -81,12 +81,12 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         drafted,
         facts=replace(
             drafted.facts,
-            optimizer=told.optimizer,
-            has_batchnorm=told.has_batchnorm,
+            optimizer=first.optimizer,
+            has_batchnorm=first.has_batchnorm,
             warnings=(warning,) if written else (),
         ),
-        world=told.known_world,
-        outside_bytes=told.outside_bytes,
+        world=first.known_world,
+        outside_bytes=first.outside_bytes,
         step_s=None if measured is None else measured.step_s,
         shortage="" if measured is not None else outcome.cause,
     )
@@ -104,13 +104,13 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
         (scratch / folder).mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("hook.py"), scratch / "hook" / "sitecustomize.py")
     kept = {name: arguments[name] for name in ("config", "settings", "device")}
-    told = kept | {
+    probed = kept | {
         "reports": str(scratch / "reports"),
         "package": str(PACKAGE),
         "started_s": time.monotonic(),
     }
     settings = scratch / "probe.json"
-    settings.write_text(json.dumps(told))
+    settings.write_text(json.dumps(probed))
     kills = kernel_oom_kills()
     of_process = capabilities_of(arguments["device"]).limits_whole_process
     limit_bytes = arguments["settings"]["memory_limit_bytes"] if of_process else None

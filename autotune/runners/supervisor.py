@@ -44,7 +44,7 @@ def main() -> None:
     if os.getppid() != greeting["parent"]:
         os._exit(0)
     hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else (_NO_TASK, None)
-    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
+    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)

@@ -129,7 +129,7 @@ class Watch:
         if self._device is None and not capabilities_of(self._kind).own_processors:
             self._enter(self._kind)
         elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
-            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
+            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken says nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
         self._report = replace(self._report, outcome=outcome, measurement=None)
@@ -187,7 +187,7 @@ class Watch:
             self._look_for_launcher()
 
     def _look_for_launcher(self) -> None:
-        """Leave if nobody is there any more who would end this process: its lock tells, whatever became of its number."""
+        """Leave if nobody is there any more who would end this process: its lock says so, whatever became of its number."""
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
@@ -196,7 +196,7 @@ class Watch:
                 fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             pass
-        except OSError:  # it holds the lock, or nothing can be told
+        except OSError:  # it holds the lock, or nothing can be known
             return
         os._exit(1)
 

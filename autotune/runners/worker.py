@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from autotune.session import Session
 
 Report = Callable[[Progress | dict[str, Any]], None]  # how far it has come, or a part of the answer
-MAX_CAUSE = 900  # characters of a cause and what is told of a sample
+MAX_CAUSE = 900  # characters of a cause with the sample that is named in it
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
-_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
+_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be sent
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,11 +91,11 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
 
-    def report(told: Progress | dict[str, Any]) -> None:
-        if isinstance(told, Progress):
-            channel.offer({"progress": told.to_dict()})
+    def report(news: Progress | dict[str, Any]) -> None:
+        if isinstance(news, Progress):
+            channel.offer({"progress": news.to_dict()})
         else:
-            channel.send(told)
+            channel.send(news)
 
     if request["compiled"]:
         os.environ[CACHE] = request["compiled"]
@@ -195,12 +195,12 @@ def _with_odd_sample(outcome: Outcome, task: Task, raises: Callable[[Any], bool]
 
     if outcome.kind not in (Kind.ERROR, Kind.NONFINITE) or outcome.own_fault or outcome.device_fault:
         return outcome
-    told = ""
+    odd = ""
     with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
-        told = odd_sample(task, raises, nonfinite=outcome.kind is Kind.NONFINITE)
-    if not told or told in outcome.cause:
+        odd = odd_sample(task, raises, nonfinite=outcome.kind is Kind.NONFINITE)
+    if not odd or odd in outcome.cause:
         return outcome
-    return replace(outcome, cause=f"{outcome.cause}; {told}"[:MAX_CAUSE])
+    return replace(outcome, cause=f"{outcome.cause}; {odd}"[:MAX_CAUSE])
 
 
 def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Trace configs without running them: arguments `plan`, `target`, and `slice_s`, after which no group is begun. Each that
-    is finished is told at once.
+    is finished is sent at once.
     """
     hide_gpus()  # tracing for a GPU must not touch one
     from autotune.prediction.job import trace_plan
