@@ -169,7 +169,7 @@ class _Comparison:
                 f"itself has {rounded.cosine:.3f} in this model"
             )
             if undecided:
-                notes.append("so this comparison says little in this model")
+                notes.append("so this comparison tells little in this model")
         return complaints, noise, undecided
 
     def causes(self, runs: Runs, plain: Values, candidate: Values, noise: Difference) -> Iterator[str]:

@@ -30,17 +30,7 @@ from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import ALONE, World
-from autotune.runners.jobs import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    NotCompared,
-    ProbeJob,
-    R,
-    TraceJob,
-)
+from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
@@ -195,7 +185,7 @@ class CommandRunner(LocalRunner):
         """As `Runner.command`."""
         return self._command.line(config)
 
-    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+    def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:
         """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
         fast. What the script keeps to itself is said at once.
 
@@ -205,24 +195,24 @@ class CommandRunner(LocalRunner):
         found: Any = self._known(job) or super()._run(job, watch)
         if isinstance(found, Inspection):
             found = self._inspected(found)
-        elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
+        elif isinstance(job, jobs.InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
             found = replace(found, cause=f"{found.cause}; {NO_STEP}")
         return found  # type: ignore[no-any-return]
 
-    def _known(self, job: Job[Any]) -> Any:
+    def _known(self, job: jobs.Job[Any]) -> Any:
         """What comes of a job that cannot be asked of a script; None for another."""
         match job:
-            case CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
+            case jobs.CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
                 return NOT_MEASURED
-            case CheckJob():
-                return NotCompared(
+            case jobs.CheckJob():
+                return jobs.NotCompared(
                     reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
                     "compare the loss of a longer run"
                 )
-            case EvaluateJob():
+            case jobs.EvaluateJob():
                 unseen = "the script's own model is not seen, so it cannot be evaluated alone"
                 return Outcome(kind=Kind.UNSUPPORTED, cause=unseen)
-            case TraceJob():
+            case jobs.TraceJob():
                 unseen = "a command trains, whose model is not seen"
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), unseen))
         return None
@@ -247,15 +237,15 @@ class CommandRunner(LocalRunner):
         """Nothing: there is nothing to trace."""
         return
 
-    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
+    def _arguments(self, job: jobs.Job[Any]) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
         world = self._world and self._world.to_dict()
         device = {"device": self._device.name, "world": world, "scratch": scratch}
         match job:
-            case ProbeJob():
+            case jobs.ProbeJob():
                 config, settings, more = job.config, job.settings, {}
-            case InspectJob():
+            case jobs.InspectJob():
                 config = self._as_given()
                 settings = ProbeSettings(
                     memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
