@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
@@ -42,12 +41,13 @@ from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
-from autotune.runners.runner import Runner, Stated
+from autotune.runners.runner import Runner
 from autotune.space import build_space
 from autotune.study.place import place_of
 from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques, find_techniques
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.calibrating import calibrate_device
@@ -121,9 +121,8 @@ def search_command(
         global_batch=asked.global_batch,
         baseline=asked.baseline,
     )
-    with techniques.REGISTRY.only(runner.switches):
-        plain = replace(asked, device="auto", global_batch=None)
-        return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
+    plain = replace(asked, device="auto", global_batch=None)
+    return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 
 @takes(ProbeOptions)
@@ -181,7 +180,7 @@ def _run_one(
     logs: Path,
     on_warning: Callable[[str], None],
 ) -> Outcome:
-    techniques.complete(config)  # refuses a typo before anything takes seconds
+    find_techniques().complete(config)  # refuses a typo before anything takes seconds
     source = _source(task, options.global_batch)
     place = logs / source.name
     local = LocalRunner(
@@ -194,29 +193,29 @@ def _run_one(
             num_steps=num_steps,
             timeout_s=options.timeout_s,
         )
-        complete = _complete(config, runner.stated)
+        complete = _complete(config, runner)
         job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
-            trained=techniques.trained(complete),
+            trained=runner.techniques.trained(complete),
         )
         with contextlib.suppress(JobFailed):  # why, the probe will tell better
             inspection = runner.run(job)
-            _require_support(complete, inspection)
+            _require_support(complete, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
         return runner.probe(complete, settings)
 
 
-def _require_support(config: Config, inspection: Inspection) -> None:
+def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:
     """Raise ConfigError for a technique of the config that does not apply. A number need not be among those searched."""
     switched = {}
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in techniques.items():
         support = inspection.support_of(name)
         applies = {*support.choices, *support.optional} - {technique.off}
         if config[name] != technique.off and not (technique.ordered and applies):
             switched[name] = config[name]
-    build_space(inspection, fix=switched, include=(), exclude=())
+    build_space(inspection, techniques, fix=switched, include=(), exclude=())
 
 
 @takes(SweepOptions)
@@ -267,28 +266,28 @@ def predict(
     info = _target(gpu, device)
     asked = PredictOptions.of(options, total_bytes=lambda device: info.total_bytes)
     limit = asked.memory_limit_bytes or info.free_bytes
-    techniques.complete(config or {})  # refuses a typo before anything takes seconds
+    find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
 
     def left_s() -> float:
         return max(0.0, asked.timeout_s - (time.monotonic() - started))
 
     with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
-        only = None if config is None else _complete(config, runner.stated)
+        only = None if config is None else _complete(config, runner)
         calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
             memory_limit_bytes=None,
             timeout_s=left_s(),
             calibration=calibration,
             absent=None if gpu is None else info,
-            trained={} if only is None else techniques.trained(only),
+            trained={} if only is None else runner.techniques.trained(only),
             trains=False,
         )
         inspection = inspect(runner, job, asked.timeout_s)
-        space, _ = build_space(inspection, fix={}, include=(), exclude=())
+        space, _ = build_space(inspection, runner.techniques, fix={}, include=(), exclude=())
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
-        cache = TraceCache(logs, inspection.facts, target, sizes, techniques.trained(space.baseline))
+        cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline))
         tracing = Tracing(runner, lambda: configs, target, cache, left_s())
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
@@ -343,7 +342,7 @@ def explain(
     device, gpu = str(options.get("device", "auto")), options.get("gpu")
     info = _target(gpu, device)
     asked = ExplainOptions.of(options, total_bytes=lambda device: info.total_bytes)
-    techniques.complete(config or {})  # refuses a typo before anything takes seconds
+    find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
     source = _source(task, asked.global_batch)
     limit = asked.memory_limit_bytes or info.free_bytes
     if gpu is None:
@@ -351,18 +350,18 @@ def explain(
     else:
         trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
-        complete = None if config is None else _complete(config, runner.stated)
+        complete = None if config is None else _complete(config, runner)
         job = InspectJob(
             memory_limit_bytes=limit if gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if gpu is None else info,
-            trained={} if complete is None else techniques.trained(complete),
+            trained={} if complete is None else runner.techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
             trains=gpu is None,
         )
         inspection = inspect(runner, job)
-        complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
-        _require_support(complete, inspection)
+        complete = complete or runner.techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+        _require_support(complete, inspection, runner.techniques)
         return explaining.explain(
             runner,
             inspection,
@@ -409,7 +408,7 @@ def _source(task: Task | str | Path, global_batch: int | None) -> TaskSource:
     return source if global_batch is None else source.with_global_batch(global_batch)
 
 
-def _complete(config: Mapping[str, Choice], stated: Stated) -> Config:
+def _complete(config: Mapping[str, Choice], runner: Runner) -> Config:
     """A full config, with the baseline's batch where it names none. Raises ConfigError."""
-    choices = techniques.with_baseline_batch(config, stated.baseline)
-    return techniques.complete(choices, global_batch=stated.global_batch)
+    stated = runner.stated
+    return runner.techniques.complete(config, global_batch=stated.global_batch, baseline=stated.baseline)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluation import Evaluator
@@ -21,6 +20,7 @@ from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
+from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build
 
 
@@ -299,10 +299,10 @@ def prepare(
         task = replace(task, global_batch=global_batch)
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
-    choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
-    config = techniques.complete(choices, global_batch=task.global_batch)
+    techniques = find_techniques()
+    config = techniques.complete(config, global_batch=task.global_batch, baseline=task.baseline)
     if config.accumulation_steps > 1 and task.takes_whole_steps:
-        raise techniques.UnsupportedError(
+        raise UnsupportedError(
             f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
             f"once; give batch_size={config.samples_per_step}"
         )
@@ -310,21 +310,20 @@ def prepare(
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
     build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
     build.device.enter()
-    _apply(build, techniques.Phase.TASK)
-    _apply(build, techniques.Phase.PROCESS)
+    _apply(build, techniques, Phase.TASK)
+    _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)
-    _apply(build, techniques.Phase.MODEL)
+    _apply(build, techniques, Phase.MODEL)
     build.optimizer = build.task.optimizer(build.model)
-    _apply(build, techniques.Phase.OPTIMIZER)
-    _apply(build, techniques.Phase.LOADER)
+    _apply(build, techniques, Phase.OPTIMIZER)
+    _apply(build, techniques, Phase.LOADER)
     return Session(build, Recovery(build) if on_oom == HALVE else None)
 
 
-def _apply(build: Build, phase: techniques.Phase) -> None:
-    for technique in techniques.REGISTRY.values():
-        choice = build.config[technique.name]
-        if technique.phase is phase and choice != technique.off:
-            into_step = technique.reaches_into_step and build.task.takes_whole_steps
-            if reason := techniques.REACHES_INTO_STEP if into_step else technique.conflict(build.config):
-                raise techniques.UnsupportedError(f"{technique.name}={choice}: {reason}")
-            technique.apply(build, choice)
+def _apply(build: Build, techniques: Techniques, phase: Phase) -> None:
+    for name, choice in techniques.switched_on(build.config, phase):
+        technique = techniques[name]
+        into_step = technique.reaches_into_step and build.task.takes_whole_steps
+        if reason := REACHES_INTO_STEP if into_step else technique.conflict(build.config):
+            raise UnsupportedError(f"{name}={choice}: {reason}")
+        technique.apply(build, choice)

@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.small_values import MOST_ELEMENTS
+from autotune.techniques import Techniques
 
 
 class OneFakeMode(FakeTensorMode):
@@ -56,7 +56,7 @@ def without_filling() -> Iterator[None]:
 
 
 @contextmanager
-def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
+def fake_run(mode: FakeTensorMode, target: Target, techniques: Techniques) -> Iterator[None]:
     """Run on fake tensors, as on a device of the kind `target`. Puts torch back at the end."""
     on_gpu = capabilities_of(target).own_processors
     with (

@@ -15,6 +15,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.coupling import Coupling
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.progress import COMPARING, Progress
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
@@ -52,7 +53,6 @@ def inspect_task(
         ConfigError: the task has no such thing to train.
         Exception: memory ran out before anything was trained, or because others hold it.
     """
-    from autotune import techniques
     from autotune.probe.signature import signature_of
     from autotune.probe.whole_batch import uncut, warnings_of
     from autotune.task.batches import to_device
@@ -60,13 +60,14 @@ def inspect_task(
 
     opened = _enter(device, memory_limit_bytes)
     info, outside_bytes = opened.info(), opened.outside_bytes()
+    techniques = find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
-    first = _first_step(task, opened) if untrained is None else FirstStep(samples=_fewest(task))
+    first = _first_step(task, opened, techniques) if untrained is None else FirstStep(samples=_fewest(task, techniques))
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
-    baseline = _baseline(task, facts.dataset_size).replace(**chosen)
+    baseline = _baseline(task, techniques, facts.dataset_size).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
     coupling = Coupling.unknown(not_compared) if not_compared else None
@@ -86,7 +87,7 @@ def inspect_task(
         baseline=baseline.as_dict(),
         baseline_given=BATCH_SIZE in (task.baseline or {}),
         batch=batch,
-        support={name: _supported(t, setting, untrained) for name, t in techniques.REGISTRY.items()},
+        support={name: _supported(t, setting, untrained) for name, t in techniques.items()},
         outside_bytes=outside_bytes,
         step_s=first.seconds,
         step_samples=first.samples,
@@ -190,7 +191,7 @@ class FirstStep:
     shortage: str = ""
 
 
-def _first_step(task: Any, device: Device) -> FirstStep:
+def _first_step(task: Any, device: Device, techniques: Techniques) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
     That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
@@ -204,7 +205,9 @@ def _first_step(task: Any, device: Device) -> FirstStep:
         try:
             if size is None:
                 dataset = task.dataset()
-                size = _baseline(task, None if dataset is None else samples.dataset_size(dataset)).batch_size
+                size = _baseline(
+                    task, techniques, None if dataset is None else samples.dataset_size(dataset)
+                ).batch_size
             return FirstStep(check_task(task, device.torch_device, size), size)
         except Exception as error:
             if device.is_out_of_memory(error):
@@ -218,18 +221,16 @@ def _first_step(task: Any, device: Device) -> FirstStep:
     raise mistake
 
 
-def _fewest(task: Any) -> int:
+def _fewest(task: Any, techniques: Techniques) -> int:
     """Two samples; where no batch of them can be made, as many as the baseline's has."""
     with suppress(Exception):
         task.batch(2)
         return 2
-    return _baseline(task, task.dataset_size()).batch_size
+    return _baseline(task, techniques, task.dataset_size()).batch_size
 
 
-def _baseline(task: Any, dataset_size: int | None) -> Config:
+def _baseline(task: Any, techniques: Techniques, dataset_size: int | None) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
-    from autotune import techniques
-
     given: dict[str, Any] = dict(task.baseline or {})
     if task.takes_whole_steps and task.global_batch is not None:
         given = {BATCH_SIZE: task.global_batch, **given}

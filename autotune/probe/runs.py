@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.devices.oom import give_back
@@ -23,6 +22,7 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import fresh_copy, map_tensors
 from autotune.task.facts import uses_batch_statistics
+from autotune.techniques import Techniques
 
 SEED = 0
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
@@ -33,6 +33,7 @@ class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
+        techniques: whose settings are put back after each run.
         num_steps: optimizer steps per run.
         same_masks: dropout is on, with the same masks; otherwise it is the identity.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
@@ -41,6 +42,7 @@ class Runs:
     task: Task
     device: Device
     batch: Any
+    techniques: Techniques
     num_steps: int
     same_masks: bool
     batch_statistics: bool = False
@@ -66,7 +68,7 @@ class Runs:
     ) -> Run:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
         try:
-            with techniques.keep_settings(), exact_convolutions():
+            with self.techniques.keep_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model, draws)
         finally:
             give_back(self.device)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune import techniques
 from autotune.prediction import Array
 from autotune.prediction.cost_fit import Probes
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
@@ -218,7 +217,7 @@ class Acquisition:
         """
         ran = {choice for config, outcome in self.seen.items() if _trained(outcome) for choice in _choices(config)}
         largest = max((config.batch_size for config, outcome in self.seen.items() if _trained(outcome)), default=0)
-        pairs = pairs_of(self.seen.items()).items()
+        pairs = pairs_of(self.seen.items(), self.space.techniques).items()
         proven = {switch for switch, found in pairs if any(_broke(with_it) for with_it, _ in found)} - ran
         blame = PROVEN * np.array([len(proven & _choices(config)) for config in configs], dtype=float)
         for failed, outcome in self.seen.items():
@@ -235,7 +234,7 @@ class Acquisition:
         if self.best is None:
             return {}
         searched = [n for n, choices in self.space.choices.items() if len(choices) > 1 and self.best[n] in choices]
-        return {n: self.best[n] for n in searched if n in techniques.REGISTRY and self.is_idle(self.best, n)}
+        return {n: self.best[n] for n in searched if n in self.space.techniques and self.is_idle(self.best, n)}
 
     def is_idle(self, config: Config, name: str) -> bool:
         """Whether a technique acts on next to nothing of a config's cost, so that no choice of it can make a difference."""
@@ -264,9 +263,23 @@ class Acquisition:
             return "what you run today"
         if win is None or self.best is None:
             return "likely to fit"
-        changes = _in_words(config, self.best)
+        changes = self._in_words(config, self.best)
         likely = "likely" if win >= 0.5 else "may be"
         return f"{likely} {self.objective.better}: {changes}"
+
+    def _in_words(self, config: Config, other: Config) -> str:
+        """The differences from another config, in a few words."""
+        words = []
+        for name, choice in config.differences(other).items():
+            if name == "batch_size":
+                ratio = int(choice) / other.batch_size
+                words.append(f"batch {choice}" if ratio % 1 else f"{ratio:.0f}x the batch")
+            elif name != ACCUMULATION:
+                is_off = self.space.techniques.is_off(name, choice)
+                words.append(
+                    f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
+                )
+        return ", ".join(words)
 
 
 def _trained(outcome: Outcome) -> bool:
@@ -283,21 +296,6 @@ def _broke(outcome: Outcome) -> bool:
 def _choices(config: Config) -> set[tuple[str, Choice]]:
     """The choices that may cause a failure, without accumulation, which follows from the rest."""
     return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
-
-
-def _in_words(config: Config, other: Config) -> str:
-    """The differences from another config, in a few words."""
-    words = []
-    for name, choice in config.differences(other).items():
-        if name == "batch_size":
-            ratio = int(choice) / other.batch_size
-            words.append(f"batch {choice}" if ratio % 1 else f"{ratio:.0f}x the batch")
-        elif name != ACCUMULATION:
-            is_off = choice == techniques.REGISTRY[name].off
-            words.append(
-                f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
-            )
-    return ", ".join(words)
 
 
 def _normal_cdf(z: Array) -> Array:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
-from autotune import techniques
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.pairs import Pair, Switch, pairs_of
 from autotune.records.config import Config
 from autotune.records.objective import Objective
-from autotune.records.outcome import Outcome
 from autotune.records.trial import ABLATION, Proposal
 from autotune.study.history import History
 
@@ -25,7 +23,7 @@ class TakeApart:
 
     def propose(self, history: History) -> Proposal | None:
         """The most promising suspect alone; None when nothing is left to explain."""
-        return _likeliest(_suspects(history.evidence, history.objective), history, self._cost_model)
+        return _likeliest(_suspects(history), history, self._cost_model)
 
 
 class TryAlone:
@@ -38,7 +36,9 @@ class TryAlone:
         """The best with the most promising choice; None when there is evidence of every choice that may gain anything."""
         if history.best is None:
             return None
-        return _likeliest(_unseen(history, pairs_of(history.evidence)), history, self._cost_model)
+        return _likeliest(
+            _unseen(history, pairs_of(history.evidence, history.space.techniques)), history, self._cost_model
+        )
 
 
 class Untried:
@@ -58,22 +58,23 @@ class Untried:
         probed = {
             (name, config[name])
             for config in (*history.known, *history.running)
-            for name, technique in techniques.REGISTRY.items()
+            for name, technique in history.space.techniques.items()
             if not technique.ordered or config[name] != technique.off
         }
         told: set[str] = set()
         unseen = ((before, switch) for before, switch in _unseen(history, probed) if switch[0] not in told)
         for switch, config in _worth_a_probe(unseen, history, self._cost_model):
             yield switch, config
-            if techniques.is_ordered(switch[0]):
+            if history.space.techniques.is_ordered(switch[0]):
                 told.add(switch[0])
 
 
 def _unseen(history: History, seen: Collection[Switch]) -> Iterator[tuple[Config, Switch]]:
     """The best config, or the baseline, with each choice that was not seen. One on a scale tells of the others."""
+    techniques = history.space.techniques
     start = history.best[0] if history.best else history.space.baseline
     told = {name for name, _ in seen if techniques.is_ordered(name)}
-    for name in techniques.REGISTRY:
+    for name in techniques:
         for choice in history.space.choices[name]:
             if choice != start[name] and name not in told and (name, choice) not in seen:
                 yield start, (name, choice)
@@ -96,26 +97,27 @@ def _likeliest(changes: Iterable[tuple[Config, Switch]], history: History, cost_
     for (name, choice), config in _worth_a_probe(changes, history, cost_model):
         prediction = cost_model.predict(history, config)
         to_win = prediction.chance_to_win if prediction is not None else None
-        found.append((to_win or 0.0, config, f"{techniques.REGISTRY[name].label(choice)} by itself"))
+        found.append((to_win or 0.0, config, f"{history.space.techniques.label(name, choice)} by itself"))
     if not found:
         return None
     _, config, reason = max(found, key=lambda item: item[0])
     return Proposal(config=config, stage=ABLATION, reason=reason)
 
 
-def _suspects(evidence: Sequence[tuple[Config, Outcome]], objective: Objective) -> list[tuple[Config, Switch]]:
+def _suspects(history: History) -> list[tuple[Config, Switch]]:
     """The new switches of probes of several that failed or were slow, where none of them is known to be the reason.
 
     Each with the config that was the best before that probe.
     """
-    pairs = pairs_of(evidence)
+    evidence, objective, techniques = history.evidence, history.objective, history.space.techniques
+    pairs = pairs_of(evidence, techniques)
     suspects: list[tuple[Config, Switch]] = []
     best: tuple[Config, float] | None = None
     for place, (config, outcome) in enumerate(evidence):
         merit = objective.merit(outcome) if outcome.ok else 0.0
         if best is not None and merit < SLOW * best[1]:
-            new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques.REGISTRY]
-            before = pairs_of(evidence[:place]) if len(new) > 1 else {}
+            new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques]
+            before = pairs_of(evidence[:place], techniques) if len(new) > 1 else {}
             new = [switch for switch in new if switch not in before]
             if len(new) > 1 and not any(
                 _explains(pairs.get(s, ()), max(merit / best[1], FAILED), objective) for s in new

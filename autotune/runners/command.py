@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
@@ -37,6 +36,7 @@ from autotune.runners.jobs import (
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
+from autotune.techniques import Techniques, declare, find_techniques
 from autotune.units import plural
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
@@ -101,11 +101,13 @@ class Command:
 
         return _PLACEHOLDER.sub(text, self.template)
 
-    @property
-    def switches(self) -> list[techniques.Declared]:
-        """The keys of a config beside the batch."""
-        known = techniques.REGISTRY
-        return [techniques.declare(name, tuple(texts), known.get(name)) for name, texts in self.choices.items()]
+    def switches(self, installed: Techniques) -> Techniques:
+        """The keys of a config beside the batch, in the order in which they are declared.
+
+        Args:
+            installed: what is known of a technique is expected of the switch of its name.
+        """
+        return Techniques(declare(name, tuple(texts), installed.get(name)) for name, texts in self.choices.items())
 
     @property
     def name(self) -> str:
@@ -145,7 +147,7 @@ def _words(template: str) -> list[str]:
 class CommandRunner(LocalRunner):
     """Runs a command line for each probe, and hears of its optimizer's steps.
 
-    A search over it runs while `techniques.REGISTRY` holds its `switches` only, which then are the keys of a config.
+    Its `techniques` are the switches of the script.
 
     Args:
         global_batch: samples per optimizer step, of all processes of the command together; None leaves it open.
@@ -171,7 +173,7 @@ class CommandRunner(LocalRunner):
     ) -> None:
         super().__init__(None, logs=logs, device=device)
         self.task_name = command.name
-        self.switches = command.switches
+        self._switches = command.switches(find_techniques())
         self._command = command
         self._global_batch = global_batch
         self._world: World | None = None  # of the command, once it was inspected
@@ -184,6 +186,11 @@ class CommandRunner(LocalRunner):
         if command.has(ACCUMULATION) and not command.has(BATCH_SIZE):
             raise ConfigError("--command has {accumulation_steps} without {batch_size}; write both, or neither")
         self.stated = Stated(global_batch=global_batch, baseline=baseline or None)
+
+    @property
+    def techniques(self) -> Techniques:
+        """As `Runner.techniques`."""
+        return self._switches
 
     def command(self, config: Config) -> str:
         """As `Runner.command`."""
@@ -269,14 +276,14 @@ class CommandRunner(LocalRunner):
         """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
         baseline = dict(self._baseline)
         if self._global_batch is None:
-            return techniques.complete(baseline)
+            return self.techniques.complete(baseline)
         most = DEFAULT_BATCH_SIZE if self._command.has(ACCUMULATION) else self._global_batch
         baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
-        given = techniques.complete(baseline)
+        given = self.techniques.complete(baseline)
         if not self._command.has(ACCUMULATION) or ACCUMULATION in baseline:
             return given
         steps = max(1, self._global_batch // given.batch_size)
-        return techniques.complete(baseline | {ACCUMULATION: steps})
+        return self.techniques.complete(baseline | {ACCUMULATION: steps})
 
     def _shared(self, num_ranks: int) -> tuple[int | None, Config]:
         """The global batch and the baseline of one of so many processes.
@@ -296,7 +303,7 @@ class CommandRunner(LocalRunner):
         baseline = dict(self._baseline)
         if whole and global_batch is not None:
             baseline.setdefault(BATCH_SIZE, global_batch)
-        complete = techniques.complete(baseline, global_batch=global_batch)
+        complete = self.techniques.complete(baseline, global_batch=global_batch)
         if whole and complete.accumulation_steps > 1:
             raise ConfigError(
                 f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {global_batch} without accumulation; "
@@ -327,7 +334,7 @@ class CommandRunner(LocalRunner):
                 normalises=has_batchnorm,
                 whole_step="the command has no {accumulation_steps}" if whole else "",
             ),
-            support={switch.name: Support(choices=switch.choices) for switch in self.switches},
+            support={name: Support(choices=switch.choices) for name, switch in self.techniques.items()},
             outside_bytes=0,
             step_samples=baseline.samples_per_step,
             comparable=False,

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.records.device import DeviceInfo
 from autotune.records.progress import Progress
@@ -58,7 +57,7 @@ class PortableRunner(Runner):
             model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
             global_batch=task.global_batch,
             baseline=task.baseline,
-            trained=techniques.trained_by(task, task.baseline or {}),
+            trained=self.techniques.trained_by(task, task.baseline or {}),
         )
         return self
 

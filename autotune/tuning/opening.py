@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.proposers.cost_model import CostModel
@@ -32,6 +31,7 @@ from autotune.study.place import Place, lock_study, place_of
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning import setting_up
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
@@ -71,11 +71,12 @@ def open_search(
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    fixed = _require_known(options, runner)  # before anything takes seconds
+    techniques = runner.techniques if runner is not None else find_techniques()
+    fixed = _require_known(options, runner, techniques)  # before anything takes seconds
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        plain, place = stack.enter_context(_lock_places(source, options, runner, fixed, listener))
+        plain, place = stack.enter_context(_lock_places(source, options, runner, techniques, fixed, listener))
         if runner is None:
             runner = LocalRunner(
                 _required(source),
@@ -97,8 +98,10 @@ def open_search(
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
-        own = techniques.complete(runner.stated.trained)
-        place = plain.training({name: choice for name, choice in place.trained.items() if choice != own[name]})
+        own = runner.techniques.complete(runner.stated.trained)
+        place = plain.training(
+            {name: choice for name, choice in place.trained.items() if choice != own[name]}, runner.techniques
+        )
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
@@ -127,7 +130,7 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
     """
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
     own = search.store.place
-    place = own.training(choice)
+    place = own.training(choice, search.runner.techniques)
     stored = stored_facts(place)
     shared = _Shared(
         runner=search.runner,
@@ -170,8 +173,8 @@ def _open_over(
     train_samples = _train_samples(options, inspection)
     inspection = setting_up.drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
-    space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
-    others = trained_beside(inspection, **wanted) if own is None else []
+    space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
+    others = trained_beside(inspection, runner.techniques, **wanted) if own is None else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
     store = Store(place, _search_facts(shared, place, options, own, inspection, space))
@@ -228,7 +231,7 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
         TaskError, DeviceError: it cannot be inspected.
         ConfigError: the runner's task has another global batch than the one asked for.
     """
-    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
+    trained = {name: options.fix[name] for name in shared.runner.techniques.trained({}) if name in options.fix}
     job = InspectJob(
         memory_limit_bytes=shared.limit_bytes,
         timeout_s=budget.first_timeout_s,
@@ -254,7 +257,9 @@ def _search_facts(
 ) -> SearchFacts:
     """What a study says of its search beside the trials."""
     return SearchFacts(
-        fingerprint=fingerprint(inspection, early_fingerprint(options, shared.limit_bytes, shared.runner)),
+        fingerprint=fingerprint(
+            inspection, space.techniques, early_fingerprint(options, shared.limit_bytes, shared.runner)
+        ),
         task=inspection.facts.name,
         model=shared.runner.stated.model,
         asked=dict(shared.asked),
@@ -276,7 +281,7 @@ def _tracing(
     """Tracing beside the probes, with what earlier searches have traced."""
     sizes = [int(size) for size in history.space.choices["batch_size"]]
     target = target_of(inspection.device)
-    trained = techniques.trained(history.space.baseline)
+    trained = history.space.techniques.trained(history.space.baseline)
     cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
     return Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
 
@@ -286,6 +291,7 @@ def _lock_places(
     source: TaskSource | None,
     options: SearchOptions,
     runner: Runner | None,
+    techniques: Techniques,
     fixed: Mapping[str, Choice],
     listener: Listener,
 ) -> Iterator[tuple[Place, Place]]:
@@ -294,10 +300,10 @@ def _lock_places(
     version = _required(source).version if runner is None else ""
     study = options.study or (runner.default_study if runner is not None else None)
     plain = place_of(options.storage, study, task_name, version)
-    place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
+    place = plain.training(fixed, techniques)
     with lock_study(plain), storage_errors(place):
         plain = place_within(options, plain, place)
-        place = plain.training(place.trained)
+        place = plain.training(place.trained, techniques)
         if plain.beside:
             text = (
                 f"the study {plain.beside} has another memory limit; this search is kept beside it, in {place.study!r}"
@@ -306,7 +312,7 @@ def _lock_places(
         yield plain, place
 
 
-def _require_known(options: SearchOptions, runner: Runner | None) -> dict[str, Choice]:
+def _require_known(options: SearchOptions, runner: Runner | None, techniques: Techniques) -> dict[str, Choice]:
     """What is fixed, once every name that the user gave is known.
 
     Raises:
@@ -318,7 +324,7 @@ def _require_known(options: SearchOptions, runner: Runner | None) -> dict[str, C
         raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    return require_possible(options.fix, options.include, options.exclude)
+    return require_possible(techniques, options.fix, options.include, options.exclude)
 
 
 def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
@@ -378,6 +384,7 @@ def _describe_start(
         num_configs=history.space.num_combinations,
         known=history.trials,
         best=history.best,
+        techniques=history.space.techniques,
         baseline=history.baseline,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune import techniques
 from autotune.devices.calibration import arithmetic
 from autotune.errors import StudyError
 from autotune.records.inspection import Inspection
@@ -14,6 +13,7 @@ from autotune.runners.runner import Runner
 from autotune.study.place import Place
 from autotune.study.store import stored_facts
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques
 from autotune.units import format_bytes
 from autotune.version import __version__
 
@@ -76,17 +76,17 @@ def early_fingerprint(options: SearchOptions, limit_bytes: int, runner: Runner) 
     )
 
 
-def fingerprint(inspection: Inspection, early: Fingerprint) -> Fingerprint:
+def fingerprint(inspection: Inspection, techniques: Techniques, early: Fingerprint) -> Fingerprint:
     """All that must be equal for measurements to be comparable."""
     device, facts = inspection.device, inspection.facts
     return replace(
         early,
         autotune=__version__,
-        techniques=tuple(techniques.REGISTRY),
+        techniques=tuple(techniques),
         choices={
             name: tuple(sorted(map(str, {*support.choices, *support.optional})))
             for name, support in inspection.support.items()
-            if not techniques.REGISTRY[name].ordered
+            if not techniques[name].ordered
         },
         task=facts.source_hash,
         num_parameters=facts.num_parameters,

@@ -1,9 +1,11 @@
 """What a time-out says of other configs."""
 
-from autotune import techniques
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.study.known_hangs import KnownHangs
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 RAN, HUNG = Outcome(kind=Kind.OK), Outcome(kind=Kind.TIMEOUT)
 

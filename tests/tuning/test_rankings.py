@@ -22,6 +22,7 @@ from autotune.runners.jobs import InspectJob, Job
 from autotune.runners.runner import Stated
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
 from autotune.tuning.sweep import _trained_choices
@@ -128,7 +129,7 @@ def test_a_training_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Pa
     _, broken, large, small = result.rankings
     assert "KeyError: 'broken'" in broken.failure and broken.config is None
     assert large.failure and large.num_parameters == 10**9 and small.samples_per_s
-    text = " ".join(as_text(answer_sections(result), 120).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 120).split())
     assert "variant broken build_model raised KeyError" in text and "3 k 3 k" in text
     assert "their accuracy was not compared: none is the winner" in text
 
@@ -190,9 +191,11 @@ def test_each_ranking_has_a_batch_size_for_evaluation_of_its_own(tmp_path: Path)
     assert (own.evaluation.eval_batch_size, small.evaluation.eval_batch_size) == (6, 48)
     assert broken.evaluation is None
     assert load_study(tmp_path / "closed.db").result == result
-    text = " ".join(as_text(answer_sections(result), 160).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 160).split())
     assert "gain eval batch what is trained" in text
-    assert "eval batch" not in as_text(answer_sections(ranked(tmp_path / "other", "base", "small")), 160)
+    assert "eval batch" not in as_text(
+        answer_sections(ranked(tmp_path / "other", "base", "small"), find_techniques()), 160
+    )
 
 
 def test_a_table_is_of_one_training() -> None:
