@@ -270,7 +270,7 @@ def predicted(model: str, rows: list[Row]) -> list[Predicted]:
         if "traces" in message:
             traces = traces.merged(Traces.from_dict(json.loads(json.dumps(message["traces"]))))
     found, held_bytes = [], sum(workspaces(gpu_of(rows[0].target)))
-    for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target), strict=True):
+    for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target, techniques), strict=True):
         peak = traces.peak(config, find_techniques())
         assert peak is not None and not isinstance(anatomy, str), (model, config, traces.failures, anatomy)
         expected = round(ON_GPU.total_bytes(peak))

@@ -20,7 +20,7 @@ MODELS = Path(__file__).parent / "models"
 
 
 def anatomy(task: Task, choices: dict[str, object], target: str = "cpu") -> Anatomy:
-    (found,) = anatomies(task, [complete(choices, global_batch=task.global_batch)], target)
+    (found,) = anatomies(task, [complete(choices, global_batch=task.global_batch)], target, find_techniques())
     assert isinstance(found, Anatomy), found
     return found
 

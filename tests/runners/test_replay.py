@@ -101,7 +101,7 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
 
 
 def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> None:
-    facts = replace(HEADER.inspection().facts, has_batchnorm=True)
+    facts = replace(HEADER.inspection(find_techniques()).facts, has_batchnorm=True)
     header = replace(HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts=facts)
     table.start(tmp_path / "some.csv", header)
     found = ReplayRunner(tmp_path / "some.csv").run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))

@@ -97,7 +97,10 @@ def test_what_is_fixed_as_the_baseline_has_it_is_the_users_own(tmp_path: Path) -
 def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is_trained() -> None:
     place = place_of("closed.db", None, "closed")
     expected = "closed variant=small freeze=0"
-    assert place.training({"freeze": "0"}).training({"variant": "small"}).study == expected
+    assert (
+        place.training({"freeze": "0"}, find_techniques()).training({"variant": "small"}, find_techniques()).study
+        == expected
+    )
 
 
 @pytest.mark.parametrize("alone_first", [True, False])
@@ -199,6 +202,6 @@ def test_each_ranking_has_a_batch_size_for_evaluation_of_its_own(tmp_path: Path)
 
 
 def test_a_table_is_of_one_training() -> None:
-    assert _trained_choices({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
+    assert _trained_choices({"variant": ("small",), "batch_size": (4, 8)}, find_techniques()) == {"variant": "small"}
     with pytest.raises(ConfigError, match="sweep each into a table of its own, with --grid variant=base"):
-        _trained_choices({"variant": ("base", "small")})
+        _trained_choices({"variant": ("base", "small")}, find_techniques())

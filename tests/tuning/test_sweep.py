@@ -101,7 +101,7 @@ def test_the_table_holds_what_acts_in_every_config(folder: Path, swept: list[Pro
     support = {**found.support, "attention": replace(found.support["attention"], always=("cudnn",))}
     space, _ = build_space(found, find_techniques(), fix={}, include=(), exclude=())
     settings = ProbeSettings(memory_limit_bytes=2**33)
-    assert _header(replace(found, support=support), space, settings).inspection().support == support
+    assert _header(replace(found, support=support), space, settings).inspection(find_techniques()).support == support
 
 
 def test_traces_of_the_space_are_written_beside_the_table(folder: Path, swept: list[Progress]) -> None:
