@@ -13,7 +13,7 @@ import torch
 
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
-from autotune.evaluation import Evaluator
+from autotune.evaluator import Evaluator
 from autotune.records.config import Choice, Config
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,16 @@ from autotune.prediction import Array
 from autotune.prediction.cost_fit import Probes
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
-from autotune.proposers.pairs import pairs_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.prediction import Prediction
 from autotune.space import Space
+from autotune.techniques import Techniques
+
+Switch = tuple[str, Choice]  # a technique and a choice of it
+Pair = tuple[Outcome, Outcome]  # with a switch and without it, all else being equal
 
 BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
@@ -296,6 +300,21 @@ def _broke(outcome: Outcome) -> bool:
 def _choices(config: Config) -> set[tuple[str, Choice]]:
     """The choices that may cause a failure, without accumulation, which follows from the rest."""
     return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
+
+
+def pairs_of(probes: Iterable[tuple[Config, Outcome]], techniques: Techniques) -> Mapping[Switch, list[Pair]]:
+    """Switch -> outcomes of configs that differ in its technique alone; at least one of the two ran."""
+    alike: dict[object, list[tuple[Switch, Outcome]]] = {}
+    for config, outcome in dict(probes).items():
+        for name in techniques:
+            others = tuple(pair for pair in config.choices if pair[0] not in (name, ACCUMULATION))
+            alike.setdefault((name, others), []).append(((name, config[name]), outcome))
+    found: dict[Switch, list[Pair]] = {}
+    for members in alike.values():
+        for (switch, a), (_, b) in itertools.permutations(members, 2):
+            if a.ok or b.ok:
+                found.setdefault(switch, []).append((a, b))
+    return found
 
 
 def _normal_cdf(z: Array) -> Array:

@@ -14,7 +14,7 @@ from optuna.trial import TrialState, create_trial
 from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.design import StartingDesign
-from autotune.proposers.undo import UndoChanges
+from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.trial import Proposal
 from autotune.space import Space, SpaceExhausted
 from autotune.study.distributions import distributions_of

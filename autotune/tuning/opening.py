@@ -11,8 +11,8 @@ from typing import Any
 
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
+from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.registry import sampler_names
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
@@ -318,8 +318,7 @@ def _require_known(options: SearchOptions, runner: Runner | None, techniques: Te
     Raises:
         ConfigError: one is not, or options contradict each other.
     """
-    if options.sampler not in sampler_names():
-        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    sampler_named(options.sampler)
     if unknown := {*options.frameworks} - {*FRAMEWORKS}:
         raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     if runner is not None and options.device != "auto":

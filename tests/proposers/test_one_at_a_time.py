@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from autotune.proposers import acquisition
+from autotune.proposers.acquisition import pairs_of
 from autotune.proposers.one_at_a_time import TakeApart
-from autotune.proposers.pairs import pairs_of
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.records.outcome import Kind, Outcome

@@ -8,7 +8,7 @@ from numpy.linalg import LinAlgError
 from autotune.errors import OwnFault, TaskError
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import starting_configs
-from autotune.proposers.undo import one_change_back
+from autotune.proposers.one_at_a_time import one_change_back
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
