@@ -210,12 +210,11 @@ def _run_one(
 def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:
     """Raise ConfigError for a technique of the config that does not apply. A number need not be among those searched."""
     switched = {}
-    for name, technique in techniques.items():
+    for name, choice in techniques.switched_on(config):
         support = inspection.support_of(name)
-        applies = {*support.choices, *support.optional} - {technique.off}
-        if config[name] != technique.off and not (technique.ordered and applies):
-            switched[name] = config[name]
-    build_space(inspection, techniques, fix=switched, include=(), exclude=())
+        if not techniques[name].ordered or not {*support.choices, *support.optional} - {techniques[name].off}:
+            switched[name] = choice
+    build_space(inspection, techniques, fix=switched)
 
 
 @takes(SweepOptions)
@@ -284,7 +283,7 @@ def predict(
             trains=False,
         )
         inspection = inspect(runner, job, asked.timeout_s)
-        space, _ = build_space(inspection, runner.techniques, fix={}, include=(), exclude=())
+        space, _ = build_space(inspection, runner.techniques)
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
         cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline))

@@ -89,8 +89,10 @@ class Session:
         plain training: NaN and zero for torch's cross entropy.
         """
         micro_batches = self._micro_batches(batch)
-        if self.task.takes_whole_steps:
-            return self._whole_step(micro_batches)
+        if self.task.takes_whole_steps:  # updates included
+            (whole,) = micro_batches
+            with self.ready(whole) as ready:
+                return self.task.whole_step(self.model, self.optimizer, ready)
         if len(micro_batches) > 1 and self._one_micro_batch:
             raise ConfigError(
                 f"this batch makes {len(micro_batches)} micro batches, but {self._one_micro_batch}; step on at most "
@@ -150,12 +152,6 @@ class Session:
                 for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         return self.evaluator.means(data)
-
-    def _whole_step(self, micro_batches: StepBatch) -> torch.Tensor:
-        """The task's own `train_step`, updates included."""
-        (batch,) = micro_batches
-        with self.ready(batch) as ready:
-            return self.task.whole_step(self.model, self.optimizer, ready)
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from autotune.errors import ConfigError
@@ -18,9 +19,8 @@ from autotune.techniques import Phase, Technique, Techniques
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
-Changes = frozenset[
-    tuple[str, Choice]
-]  # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
+# techniques or `accumulation_steps`, each with the choice that replaces the baseline's
+Changes = frozenset[tuple[str, Choice]]
 CUT = (ACCUMULATION, 2)  # among changes: more micro steps than the baseline takes, however many
 
 
@@ -70,8 +70,7 @@ class Space:
 
     @cached_property
     def _usual(self) -> dict[str, Choice]:
-        fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
-        return {**self.baseline, **fixed}
+        return {**self.baseline, **{name: options[0] for name, options in self.choices.items() if len(options) == 1}}
 
     def complete(self, choices: Mapping[str, Choice]) -> Config:
         """Complete a partial config with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
@@ -101,25 +100,17 @@ class Space:
             and config[ACCUMULATION] in self.accumulations
             and config.plan.keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
-            and not self._is_barred(config)
+            and not any(barred <= self.changes(config) for barred in self.barred)
         )
 
     def changes(self, config: Config) -> Changes:
         """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""
-        changed = {
-            (name, choice) for name, choice in config.differences(self.baseline).items() if name not in BATCH_KEYS
-        }
+        changed = {change for change in config.differences(self.baseline).items() if change[0] not in BATCH_KEYS}
         return frozenset(changed | ({CUT} if config.accumulation_steps > self.baseline.accumulation_steps else set()))
 
     def barring(self, changes: Changes) -> Space:
         """The space without the configs that have all of these changes."""
         return replace(self, barred=self.barred | {changes})
-
-    def _is_barred(self, config: Config) -> bool:
-        if not self.barred:
-            return False
-        changes = self.changes(config)
-        return any(barred <= changes for barred in self.barred)
 
     def _is_redundant(self, technique: Technique, config: Config) -> bool:
         choice = config[technique.name]
@@ -207,11 +198,11 @@ class Space:
         for name, technique in self.techniques.items():
             among = choices[name]
             said = [
-                c
-                for c in among
-                if any(technique.write(f, c, among, optimizer=optimizer) is not None for f in frameworks)
+                choice
+                for choice in among
+                if any(technique.write(f, choice, among, optimizer=optimizer) is not None for f in frameworks)
             ]
-            choices[name] = tuple(choice for choice in among if choice in said or choice == self.baseline[name])
+            choices[name] = tuple(choice for choice in among if choice in (*said, self.baseline[name]))
         return replace(self, choices=choices)
 
     def with_smaller_baseline(self) -> Space | None:
@@ -251,19 +242,16 @@ class Space:
         Raises:
             SpaceExhausted: there is none.
         """
-        snapped = {
-            name: _snap(proposal.get(name, self.baseline[name]), choices) for name, choices in self.choices.items()
-        }
-        start = self.complete(snapped)
+        near = {name: _snap(proposal.get(name, self.baseline[name]), among) for name, among in self.choices.items()}
+        start = self.complete(near)
         seen, queue = {start}, deque([start])
         while queue:
             config = queue.popleft()
             if self.contains(config) and admissible(config):
                 return config
-            for neighbour in self.neighbours(config):
-                if neighbour not in seen:
-                    seen.add(neighbour)
-                    queue.append(neighbour)
+            new = [neighbour for neighbour in dict.fromkeys(self.neighbours(config)) if neighbour not in seen]
+            seen.update(new)
+            queue += new
         raise SpaceExhausted
 
     def neighbours(self, config: Config) -> Iterator[Config]:
@@ -274,7 +262,7 @@ class Space:
                 near = choices[max(index - 1, 0) : index] + choices[index + 1 : index + 2]
             else:
                 near = tuple(choice for choice in choices if choice != config[name])
-            yield from (self.complete({**config.as_dict(), name: choice}) for choice in near)
+            yield from (self.complete({**config, name: choice}) for choice in near)
 
 
 def require_possible(
@@ -296,9 +284,9 @@ def build_space(
     inspection: Inspection,
     techniques: Techniques,
     *,
-    fix: Mapping[str, Any],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    fix: Mapping[str, Any] = MappingProxyType({}),
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
     frameworks: Sequence[str] = (),
 ) -> tuple[Space, list[str]]:
     """Build the space of a task from the supported choices and from what the user fixed, included and excluded.
@@ -369,8 +357,14 @@ def _space_of(
     if inspection.global_batch is not None:  # accumulation follows from the batch size
         del choices[ACCUMULATION]
         supported.pop(ACCUMULATION, None)
-        if BATCH_SIZE in fixed:
-            _require_accumulation(int(fixed[BATCH_SIZE]), accumulations, inspection)
+        size = fixed.get(BATCH_SIZE)
+        steps = size and BatchPlan.keeping(inspection.global_batch, int(size)).accumulation_steps
+        if steps and steps not in accumulations:
+            raise ConfigError(
+                f"batch_size={size} takes accumulation_steps={steps}, which is not searched: "
+                f"{inspection.batch.reason or 'it is fixed to another'}; fix a larger batch_size, or add "
+                f"--include {ACCUMULATION}"
+            )
     support_of = inspection.support.items()
     return Space(
         techniques=techniques,
@@ -445,18 +439,6 @@ def _possible(
             f"{name}={choice} {follows}is not supported for this task on this device{because}; supported: {listed}"
         )
     return choice
-
-
-def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
-    """Refuse a fixed batch size whose accumulation steps are not searched."""
-    assert inspection.global_batch is not None
-    steps = BatchPlan.keeping(inspection.global_batch, batch_size).accumulation_steps
-    if steps not in accumulations:
-        raise ConfigError(
-            f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "
-            f"{inspection.batch.reason or 'it is fixed to another'}; fix a larger batch_size, or add "
-            f"--include {ACCUMULATION}"
-        )
 
 
 def _snap(value: Any, choices: tuple[Choice, ...]) -> Choice:

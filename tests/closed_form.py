@@ -171,7 +171,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
         sampler=changes.pop("sampler", "random"),
     )
-    space, _ = build_space(found, find_techniques(), fix=options.fix, include=(), exclude=())
+    space, _ = build_space(found, find_techniques(), fix=options.fix)
     objective = OBJECTIVES[options.objective](
         memory_limit_bytes=LIMIT_BYTES,
         headroom=0.05,

@@ -121,7 +121,7 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
     if bad := next((outcome for outcome in outcomes if outcome.kind is not Kind.OK), None):
         return {**facts, "failure": f"a probe ended with {bad.kind}: {bad.cause}"}
     traces = runner.trace([config], target_of(info), PATIENCE_S)
-    space, _ = build_space(inspection, runner.techniques, fix={}, include=(), exclude=())
+    space, _ = build_space(inspection, runner.techniques)
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = [asdict(outcome.measurement) for outcome in outcomes if outcome.measurement]
     predicted = None if estimate is None else (estimate.peak_bytes, estimate.low_bytes, estimate.high_bytes)

@@ -36,7 +36,7 @@ from autotune.techniques.base import (
     whole_number,
 )
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.declared import Declared, declare
+from autotune.techniques.declared import declare
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.partition import Partition
 from autotune.units import plural
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "REACHES_INTO_STEP",
     "Build",
-    "Declared",
     "Expectation",
     "Factor",
     "Phase",

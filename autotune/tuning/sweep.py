@@ -81,7 +81,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             comparing_s=COMPARING_S,
         )
         inspection = inspect(runner, job)
-        space, _ = build_space(inspection, runner.techniques, fix={}, include=options.include, exclude=options.exclude)
+        space, _ = build_space(inspection, runner.techniques, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings), space.techniques)
         if recorded.traces is None:

@@ -41,9 +41,7 @@ TRACE_TIMEOUT_S = 600.0
 
 def space_of(recorded: Table) -> Space:
     """The space that a table was swept over, as a search sees it."""
-    return build_space(
-        recorded.header.inspection(find_techniques()), find_techniques(), fix={}, include=(), exclude=()
-    )[0]
+    return build_space(recorded.header.inspection(find_techniques()), find_techniques())[0]
 
 
 def study_file(path: Path) -> Path:

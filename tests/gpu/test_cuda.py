@@ -345,7 +345,7 @@ def test_predicted_reserved_memory_is_near_what_is_measured(prober):
 
     inspection = prober.run(InspectJob(memory_limit_bytes=8 * GIB, timeout_s=120))
     assert isinstance(inspection, Inspection), inspection
-    space, _ = build_space(inspection, find_techniques(), fix={}, include=(), exclude=())
+    space, _ = build_space(inspection, find_techniques())
     config = techniques.complete({"batch_size": 48}, global_batch=48)
     traces = prober.trace([config], target_of(prober.device()), 120)
     assert not traces.failures

@@ -26,7 +26,7 @@ PROBER = RoughRunner()
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return build_space(inspection(), find_techniques(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 def ran(config: Config, prober: ClosedFormRunner = PROBER) -> tuple[Config, Outcome]:

@@ -160,7 +160,7 @@ def test_an_answer_is_as_far_from_the_limits_as_its_speed_and_the_rates_say() ->
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return build_space(inspection(), find_techniques(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 def expected_ratio(model: TimeModel, config: Config, baseline: Config) -> float:
@@ -205,7 +205,7 @@ def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_st
 
     techniques = Techniques([*find_techniques().values(), Silent()])
     support = dict(inspection().support) | {"silent": Support(choices=(False, True))}
-    space = build_space(inspection(support=support), techniques, fix={}, include=(), exclude=())[0]
+    space = build_space(inspection(support=support), techniques)[0]
     phases_s = {"data": 1e-6, "forward": 0.5, "backward": 0.5, "optimizer": 1e-6}
     measured = replace(measurement(space.baseline, space.baseline.samples_per_step, 2**29), phases_s=phases_s)
     probes = [(space.baseline, Outcome(kind=Kind.OK, measurement=measured))]

@@ -12,9 +12,7 @@ from tests.closed_form import inspection
 
 
 def space_of(**support: Support) -> Space:
-    return build_space(
-        inspection(support=inspection().support | support), find_techniques(), fix={}, include=(), exclude=()
-    )[0]
+    return build_space(inspection(support=inspection().support | support), find_techniques())[0]
 
 
 def described(space: Space, **options: object) -> dict[str, dict[str, object]]:

@@ -93,7 +93,7 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     with ReplayRunner(path) as runner:
         found = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
     assert isinstance(found, Inspection)
-    space, notes = build_space(found, find_techniques(), fix={}, include=(), exclude=())
+    space, notes = build_space(found, find_techniques())
     swept = table.read(path, find_techniques())
     assert set(space) == set(swept.figures) and notes == []
     assert found.device == swept.header.device_info()
@@ -119,7 +119,7 @@ def test_a_choice_that_acts_in_every_config_is_in_the_space_of_its_table_too(tmp
         table.append(tmp_path / name, header, Row(config=which, repeat=0, outcome=ok(which, 90.0)))
         found = ReplayRunner(tmp_path / name).run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
         assert isinstance(found, Inspection)
-        return build_space(found, find_techniques(), fix={}, include=(), exclude=())[0]
+        return build_space(found, find_techniques())[0]
 
     assert which in set(swept("short.csv", replace(header, always={"attention": ("cudnn",)})))
     assert which not in set(swept("fp32.csv", header))

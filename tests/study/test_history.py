@@ -15,7 +15,7 @@ from tests.closed_form import LIMIT_BYTES, inspection, measurement
 
 techniques = find_techniques()
 
-SPACE = build_space(inspection(), find_techniques(), fix={}, include=(), exclude=())[0]
+SPACE = build_space(inspection(), find_techniques())[0]
 OBJECTIVE = Throughput(memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
 OOM = Outcome(kind=Kind.OOM, wall_s=0.1)
 

@@ -168,7 +168,7 @@ def test_a_model_in_a_short_type_of_its_own_has_the_kernels_without_amp(
         torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
         support = Attention().support(make_setting(task(), device=gpu((9, 0))))
     found = inspection(support={**inspection().support, "attention": support})
-    space, _ = build_space(found, find_techniques(), fix={}, include=(), exclude=())
+    space, _ = build_space(found, find_techniques())
     plain = techniques.complete({"batch_size": 4, "attention": "cudnn"}, global_batch=96)
     assert space.contains(plain) is searched
     assert space.contains(plain.replace(amp="bf16"))

@@ -84,9 +84,7 @@ def test_the_table_holds_what_was_measured_and_on_what(folder: Path, swept: list
 
 def test_the_tables_space_is_what_was_swept(folder: Path, swept: list[Progress]) -> None:
     found = table.read(folder / "tiny.csv", find_techniques())
-    space, _ = build_space(
-        found.header.inspection(find_techniques()), find_techniques(), fix={}, include=(), exclude=()
-    )
+    space, _ = build_space(found.header.inspection(find_techniques()), find_techniques())
     assert set(space) == set(found.figures)
 
 
@@ -99,7 +97,7 @@ def test_the_tables_inspection_is_the_tasks(folder: Path, swept: list[Progress])
 def test_the_table_holds_what_acts_in_every_config(folder: Path, swept: list[Progress]) -> None:
     found = table.read(folder / "tiny.csv", find_techniques()).header.inspection(find_techniques())
     support = {**found.support, "attention": replace(found.support["attention"], always=("cudnn",))}
-    space, _ = build_space(found, find_techniques(), fix={}, include=(), exclude=())
+    space, _ = build_space(found, find_techniques())
     settings = ProbeSettings(memory_limit_bytes=2**33)
     assert _header(replace(found, support=support), space, settings).inspection(find_techniques()).support == support
 
