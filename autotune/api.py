@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
@@ -59,6 +59,7 @@ from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
 
 LOGS = Path("studies")
+Asked = TypeVar("Asked", PredictOptions, ExplainOptions)
 
 
 @takes(SearchOptions)
@@ -261,24 +262,17 @@ def predict(
             before, or where the host's memory ran out.
     """
     started = time.monotonic()
-    device, gpu = str(options.get("device", "auto")), options.get("gpu")
-    info = _target(gpu, device)
-    asked = PredictOptions.of(options, total_bytes=lambda device: info.total_bytes)
-    limit = asked.memory_limit_bytes or info.free_bytes
-    find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
+    asked, info = _of_a_target(PredictOptions, options, config)
+    ends = started + asked.timeout_s
     source = _source(task, asked.global_batch)
-
-    def left_s() -> float:
-        return max(0.0, asked.timeout_s - (time.monotonic() - started))
-
-    with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
+    with _tracing(source, asked.device if asked.gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner)
-        calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
+        calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
             memory_limit_bytes=None,
-            timeout_s=left_s(),
+            timeout_s=max(0.0, ends - time.monotonic()),
             calibration=calibration,
-            absent=None if gpu is None else info,
+            absent=None if asked.gpu is None else info,
             trained={} if only is None else runner.techniques.trained(only),
             trains=False,
         )
@@ -287,7 +281,7 @@ def predict(
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
         cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline))
-        tracing = Tracing(runner, lambda: configs, target, cache, left_s())
+        tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()))
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
             return answer(
@@ -295,29 +289,22 @@ def predict(
                 space,
                 traces,
                 only,
-                memory_limit_bytes=limit,
+                memory_limit_bytes=asked.memory_limit_bytes or info.free_bytes,
                 headroom=asked.headroom,
                 ended_after_s=asked.timeout_s if late else None,
                 trace_s=tracing.wall_s,
                 wall_s=time.monotonic() - started,
             )
 
-        tracing.advance(tracing.max_s, _once_plain_is_known(lambda traces: on_first(predicted(traces)), only is None))
+        waiting = [on_first] if only is None else []
+
+        def watch(traces: Traces) -> None:
+            if traces.knows_plain and waiting:
+                waiting.pop()(predicted(traces))
+
+        tracing.advance(tracing.max_s, watch)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")
     return predicted(tracing.traces.merged(Traces(target=target, failures=late)), late=bool(late))
-
-
-def _once_plain_is_known(tell: Callable[[Traces], None], is_asked: bool) -> Callable[[Traces], None]:
-    """Tells once, as soon as plain training is traced, where that is asked for."""
-    waits = is_asked
-
-    def watch(traces: Traces) -> None:
-        nonlocal waits
-        if waits and traces.knows_plain:
-            waits = False
-            tell(traces)
-
-    return watch
 
 
 @takes(ExplainOptions)
@@ -338,25 +325,23 @@ def explain(
     Raises:
         AutotuneError: as `probe` does.
     """
-    device, gpu = str(options.get("device", "auto")), options.get("gpu")
-    info = _target(gpu, device)
-    asked = ExplainOptions.of(options, total_bytes=lambda device: info.total_bytes)
-    find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
+    asked, info = _of_a_target(ExplainOptions, options, config)
     source = _source(task, asked.global_batch)
-    limit = asked.memory_limit_bytes or info.free_bytes
-    if gpu is None:
-        trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
+    limit, settings = asked.memory_limit_bytes or info.free_bytes, None
+    if asked.gpu is None:
+        trainer: Runner = LocalRunner(source, device=asked.device, logs=logs / f"{source.name}.logs")
+        settings = ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
     else:
         trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
         complete = None if config is None else _complete(config, runner)
         job = InspectJob(
-            memory_limit_bytes=limit if gpu is None else None,
+            memory_limit_bytes=limit if asked.gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
-            absent=None if gpu is None else info,
+            absent=None if asked.gpu is None else info,
             trained={} if complete is None else runner.techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
-            trains=gpu is None,
+            trains=asked.gpu is None,
         )
         inspection = inspect(runner, job)
         complete = complete or runner.techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
@@ -366,11 +351,19 @@ def explain(
             inspection,
             complete,
             target=target_of(info),
-            settings=ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
-            if gpu is None
-            else None,
+            settings=settings,
             timeout_s=asked.timeout_s,
         )
+
+
+def _of_a_target(
+    kind: type[Asked], options: Mapping[str, Any], config: Mapping[str, Choice] | None
+) -> tuple[Asked, DeviceInfo]:
+    """The options of a prediction or an explanation, and the device that it is for. Refuses a typo in `config`, too."""
+    info = _target(options.get("gpu"), str(options.get("device", "auto")))
+    asked = kind.of(options, total_bytes=lambda device: info.total_bytes)
+    find_techniques().complete(config or {})  # before anything takes seconds
+    return asked, info
 
 
 def _target(gpu: str | None, device: str) -> DeviceInfo:
