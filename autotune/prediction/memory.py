@@ -104,7 +104,7 @@ class MemoryModel:
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None
-        if peaks is not None and not _are_refuted(peaks, measured):
+        if peaks is not None and not _are_refuted(peaks, space, measured):
             self._traced = _Traced(peaks, outside_bytes, space, measured, failed)
         self._untraced = _Untraced(outside_bytes, space, measured, failed)
 
@@ -173,16 +173,20 @@ class _Traced:
     """A line from traced peaks to the process's, and departures from it that similar configs share in part."""
 
     def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
-        self._peaks = peaks
+        self._peaks, self._techniques = peaks, space.techniques
         self._outside_bytes = outside_bytes
         line = self._line = _line_of(peaks)
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
-        exact = [((c, t), float(held - outside_bytes), line.noise(t)) for c, held in measured if (t := peaks.peak(c))]
+        exact = [
+            ((c, t), float(held - outside_bytes), line.noise(t))
+            for c, held in measured
+            if (t := peaks.peak(c, space.techniques))
+        ]
         out_of_memory = [
             ((c, t), min(least - outside_bytes, LARGEST_SURPRISE * line.total_bytes(t)), line.noise(t))
             for c, least in failed
-            if (t := peaks.peak(c))
+            if (t := peaks.peak(c, space.techniques))
         ]
         surprises = [row for row in out_of_memory if row[1] > line.total_bytes(row[0][1])]
         self._take([*exact, *surprises])
@@ -196,7 +200,9 @@ class _Traced:
                 self._take(exact)
 
     def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
-        known = [(config, trace) for config in configs if (trace := self._peaks.peak(config)) is not None]
+        known = [
+            (config, trace) for config in configs if (trace := self._peaks.peak(config, self._techniques)) is not None
+        ]
         found = {}
         for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
             least = self._outside_bytes + trace.breakdown.parameters_bytes
@@ -258,11 +264,12 @@ def _least_bytes(outcome: Outcome) -> int:
     return max(attempted, outcome.bound.peak_bytes_low if outcome.bound else 0)
 
 
-def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
+def _are_refuted(peaks: Traces, space: Space, measured: PeakBytes) -> bool:
     """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
     line = _line_of(peaks)
     return any(
-        (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < line.total_bytes(peak)
+        (peak := peaks.peak(config, space.techniques)) is not None
+        and LARGEST_SURPRISE * peak_bytes < line.total_bytes(peak)
         for config, peak_bytes in measured
     )
 

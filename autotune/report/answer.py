@@ -10,15 +10,16 @@ from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measu
 from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
-from autotune.techniques import label_of
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
-def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
+def answer_sections(
+    result: Result, techniques: Techniques, *, model: str = "model.py", in_study: bool = False
+) -> Iterator[Section]:
     """All sections of an answer.
 
     Args:
@@ -27,19 +28,19 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
         in_study: the reader has just been told of the study and its front.
     """
     limit = limit_words(result.objective, result.memory_limit_bytes, result.headroom)
-    verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
+    verdict = (Paragraph(_verdict(result, techniques)), *_unconfirmed(result))
     yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
-    yield Section(title, (as_code(result.config, "config = "),), "everything not named is off")
-    yield _play_off(result)
+    yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
+    yield _play_off(result, techniques)
     yield from _compiling(result)
     if result.front and not in_study:
-        yield front_section(result.front, result, result.baseline)
+        yield front_section(result.front, result, result.baseline, techniques)
     if result.rankings:
-        yield _rankings(result)
+        yield _rankings(result, techniques)
     if result.evaluation is not None:
         yield _evaluation(result.evaluation)
-    yield from _reasons(result)
+    yield from _reasons(result, techniques)
     yield Section("The search", (Paragraph(_cost(result)),))
     if result.warnings:
         yield warnings_section(result.warnings)
@@ -48,7 +49,7 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
         yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
     yield Section("Run it", python_lines(model, result.asked), own_risk)
-    if command := verify_command(result.config, model, result.asked):
+    if command := verify_command(result.config, techniques, model, result.asked):
         yield Section("", (Code("", tail=command),))
 
 
@@ -57,7 +58,9 @@ def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str
     return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
 
 
-def front_section(front: Iterable[Measured], result: Result | None, baseline: Measured | None) -> Section:
+def front_section(
+    front: Iterable[Measured], result: Result | None, baseline: Measured | None, techniques: Techniques
+) -> Section:
     """The front by increasing memory, the answer and the baseline marked. The answer's speed is that of the play-off."""
 
     def speed(measured: Measured) -> float | None:
@@ -73,7 +76,8 @@ def front_section(front: Iterable[Measured], result: Result | None, baseline: Me
 
     front = list(front)
     rows = (
-        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (describe(m.config), role(m))) for m in front
+        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (techniques.describe(m.config), role(m)))
+        for m in front
     )
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
     note = "no other config is faster or takes less memory" if len(front) == 1 else "no config beats these in both"
@@ -91,7 +95,7 @@ def warnings_section(warnings: Iterable[str]) -> Section:
     return Section("Warnings", tuple(Paragraph(warning, mark=Span("!", Tone.WARNING)) for warning in warnings))
 
 
-def _verdict(result: Result) -> Span:
+def _verdict(result: Result, techniques: Techniques) -> Span:
     """The verdict in a sentence; what is told of the gain is never decided here."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
@@ -99,7 +103,7 @@ def _verdict(result: Result) -> Span:
     if result.baseline is None or result.speedup is None:
         return Span(f"{verdict}, so the speed-up is unknown. The warnings say why.{open_question}", Tone.BEST)
     if result.config == result.baseline.config:
-        return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
+        return Span(f"{_kept(result)}{_rival(result, techniques)}", Tone.STRONG)
     sure = f" ({found.sure})" if found.sure else ""
     memory = times(result.peak_bytes / result.baseline.peak_bytes)
     tone = {"faster": Tone.BEST, "slower": Tone.WARNING}.get(result.verdict, Tone.STRONG)
@@ -116,7 +120,7 @@ def _kept(result: Result) -> str:
     return "Keep what you have: nothing beat the baseline beyond the noise."
 
 
-def _rival(result: Result) -> str:
+def _rival(result: Result, techniques: Techniques) -> str:
     """The best of the others; nothing where none played."""
     rival = result.rival
     if rival is None:
@@ -130,7 +134,7 @@ def _rival(result: Result) -> str:
         found = f"at most {times(high)} its throughput"
     else:
         found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
-    return f" The best of the others, {describe(rival.config)}: {found}."
+    return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
@@ -139,7 +143,7 @@ def _unconfirmed(result: Result) -> Iterator[Paragraph]:
         yield Paragraph(Span(why, Tone.WARNING))
 
 
-def _play_off(result: Result) -> Section:
+def _play_off(result: Result, techniques: Techniques) -> Section:
     """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
     base = result.baseline
     others = [m for m in result.finalists if m.config not in (result.config, base and base.config)]
@@ -156,7 +160,7 @@ def _play_off(result: Result) -> Section:
             *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
             str(measured.num_processes),
             (
-                describe(measured.config),
+                techniques.describe(measured.config),
                 Span(f"  {measured.dropped}" if isinstance(measured, Dropped) else "", Tone.WARNING),
             ),
         )
@@ -193,7 +197,7 @@ def _compiling(result: Result) -> Iterator[Section]:
         yield Section("Compiling", (Paragraph(" ".join(told)),))
 
 
-def _rankings(result: Result) -> Section:
+def _rankings(result: Result, techniques: Techniques) -> Section:
     """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
     rows: list[tuple[Cell, ...]] = []
     evaluates = any(ranking.evaluation for ranking in result.rankings)
@@ -207,12 +211,12 @@ def _rankings(result: Result) -> Section:
                 gain_in_table(ranking.speedup, ranking.speedup_ci),
             ]
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
-        trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
+        trained = ", ".join(techniques.label(name, choice) for name, choice in ranking.choice.items())
         rest = {name: choice for name, choice in (ranking.config or {}).items() if name not in ranking.choice}
         if evaluates:
             size = ranking.evaluation and ranking.evaluation.eval_batch_size
             figures.append("-" if size is None else str(size))
-        rows.append((*sizes, *figures, (f"{trained}{f': {describe(rest)}' if rest else ''}", told)))
+        rows.append((*sizes, *figures, (f"{trained}{f': {techniques.describe(rest)}' if rest else ''}", told)))
     measured = (">samples/s", ">peak", ">gain", *([">eval batch"] if evaluates else []))
     shown = table((">params", ">trained", *measured, "what is trained: its best config"), rows)
     said = (
@@ -269,10 +273,10 @@ def _answer(result: Result) -> Measured:
     )
 
 
-def _reasons(result: Result) -> Iterator[Section]:
+def _reasons(result: Result, techniques: Techniques) -> Iterator[Section]:
     """The effect of each technique, the limit of the speed, and the result of the checks."""
     if result.effects and not any(effect.num_pairs for effect in result.effects):
-        unseen = ", ".join(_change(effect) for effect in result.effects)
+        unseen = ", ".join(_change(effect, techniques) for effect in result.effects)
         yield Section("Effect of each change", (Paragraph(f"None was seen by itself: {unseen}."),))
     elif result.effects:
         rows = (
@@ -280,7 +284,7 @@ def _reasons(result: Result) -> Iterator[Section]:
                 _speed(effect),
                 _ratio(effect.memory_ratio, more_is_better=False),
                 str(effect.num_pairs),
-                (_change(effect), Span(_doubt(effect), Tone.NOTE)),
+                (_change(effect, techniques), Span(_doubt(effect), Tone.NOTE)),
             )
             for effect in result.effects
         )
@@ -289,14 +293,16 @@ def _reasons(result: Result) -> Iterator[Section]:
     if result.limit:
         yield Section("Limit of the speed now", (Paragraph(result.limit), *_use(result)))
     if result.checks:
-        checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, result.checks))
-        why = [Paragraph(f"{_checked(check)}: {check.reason}") for check in result.checks if check.reason]
+        checked = table(
+            (">gradient", ">cosine", ">loss", ">buffers", ""), [_check(c, techniques) for c in result.checks]
+        )
+        why = [Paragraph(f"{_checked(check, techniques)}: {check.reason}") for check in result.checks if check.reason]
         yield Section("Checked on your model", (checked, *why), "a small step against plain fp32, relative errors")
 
 
-def _change(effect: Effect) -> str:
+def _change(effect: Effect, techniques: Techniques) -> str:
     """`fp32 -> bf16`."""
-    return f"{label_of(effect.technique, effect.baseline_choice)} -> {label_of(effect.technique, effect.choice)}"
+    return f"{techniques.label(effect.technique, effect.baseline_choice)} -> {techniques.label(effect.technique, effect.choice)}"
 
 
 def _speed(effect: Effect) -> Span:
@@ -337,11 +343,11 @@ def _beyond(use: DeviceUse) -> str:
     return "caches serve a part, or the device was slower when it was measured"
 
 
-def _checked(check: Check) -> str:
-    return "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
+def _checked(check: Check, techniques: Techniques) -> str:
+    return "whole config" if check.technique == "config" else techniques.label(check.technique, check.choice)
 
 
-def _check(check: Check) -> tuple[Cell, ...]:
+def _check(check: Check, techniques: Techniques) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
     because = f"because of {', '.join(check.cause)}" if check.cause else f"as {bound}"
     names = "" if check.names_equal else ", parameter names changed"
@@ -353,7 +359,7 @@ def _check(check: Check) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" {because}, {_checked(check)}{names}", noise),
+        (passed, f" {because}, {_checked(check, techniques)}{names}", noise),
     )
 
 

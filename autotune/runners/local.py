@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
@@ -189,7 +188,7 @@ class LocalRunner(OneSlotRunner):
         compiles = (
             self._source is not None  # what a command compiles is its own business
             and isinstance(job, ConfigJob)
-            and techniques.setup_s(job.config) > 0
+            and self.techniques.setup_s(job.config) > 0
         )
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None

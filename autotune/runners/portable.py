@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import InspectJob, TracingJob
 from autotune.runners.local import OneSlotRunner
@@ -50,7 +49,7 @@ class PortableRunner(OneSlotRunner):
             model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
             global_batch=task.global_batch,
             baseline=task.baseline,
-            trained=techniques.trained_by(task, task.baseline or {}),
+            trained=self.techniques.trained_by(task, task.baseline or {}),
         )
         return self
 

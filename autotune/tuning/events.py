@@ -12,6 +12,7 @@ from autotune.records.prediction import Prediction
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.trial import Trial
+from autotune.techniques import Techniques
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class SearchStarted:
     known: tuple[Trial, ...]  # finished probes found in the study, with the best feasible of them and the baseline
     best: tuple[Config, Outcome] | None
     baseline: Outcome | None
+    techniques: Techniques  # those of the configs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,20 +129,22 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
 
 def _explain(search: Search, standing: Standing | None, answer: Config, measured: Measured) -> dict[str, Any]:
     """The fields of a result that say why the answer is as fast as it is, and what else there is."""
-    history = search.history
+    history, techniques = search.history, search.history.space.techniques
     ran_through = [*_ran_through(standing)]
     known, searched = (why.figures(trials, ran_through) for trials in (history.trials, history.searched))
     own = history.known[answer].measurement if answer in history.known else None
     traces, roles = search.tracing.traces, (("baseline", history.space.baseline), ("answer", answer))
     roofline = Roofline.of(search.calibration, traces)
-    use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
+    use = roofline.use(answer, measured.samples_per_s, techniques) if roofline is not None else None
     break_even = _break_even(search, searched, answer)
     tokens_per_sample = search.inspection.facts.tokens_per_sample
     return {
         "front": front_of(known.values()),
         "limit": why.limiting(answer, own, history.searched, history.objective, use) if own else "",
         "use": use,
-        "peak_by_kind": {role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
+        "peak_by_kind": {
+            role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config, techniques))
+        },
         "tokens_per_s": tokens_per_sample and tokens_per_sample * measured.samples_per_s,
         "break_even_steps": break_even and break_even[0],
         "break_even_s": break_even and break_even[1],

@@ -20,8 +20,10 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.prediction import Prediction
 from autotune.records.result import Check, Effect, Measured, Result
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from autotune.units import MIB
+
+complete = find_techniques().complete
 
 GLOBAL_BATCH = 48
 LIMIT = 1500 * MIB

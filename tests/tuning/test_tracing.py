@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
@@ -23,12 +22,15 @@ from autotune.runners.runner import Finished, Runner
 from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.tracing import Tracing
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.prediction.test_traces import DEFAULT, PLAIN
+
+techniques = find_techniques()
 
 MODELS = Path(__file__).parent.parent / "models"
 CONFIGS = [techniques.complete({"batch_size": 4, "checkpoint_segments": n}) for n in (0, 1, 2, 3)]
@@ -136,7 +138,7 @@ def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
             while not tracing.is_done and time.monotonic() < deadline:
                 tracing.advance_beside()
                 time.sleep(0.05)
-            assert tracing.traces.peak(config) is not None
+            assert tracing.traces.peak(config, find_techniques()) is not None
 
 
 @pytest.mark.parametrize(("kind", "is_beside"), [("cpu", False), ("cuda", True)])
@@ -164,7 +166,7 @@ def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_technique
         make_batch=lambda batch_size: torch.rand(batch_size, 4),
         training_step=lambda model, batch: model(batch),
     )
-    plan = plan_traces([*CONFIGS, techniques.complete({"batch_size": 4, "optimizer_impl": "fused"})])
+    plan = plan_traces([*CONFIGS, techniques.complete({"batch_size": 4, "optimizer_impl": "fused"})], find_techniques())
     messages = list(trace_plan(task, plan, "cpu"))
     assert [message for message in messages if "begun" in message] == [{"begun": "model: nothing switched on"}]
     failures = messages[-1]["traces"]["failures"]
