@@ -34,7 +34,7 @@ def _shown(sections: Callable[[Any], Iterable[Any]]) -> Callable[[Any], str]:
 def _of_result(result: Any) -> Iterable[Any]:
     from autotune.report.answer import answer_sections
 
-    return answer_sections(result, model=result.model)
+    return answer_sections(result, model=result.subject.model)
 
 
 def _of_study(study: Any) -> Iterable[Any]:

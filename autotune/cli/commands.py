@@ -120,7 +120,7 @@ def verify(options: argparse.Namespace) -> int:
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
     outcome = api.verify(
-        options.model, answer.config, on_warning=_warn, **read_options(options, VerifyOptions, answer.asked)
+        options.model, answer.config, on_warning=_warn, **read_options(options, VerifyOptions, answer.goal.asked)
     )
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
@@ -198,7 +198,7 @@ def _require_not_of(study: Study, out: Path, flag: str) -> None:
     from autotune.runners.command import files_of
 
     answer = study.result
-    model = study.facts.model if answer is None else answer.model
+    model = study.facts.model if answer is None else answer.subject.model
     require_other(out, flag, MODEL_FILE, file_and_attribute(model)[0])
     if answer is not None and answer.command:
         require_other(out, flag, "a file of the command", *files_of(answer.command))

@@ -36,7 +36,7 @@ class Accelerate(Exporter):
             "distributed_type": "NO",
             "num_machines": 1,
             "num_processes": 1,
-            "use_cpu": result.device.startswith("cpu"),
+            "use_cpu": result.subject.device.startswith("cpu"),
             "debug": False,
             **{name: said[ACCELERATE][name] for name in (_IN_FILE,) if name in said[ACCELERATE]},
         }

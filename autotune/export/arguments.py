@@ -36,7 +36,7 @@ def arguments(
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
-    users_own = trained({}).keys() - result.trained.keys()
+    users_own = trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
         words = {framework: _words(framework, name, result, space) for framework in frameworks}
         for framework, found in words.items():
@@ -51,7 +51,8 @@ def arguments(
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
-    if "loss_weight" in result.parts and int(result.config.get("accumulation_steps", 1)) > 1 and _ALIKE & {*frameworks}:
+    accumulates = int(result.config.get("accumulation_steps", 1)) > 1
+    if "loss_weight" in result.subject.parts and accumulates and _ALIKE & {*frameworks}:
         unsaid["loss_weight"] = (
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
@@ -66,4 +67,5 @@ def _words(framework: str, name: str, result: Result, space: Mapping[str, Sequen
     if name not in REGISTRY:
         return None
     searched = space.get(name, ())
-    return REGISTRY[name].write(framework, choice, searched if len(searched) > 1 else (), optimizer=result.optimizer)
+    searched = searched if len(searched) > 1 else ()
+    return REGISTRY[name].write(framework, choice, searched, optimizer=result.subject.optimizer)

@@ -22,5 +22,5 @@ class Transformers(Exporter):
     def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
-        device = {"use_cpu": True} if result.device.startswith("cpu") else {}
+        device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}
         return Export(json.dumps({**said[TRANSFORMERS], **device}, indent=2), unsaid)

@@ -95,7 +95,7 @@ def find_executable_config(
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
-                couplings.append(result.coupling)
+                couplings.append(result.subject.coupling)
             while True:
                 try:
                     return function(found[0], *args, **kwargs)

@@ -17,8 +17,8 @@ from autotune.probe.runs import SEED, Runs
 from autotune.probe.seed import seed_everything
 from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.check import Check
 from autotune.records.config import Choice, Config
-from autotune.records.result import Check
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
 from autotune.techniques.base import MANTISSA_BITS

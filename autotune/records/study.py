@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from autotune.records.check import Comparison
 from autotune.records.config import Choice
 from autotune.records.formats import Record
+from autotune.records.measured import Evaluated
 from autotune.records.outcome import Outcome
 from autotune.records.prediction import Prediction
-from autotune.records.result import Check, Evaluated, Result
+from autotune.records.result import Result
 from autotune.records.signature import ModelSignature
 from autotune.records.trial import SEARCH
 
@@ -88,14 +90,6 @@ class SearchFacts(Record):
     limited_beside: str = ""
     ranked_beside: str = ""
     signature: ModelSignature | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(Record):
-    """Some changes of a config, compared with plain fp32."""
-
-    changes: tuple[tuple[str, Choice], ...]
-    check: Check
 
 
 @dataclass(frozen=True, kw_only=True)

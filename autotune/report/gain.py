@@ -40,7 +40,7 @@ def said_of(result: Result) -> Said:
     if result.config == result.baseline.config:
         return Said(result.verdict, result.verdict)
     verdict, brief = result.verdict, result.verdict
-    single = not result.confirmed or result.num_rounds == 1
+    single = not result.play_off.confirmed or result.play_off.num_rounds == 1
     if verdict == "undecided":
         likely = result.speedup > PROBABLY and not (result.speedup_ci and tells_nothing(*result.speedup_ci))
         verdict = "probably faster" if likely else "undecided whether faster or slower"

@@ -35,7 +35,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
     front, baseline = study.front_configs(), None
     if (
-        study.result is not None and len(study.probes) <= study.result.probes
+        study.result is not None and len(study.probes) <= study.result.cost.probes
     ):  # by the same estimate as the answer below
         front, baseline = study.result.front, study.result.baseline
     elif front:
@@ -64,7 +64,7 @@ def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
         yield _no_answer(study)
         return
     yield from answer_sections(study.result, model=model, in_study=True)
-    num_newer = len(study.probes) - study.result.probes
+    num_newer = len(study.probes) - study.result.cost.probes
     if num_newer > 0:
         newer = f"A search has continued since: {plural(num_newer, 'probe')} came after this answer."
         yield Section("", (Paragraph(Span(newer, Tone.WARNING)),))

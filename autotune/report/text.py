@@ -23,4 +23,4 @@ def in_short(result: Result) -> str:
 
 def page(result: Result, width: int) -> str:
     """Everything that is told of an answer."""
-    return as_text(answer_sections(result, model=result.model), width)
+    return as_text(answer_sections(result, model=result.subject.model), width)

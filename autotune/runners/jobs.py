@@ -14,6 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED, Calibration
+from autotune.records.check import Check
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
@@ -21,7 +22,6 @@ from autotune.records.formats import Record
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes

@@ -164,11 +164,11 @@ def _answer(event: SearchEnded) -> Answer:
         "speedup": result.speedup,
         "speedup_low": low,
         "speedup_high": high,
-        "probes": float(result.probes),
-        "wall_s": result.wall_s,
+        "probes": float(result.cost.probes),
+        "wall_s": result.cost.wall_s,
     }
     return Answer(
         config=dict(result.config),
         figures={name: figure for name, figure in figures.items() if figure is not None},
-        facts={"verdict": result.verdict, "limit": result.limit, "warnings": "\n".join(result.warnings)},
+        facts={"verdict": result.verdict, "limit": result.reasons.limit, "warnings": "\n".join(result.warnings)},
     )

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from autotune import techniques
+from autotune.records.check import Check
 from autotune.records.outcome import Kind
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.in_flight import InFlight
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
