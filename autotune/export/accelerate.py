@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 
@@ -19,10 +18,10 @@ _BACKEND = "dynamo_backend"  # stands in a section of its own there
 class Accelerate(Exporter):
     """YAML that `accelerate launch --config_file FILE` reads; its first lines are comments with the calls in the script."""
 
-    name: ClassVar[str] = ACCELERATE
-    summary: ClassVar[str] = "a config file for `accelerate launch`, with the calls for the script in its comments"
+    name = ACCELERATE
+    summary = "a config file for `accelerate launch`, with the calls for the script in its comments"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """One process on one machine; the processor alone if it was searched there."""
         said, unsaid = arguments(
             result,

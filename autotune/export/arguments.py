@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from autotune.records.config import Choice
+from autotune.export.base import Space
 from autotune.records.result import Result
 from autotune.techniques import REGISTRY, trained
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
@@ -19,7 +19,7 @@ _ALIKE = {
 
 
 def arguments(
-    result: Result, space: Mapping[str, Sequence[Choice]], frameworks: Sequence[str], no_words: str
+    result: Result, space: Space, frameworks: Sequence[str], no_words: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Say an answer's config in the words of one or several frameworks.
 
@@ -60,7 +60,7 @@ def arguments(
     return said, unsaid
 
 
-def _words(framework: str, name: str, result: Result, space: Mapping[str, Sequence[Choice]]) -> dict[str, Any] | None:
+def _words(framework: str, name: str, result: Result, space: Space) -> dict[str, Any] | None:
     choice = result.config[name]
     if name in BATCH:
         return BATCH[name][framework].write(choice) if framework in BATCH[name] else None

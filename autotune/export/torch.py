@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent, wrap
-from typing import ClassVar
 
 from autotune.errors import ConfigError
-from autotune.export.base import Export, Exporter
+from autotune.export.base import Export, Exporter, Space
 from autotune.export.source import Source
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
@@ -107,10 +106,10 @@ class PlainTorch(Exporter):
     A step that runs out of memory is not taken again in smaller micro batches, as a session's is.
     """
 
-    name: ClassVar[str] = TORCH
-    summary: ClassVar[str] = "a training script in plain torch, without autotune"
+    name = TORCH
+    summary = "a training script in plain torch, without autotune"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """What the techniques need first, then model, optimizer, data, the step and the loop.
 
         Raises:
