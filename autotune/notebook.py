@@ -44,6 +44,6 @@ def _of_study(study: Any) -> Iterable[Any]:
 
 
 def _of_prediction(prediction: Any) -> Iterable[Any]:
-    from autotune.report.prediction import prediction_sections
+    from autotune.report.capacity import prediction_sections
 
     return prediction_sections(prediction)

@@ -30,14 +30,15 @@ from autotune.records.options import (
 )
 from autotune.version import __version__
 
+ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130  # what the commands return to the shell
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
 PORT = whole(0, "a port from 0 to 65535", 65535)
-_NEGATIVE = re.compile(
-    r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE
-)  # a value, which its option refuses, and no flag: -5s, -5%, -1GiB
+# a value, which its option refuses, and no flag: -5s, -5%, -1GiB
+_NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE)
+MAX_REGRESSION = 0.05  # how much slower than it was an answer may be that `verify --against` runs
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
@@ -127,7 +128,7 @@ def _add_to_verify(parser: Parser) -> None:
         "--max-regression",
         type=_reader(SHARE),
         metavar="PERCENT",
-        help="how much slower the answer may be than it was (default: 5%%)",
+        help=f"how much slower the answer may be than it was (default: {MAX_REGRESSION:.0%}%)",
     )
     parser.group(RUN).add_argument(
         "--study", metavar="NAME", help="which study, if the file of --against holds several"

@@ -27,7 +27,7 @@ from autotune.task.source import TaskSource
 if TYPE_CHECKING:
     import torch
 
-PATIENCE_S = 30.0  # for one job
+JOB_TIMEOUT_S = 30.0
 
 
 def _perceptron() -> torch.nn.Module:
@@ -113,15 +113,15 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
         except JobFailed as failed:
             facts |= {"calibrated": False, "calibration": asdict(failed.outcome)}
     try:
-        inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S))
+        inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=JOB_TIMEOUT_S))
     except JobFailed as failed:
         return {**facts, "failure": f"a training step failed: {failed}"}
     config = techniques.complete(inspection.baseline)
-    settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=PATIENCE_S)
+    settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=JOB_TIMEOUT_S)
     outcomes = [runner.probe(config, settings) for _ in range(2 if task is TASKS[0] else 1)]
     if bad := next((outcome for outcome in outcomes if outcome.kind is not Kind.OK), None):
         return {**facts, "failure": f"a probe ended with {bad.kind}: {bad.cause}"}
-    traces = runner.trace([config], target_of(info), PATIENCE_S)
+    traces = runner.trace([config], target_of(info), JOB_TIMEOUT_S)
     space, _ = build_space(inspection, fix={}, include=(), exclude=())
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = [asdict(outcome.measurement) for outcome in outcomes if outcome.measurement]

@@ -11,7 +11,8 @@ from autotune.units import GIB, MIB, format_bytes, format_seconds
 LIMIT_SHARE = 0.1  # how far below its limit memory may end: fragments, the last block
 BOOKS_SHARE = 0.05
 EQUAL_SPEED, EQUAL_PEAK = 0.1, 0.05  # between two equal probes
-CLOCK_SHARE = 0.1
+CLOCK_SHARE = 0.1  # by which two clocks may differ over a short run
+TESTED_DEVICES, TESTED_PROCESSORS = {"cpu"}, {"x86_64", "amd64"}  # on which the package's own tests have run
 WRONG_PEAKS = "peaks are told wrongly: leave a larger --headroom"
 UNKNOWN_RATES = "precisions are offered by tables instead of by their speed"
 
@@ -202,3 +203,17 @@ def judge_study(facts: Facts) -> Verdict:
         meaning = "nothing would be kept: run in a folder that may be written, or give --storage"
         return State.DIFFERS, facts["error"], meaning
     return State.OK, "a study can be kept in the working directory", ""
+
+
+def judge_tested(facts: Facts) -> Verdict:
+    """Machines of this kind have run the package's own tests."""
+    if facts["device_kind"] not in TESTED_DEVICES:
+        found = (
+            "no real GPU has run the package's tests; torch's CUDA build has, over GPUs that the tests play: errors, "
+            "neighbours and memory are proven there, values, speed and the workspaces of cuDNN are not"
+        )
+        return State.UNAVAILABLE, found, "the lines above are the proof for this GPU: please report what differs"
+    if facts["processor"] not in TESTED_PROCESSORS:
+        found = f"the package's tests have not run on {facts['processor']}, on x86-64 processors alone"
+        return State.UNAVAILABLE, found, "the lines above are the proof for this machine: please report what differs"
+    return State.OK, "the package's tests run on x86-64 processors with and without bf16 arithmetic", ""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Config
-from autotune.records.prediction import Prediction
-from autotune.records.trial import ABLATION, Proposal
+from autotune.records.trial import ABLATION, Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

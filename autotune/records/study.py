@@ -14,10 +14,9 @@ from autotune.records.config import Choice
 from autotune.records.formats import Record
 from autotune.records.measured import Evaluated
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Prediction
 from autotune.records.result import Result
 from autotune.records.signature import ModelSignature
-from autotune.records.trial import SEARCH
+from autotune.records.trial import SEARCH, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

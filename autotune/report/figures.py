@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement
-from autotune.records.prediction import Prediction
+from autotune.records.trial import Prediction
 from autotune.units import format_bytes
 
 SURE_TO_FIT = 0.95  # a chance above that is not mentioned

@@ -11,8 +11,7 @@ import pandas as pd
 from autotune.records.config import Choice
 from autotune.records.measured import Measured
 from autotune.records.outcome import Measurement
-from autotune.records.prediction import Prediction
-from autotune.records.trial import Trial
+from autotune.records.trial import Prediction, Trial
 from autotune.techniques.labels import describe
 from autotune.units import MIB
 

@@ -21,8 +21,8 @@ from autotune.records.config import Config
 from autotune.records.formats import Group
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.prediction import Prediction
 from autotune.records.result import Cost, Effect, Goal, PlayOff, Reasons, Result, Subject
+from autotune.records.trial import Prediction
 from autotune.techniques import complete
 from autotune.units import MIB
 
