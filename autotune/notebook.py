@@ -1,4 +1,4 @@
-"""Results, studies and predictions show themselves in a notebook, as the command line tells them."""
+"""How results, studies and predictions look in a notebook: as on the command line."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
             traceback.print_exception(error)
         if isinstance(error, AutotuneError) and error.frames:
             frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
-            traced = '  File "' in frames  # else a program told what it had to tell
+            traced = '  File "' in frames  # else it is what a program printed
             head = f"In {error.frames_of} (most recent call last)" if traced else "Its output ends with"
             print(f"{head}:\n{frames}", file=sys.stderr)
         print(f"autotune: {message}", file=sys.stderr)

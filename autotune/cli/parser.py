@@ -1,4 +1,4 @@
-"""The command line's grammar. What a command takes beside files and forms of output is `autotune.records.options`' table."""
+"""The command line's grammar: its commands, and what they take about files and output. Other options: `autotune.records.options`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
 class UsageError(AutotuneError):
-    """The command line is not one of ours."""
+    """The command line cannot be understood."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What was given, with a near option for one that does not exist."""
+        """The arguments as options. An option that does not exist is refused, and a near one offered."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = self.commands[options.command]
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _not_one_task(options: argparse.Namespace) -> str:
-    """Why the arguments name no task for a search, or two; empty where they name one."""
+    """Why the arguments do not name exactly one task for a search; empty where they do."""
     scripts = options_given(options, CommandOptions).keys() - options_given(options, SearchOptions).keys()
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"

@@ -57,7 +57,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        tell: hears the name of each check before it begins.
+        tell: is called with the name of each check before it begins.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.

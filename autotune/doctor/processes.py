@@ -1,4 +1,4 @@
-"""What processes of their own find out, each killed when it takes too long, and what the machine has."""
+"""Checks in processes of their own, each killed when it takes too long, and facts of the machine."""
 
 from __future__ import annotations
 

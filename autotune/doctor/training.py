@@ -1,4 +1,4 @@
-"""What small training runs find out, by the same way as a search's."""
+"""What small training runs find out. They run as a search's probes do."""
 
 from __future__ import annotations
 

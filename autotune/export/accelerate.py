@@ -1,4 +1,4 @@
-"""The answer as a configuration file of Hugging Face's `accelerate launch`, and what the script itself has to say."""
+"""The answer as a configuration file of Hugging Face's `accelerate launch`, and the calls that belong into the script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Accelerate(Exporter):
     summary = "a config file for `accelerate launch`, with the calls for the script in its comments"
 
     def export(self, result: Result, *, space: Space) -> Export:
-        """One process on one machine; the processor alone if it was searched there."""
+        """For one process on one machine; on the CPU if the search was there."""
         said, unsaid = arguments(
             result,
             space,

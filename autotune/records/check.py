@@ -10,7 +10,7 @@ from autotune.records.formats import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The answer's gradients on the user's own model against plain fp32 (checks G, B and N)."""
+    """The gradients, buffers and names of a config on the user's own model, compared with plain fp32."""
 
     technique: str  # `config` for the whole answer, else one technique's name
     choice: Choice
@@ -21,7 +21,7 @@ class Check:
     buffer_error: float  # relative, after one step
     names_equal: bool  # parameter names and state_dict keys unchanged
     noise: float  # relative gradient difference between two plain runs, or for one ulp
-    passed: bool | None  # None: the model magnifies rounding so far that the comparison tells little
+    passed: bool | None  # None: the model magnifies rounding so far that the comparison says little
     reason: str = ""
     cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
 

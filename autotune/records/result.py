@@ -206,9 +206,9 @@ class Result(Record):
     Attributes:
         samples_per_s: within what processes of the config measured that no other work disturbed.
         baseline: None when it does not run within the limit.
-        speedup: throughput over the baseline's, as both are told; `speedup_ci` its 95 % interval, from paired fresh processes.
+        speedup: throughput over the baseline's, as both are shown; `speedup_ci` its 95 % interval, from paired fresh processes.
             None without a baseline. The answer may be the baseline itself: the interval is None then, and the play-off's `rival`
-            tells what was seen of the others.
+            has what was seen of the others.
         verdict: `faster` or `slower` than the baseline where the whole of `speedup_ci` is, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
             and for every answer that changes something and is not confirmed.
@@ -219,7 +219,7 @@ class Result(Record):
             before. Empty otherwise.
         evaluation: None where nobody asked for it.
         command: the command line of the answer, where the search ran one for each probe; empty otherwise.
-        places: technique of the answer -> the modules that it acted on, as its probe told.
+        places: technique of the answer -> the modules that it acted on, as its probe found.
         storage, study: where it is kept.
         rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
             learned differs between them and was not compared, so none of them is better than another. `cost` is that of
@@ -254,7 +254,7 @@ class Result(Record):
     rankings: tuple[Ranking, ...] = ()
     format: int = FORMAT
 
-    if not TYPE_CHECKING:  # which finds a misspelt name so, and the package says the group
+    if not TYPE_CHECKING:  # so that mypy finds a misspelt name; the package itself names the group
 
         def __getattr__(self, name: str) -> Any:
             """A field of a group."""

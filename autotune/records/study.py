@@ -132,7 +132,7 @@ class Owner(Record):
 
     Attributes:
         host: the machine, as far as numbers of processes mean the same.
-        started: when the process was, by which it is told from a later one of its number.
+        started: when the process started, which sets it apart from a later one of the same number.
     """
 
     host: str
@@ -168,7 +168,7 @@ class BegunTrial(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EndedTrial(Record):
-    """What came of a trial. The outcome is written last: with it the trial has ended, told or not.
+    """What came of a trial. The outcome is written last: a trial that has one has ended, whether Optuna knows it or not.
 
     Attributes:
         ended: the outcome's kind, or `over the limit`.

@@ -60,7 +60,7 @@ class Trial:
         stage, reason, round: of its `Proposal`.
         prediction: what was predicted of it before it ran; None in the play-off, which confirms what is known.
         feasible: it ran, within the memory limit less headroom.
-        score: what the study was told; larger is better, and the worst there is where the trial is not feasible.
+        score: as the study keeps it; larger is better, and the worst there is where the trial is not feasible.
         disturbed: other work on the machine was seen to disturb the timing.
         started: None where the storage does not say.
     """

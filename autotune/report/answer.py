@@ -26,7 +26,7 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     Args:
         model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
             built in Python.
-        in_study: the reader has just been told of the study and its front.
+        in_study: the reader has just seen the study and its front.
     """
     goal = result.goal
     about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
@@ -96,7 +96,7 @@ def warnings_section(warnings: Iterable[str]) -> Section:
 
 
 def _verdict(result: Result) -> Span:
-    """The verdict in a sentence; what is told of the gain is never decided here."""
+    """The verdict in a sentence. What may be said of the gain is decided in `gain.py`."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
     verdict = found.verdict[0].upper() + found.verdict[1:]
@@ -121,7 +121,7 @@ def _kept(result: Result) -> str:
 
 
 def _rival(result: Result) -> str:
-    """The best of the others; nothing where none played."""
+    """A sentence on the best of the others; empty where none played."""
     rival = result.play_off.rival
     if rival is None:
         return ""
@@ -258,7 +258,7 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
 
 
 def _answer(result: Result) -> Measured:
-    """The answer's own figures, with what only the play-off's or the front's record of it knows."""
+    """The answer's own figures; its step and the number of processes stand in the play-off or the front alone."""
     records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
     known = next((record for record in records if record is not None and record.config == result.config), None)
     samples_per_step = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])

@@ -18,7 +18,7 @@ from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds, plural
 
 MACHINE = ("device", "num_threads", "driver", "torch", "autotune", "total_bytes", "memory_limit_bytes", "global_batch")
-DISTURBED = "*"  # beside the number of such a probe
+DISTURBED_MARK = "*"  # beside the number of a probe that other work disturbed
 
 
 def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section]:
@@ -103,7 +103,7 @@ def _probes(study: Study) -> Section:
     rows = (_probe(probe, baseline, fastest) for probe in study.probes)
     shown = table((">#", "batch", ">samples/s", ">expected", ">peak", "changes; why"), rows)
     note = f"changes are from the baseline, {describe(baseline)}" if baseline else ""
-    marked = Paragraph(Span(f"{DISTURBED} other work disturbed it", Tone.NOTE))
+    marked = Paragraph(Span(f"{DISTURBED_MARK} other work disturbed it", Tone.NOTE))
     return Section("Probes", (shown, *([marked] if any(probe.disturbed for probe in study.probes) else [])), note)
 
 
@@ -111,7 +111,7 @@ def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tupl
     found, expected = probe.outcome.measurement, probe.prediction and probe.prediction.samples_per_s
     is_best = found is not None and probe.feasible and found.samples_per_s == fastest
     return (
-        f"{probe.number}{DISTURBED if probe.disturbed else ' '}",
+        f"{probe.number}{DISTURBED_MARK if probe.disturbed else ' '}",
         describe_batch(probe.config).removeprefix("batch "),
         Span(measured_rate(found), Tone.BEST if is_best else Tone.PLAIN)
         if found
@@ -135,7 +135,7 @@ def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
 
 
 def _failures(study: Study) -> Iterator[Section]:
-    """Each cause once, with the probes that it ended; causes that differ in figures alone are one."""
+    """Each cause once, with the probes that it ended. Causes that differ only in their figures count as one."""
     alike: dict[tuple[Kind, str], list[Trial]] = {}
     for probe in study.probes:
         if not probe.outcome.ok:

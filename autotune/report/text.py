@@ -22,5 +22,5 @@ def in_short(result: Result) -> str:
 
 
 def page(result: Result, width: int) -> str:
-    """Everything that is told of an answer."""
+    """The whole answer, as `autotune search` prints it."""
     return as_text(answer_sections(result, model=result.subject.model), width)
