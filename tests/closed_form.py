@@ -11,13 +11,13 @@ from typing import Any
 from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
 from autotune.records.calibration import NOT_MEASURED
+from autotune.records.check import Check
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent, wrap
-from typing import ClassVar
 
 from autotune.errors import ConfigError
-from autotune.export.base import Export, Exporter
+from autotune.export.base import Export, Exporter, Space
 from autotune.export.source import Source
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
@@ -106,16 +105,16 @@ class PlainTorch(Exporter):
     A step that runs out of memory is not taken again in smaller micro batches, as a session's is.
     """
 
-    name: ClassVar[str] = TORCH
-    summary: ClassVar[str] = "a training script in plain torch, without autotune"
+    name = TORCH
+    summary = "a training script in plain torch, without autotune"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """What the techniques need first, then model, optimizer, data, the step and the loop.
 
         Raises:
             ConfigError: the task is a LightningModule, whose steps are its Trainer's.
         """
-        if "LightningModule" in result.parts:
+        if "LightningModule" in result.subject.parts:
             raise ConfigError("a LightningModule is trained by its Trainer, not by a loop of torch; use --to lightning")
         script = _Script(result)
         return Export(script.text(), script.unsaid)
@@ -131,7 +130,8 @@ class _Script:
 
     def __init__(self, result: Result) -> None:
         self.result = result
-        self.parts = set(result.parts if result.model else ()) or {"build_model", "make_batch", "training_step"}
+        self.is_of_file = bool(result.subject.model and result.subject.parts)
+        self.parts = set(result.subject.parts) if self.is_of_file else {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
         self.source = Source()
         self.techniques = find_techniques()
@@ -165,7 +165,7 @@ class _Script:
         own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
         self.source.bring(own, *_MODULES)
         early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
-        loading = {"import importlib.util", "import sys"} if self.result.model and self.result.parts else set()
+        loading = {"import importlib.util", "import sys"} if self.is_of_file else set()
         imports = {"import itertools", *loading, *self.source.import_lines()}
         ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
         head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
@@ -193,10 +193,10 @@ class _Script:
 
     def _yours(self) -> Iterator[str]:
         """The functions and constants of the model file."""
-        if not self.result.model or not self.result.parts:
+        if not self.is_of_file:
             yield _YOURS.strip("\n")
             return
-        file, attribute = self.result.model_file
+        file, attribute = self.result.subject.model_file
         yield _MODEL_FILE.format(folder=json.dumps(str(Path(file).parent)), file=json.dumps(file)).strip("\n")
         owner = f"model_file.{attribute}" if attribute else "model_file"
         yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in sorted(self._used()))
@@ -211,8 +211,8 @@ class _Script:
         yield f"BATCH_SIZE = {config[BATCH_SIZE]}  # samples of a micro batch"
         yield f"ACCUMULATION_STEPS = {config[ACCUMULATION]}  # micro batches of an optimizer step"
         yield f"NUM_STEPS = {_NUM_STEPS}"
-        yield f'DEVICE = torch.device("{self.result.device}")'
-        if not self.result.device.startswith("cpu"):
+        yield f'DEVICE = torch.device("{self.result.subject.device}")'
+        if not self.result.subject.device.startswith("cpu"):
             yield "torch.cuda.set_device(DEVICE)"
         yield from self.said[At.PROCESS]
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Executable(dict[str, Any]):
-    """A config dict that also says itself in the words of Accelerate.
+    """A config dict, also in the words of Accelerate.
 
     Attributes:
         accelerator: arguments of `Accelerator`.
@@ -95,7 +95,7 @@ def find_executable_config(
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
-                couplings.append(result.coupling)
+                couplings.append(result.subject.coupling)
             while True:
                 try:
                     return function(found[0], *args, **kwargs)
@@ -149,7 +149,7 @@ def choices_of_launcher() -> dict[str, Choice]:
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
-    """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
+    """The task and the options of a search that begins with what Accelerate does today, and keeps what can no longer be changed."""
     if found := choices_of_accelerator():
         words = {name: choice for name, choice in found.items() if name not in options.get("exclude", ())}
         kept = " and ".join(f"{name}={choice}" for name, choice in words.items())

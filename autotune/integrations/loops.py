@@ -295,8 +295,8 @@ class Criterion:
         """The loss of a batch."""
         if not isinstance(batch, list | tuple) or len(batch) < 2:
             raise TaskError(
-                f"a batch of the loader is {describe(batch)}, of which `loss` cannot be told what is the target; expected "
-                "inputs and a target; else give training_step=lambda model, batch: ... in place of loss"
+                f"a batch of the loader is {describe(batch)}, and it is not clear which part of it is the target of `loss`; "
+                "expected inputs and a target; else give training_step=lambda model, batch: ... in place of loss"
             )
         *inputs, target = batch
         if isinstance(self._loss, torch.nn.Module):
@@ -313,7 +313,7 @@ class Criterion:
         return float(counts.sum())
 
     def task_identity(self) -> str:
-        """What tells this loss from others in the same script."""
+        """What distinguishes this loss from others in the same script."""
         return repr(self._loss)
 
 

@@ -119,7 +119,7 @@ class LiveTrainer:
         self._loader: Any = None
 
     def task_identity(self) -> str:
-        """What tells this trainer from others in the same script."""
+        """What distinguishes this trainer from others in the same script."""
         optimizer = "" if self._has_optimizer else f"{self._args['optim']} {self._args['optim_args']}"
         return f"{self._class.__qualname__} {optimizer}"
 
@@ -210,7 +210,7 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _being_made() -> Any:
-    """The trainer whose `__init__` tells its callbacks that it is made, which it does not hand to them."""
+    """The trainer that is being made: its `__init__` calls its callbacks, and does not hand itself to them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):
@@ -285,10 +285,10 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
 
 
 def _left_out(trainer: Trainer) -> list[str]:
-    """What the user should know of probes of this trainer."""
+    """What the user should know about the probes of this trainer."""
     args, name, found = trainer.args, type(trainer).__name__, []
     if type(trainer).training_step is not Trainer.training_step:
-        found.append(f"of {name}.training_step probes measure all but what follows its backward pass")
+        found.append(f"probes measure {name}.training_step without what follows its backward pass")
     if scaled := _scaled_by_accumulating(trainer):
         found.append(f"the accumulation steps are kept as they are: {scaled}")
     if args.neftune_noise_alpha is not None:

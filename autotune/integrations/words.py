@@ -102,7 +102,7 @@ def words_of_changes(task: Task, result: Result, frameworks: Sequence[str]) -> d
 
 
 def require_said(unsaid: Mapping[str, str]) -> None:
-    """Raise ConfigError for what of an answer has no words. The batch size for evaluation is in the result."""
+    """Raise ConfigError where a part of the answer has no words. The batch size for evaluation is in the result."""
     if names := [name for name in unsaid if name != "eval_batch_size"]:
         raise ConfigError(
             f"no argument says {' and '.join(names)}, which an option asked for; leave it out, or train with "

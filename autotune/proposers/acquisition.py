@@ -18,7 +18,7 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.prediction import Prediction
+from autotune.records.trial import Prediction
 from autotune.space import Space
 from autotune.techniques import Techniques
 

@@ -10,8 +10,7 @@ from autotune.proposers.cost_model import CostModel
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Config
 from autotune.records.objective import Objective
-from autotune.records.prediction import Prediction
-from autotune.records.trial import ABLATION, Proposal
+from autotune.records.trial import ABLATION, Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

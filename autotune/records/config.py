@@ -70,5 +70,5 @@ class Config(Mapping[str, Choice]):
         return dict(self._choice_of)
 
     def differences(self, other: Config | Mapping[str, Choice]) -> dict[str, Choice]:
-        """This config's choices that are not `other`'s."""
+        """This config's choices that differ from `other`'s."""
         return {key: choice for key, choice in self.choices if choice != other[key]}

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.records.config import Config
-from autotune.records.front import pareto_front
+from autotune.records.measured import pareto_front
 from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.records.trial import Trial

@@ -206,7 +206,7 @@ def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
 
 
 def _mark(advice: Advice) -> str:
-    """What sets it apart from what a search would try."""
+    """How it differs from what a search would try by itself; empty where it does not."""
     if advice.changes_learning:
         return "; trains something else"
     return "" if advice.included else "; not searched by default"

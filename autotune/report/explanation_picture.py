@@ -21,7 +21,7 @@ _COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[1], GREY)  #
 
 
 def require_form(path: Path) -> None:
-    """Before minutes of work rather than after them. Raises ConfigError or AutotuneError."""
+    """Raise ConfigError or AutotuneError where no picture can be written: before minutes of work rather than after them."""
     if path.suffix not in FORMS:
         raise ConfigError(f"--picture {path}: expected a file that ends in {', '.join(FORMS)}")
     try:

@@ -30,7 +30,7 @@ def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
 
 
 def listeners_of(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
-    """Who watches a search from Python: the listeners given, none of them where there are none, else the view that suits stderr."""
+    """Who watches a search from Python: the listeners that were given, which may be none, else the view that suits stderr."""
     if listeners is not None:
         return listeners
     return [] if sys.stderr is None else [live_listener(sys.stderr, quiet=False)]  # pythonw has no stderr

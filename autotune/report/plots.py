@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import AutotuneError
 from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Choice
+from autotune.records.measured import Measured
 from autotune.records.outcome import Kind
-from autotune.records.result import Measured
 from autotune.study.reading import Study
 from autotune.techniques import Techniques
 from autotune.units import MIB
@@ -146,8 +146,8 @@ def pictures(study: Study) -> Iterator[tuple[str, str]]:
     if study.measured_configs():
         yield "Throughput and memory", _as_svg(partial(plot_front, study))
         yield "Throughput and batch size", _as_svg(partial(plot_throughput, study))
-    if study.result and study.result.peak_by_kind:
-        held = {role: _scaled(kinds, 1 / MIB) for role, kinds in study.result.peak_by_kind.items()}
+    if study.result and study.result.reasons.peak_by_kind:
+        held = {role: _scaled(kinds, 1 / MIB) for role, kinds in study.result.reasons.peak_by_kind.items()}
         yield "Memory of tensors at the peak, by kind", _as_svg(partial(plot_parts, held, "MiB, as traced"), 2.4)
     if phases := _phases(study):
         split = {role: _scaled(phases_s, 1e3) for role, phases_s in phases.items()}

@@ -16,7 +16,7 @@ from autotune.study.reading import Study
 from autotune.units import format_bytes, format_seconds, plural
 
 MACHINE = ("device", "num_threads", "driver", "torch", "autotune", "total_bytes", "memory_limit_bytes", "global_batch")
-DISTURBED = "*"  # beside the number of such a probe
+DISTURBED_MARK = "*"  # beside the number of a probe that other work disturbed
 
 
 def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section]:
@@ -33,7 +33,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
     front, baseline = study.front_configs(), None
     if (
-        study.result is not None and len(study.probes) <= study.result.probes
+        study.result is not None and len(study.probes) <= study.result.cost.probes
     ):  # by the same estimate as the answer below
         front, baseline = study.result.front, study.result.baseline
     elif front:
@@ -62,7 +62,7 @@ def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
         yield _no_answer(study)
         return
     yield from answer_sections(study.result, study.techniques, model=model, in_study=True)
-    num_newer = len(study.probes) - study.result.probes
+    num_newer = len(study.probes) - study.result.cost.probes
     if num_newer > 0:
         newer = f"A search has continued since: {plural(num_newer, 'probe')} came after this answer."
         yield Section("", (Paragraph(Span(newer, Tone.WARNING)),))
@@ -101,7 +101,7 @@ def _probes(study: Study) -> Section:
     rows = (_probe(probe, study, fastest) for probe in study.probes)
     shown = table((">#", "batch", ">samples/s", ">expected", ">peak", "changes; why"), rows)
     note = f"changes are from the baseline, {study.techniques.describe(baseline)}" if baseline else ""
-    marked = Paragraph(Span(f"{DISTURBED} other work disturbed it", Tone.NOTE))
+    marked = Paragraph(Span(f"{DISTURBED_MARK} other work disturbed it", Tone.NOTE))
     return Section("Probes", (shown, *([marked] if any(probe.disturbed for probe in study.probes) else [])), note)
 
 
@@ -109,7 +109,7 @@ def _probe(probe: Trial, study: Study, fastest: float) -> tuple[Cell, ...]:
     found, expected = probe.outcome.measurement, probe.prediction and probe.prediction.samples_per_s
     is_best = found is not None and probe.feasible and found.samples_per_s == fastest
     return (
-        f"{probe.number}{DISTURBED if probe.disturbed else ' '}",
+        f"{probe.number}{DISTURBED_MARK if probe.disturbed else ' '}",
         describe_batch(probe.config).removeprefix("batch "),
         Span(measured_rate(found), Tone.BEST if is_best else Tone.PLAIN)
         if found
@@ -134,7 +134,7 @@ def _what_and_why(probe: Trial, study: Study) -> Cell:
 
 
 def _failures(study: Study) -> Iterator[Section]:
-    """Each cause once, with the probes that it ended; causes that differ in figures alone are one."""
+    """Each cause once, with the probes that it ended. Causes that differ only in their figures count as one."""
     alike: dict[tuple[Kind, str], list[Trial]] = {}
     for probe in study.probes:
         if not probe.outcome.ok:

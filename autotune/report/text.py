@@ -22,5 +22,5 @@ def in_short(result: Result) -> str:
 
 
 def page(result: Result, width: int) -> str:
-    """Everything that is told of an answer."""
-    return as_text(answer_sections(result, find_techniques(), model=result.model), width)
+    """The whole answer, as `autotune search` prints it."""
+    return as_text(answer_sections(result, find_techniques(), model=result.subject.model), width)

@@ -15,6 +15,7 @@ from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import describe_batch
 from autotune.records.calibration import NOT_MEASURED, Calibration
+from autotune.records.check import Check
 from autotune.records.config import Choice, Config
 from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
@@ -22,7 +23,6 @@ from autotune.records.formats import Record
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import ALONE, World
 

@@ -9,10 +9,9 @@ from typing import Any
 import pandas as pd
 
 from autotune.records.config import Choice
+from autotune.records.measured import Measured
 from autotune.records.outcome import Measurement
-from autotune.records.prediction import Prediction
-from autotune.records.result import Measured
-from autotune.records.trial import Trial
+from autotune.records.trial import Prediction, Trial
 from autotune.techniques import Techniques
 from autotune.units import MIB
 

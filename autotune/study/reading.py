@@ -18,8 +18,8 @@ from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
-from autotune.records.front import front_of
-from autotune.records.result import Measured, Result
+from autotune.records.measured import Measured, front_of
+from autotune.records.result import Result
 from autotune.records.study import StudyFacts
 from autotune.records.trial import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed

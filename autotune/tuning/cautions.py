@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from autotune.records.config import Config
+from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Outcome
-from autotune.records.result import Measured
 from autotune.study.failures import find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
@@ -61,7 +61,7 @@ def _unknown_gain(answer: Answer) -> Iterator[str]:
 
 def _earlier_answer(answer: Answer) -> Iterator[str]:
     is_confirmed = answer.standing is not None and answer.standing.answer is not None
-    if not is_confirmed and (kept := answer.search.store.facts.result) and kept.confirmed:
+    if not is_confirmed and (kept := answer.search.store.facts.result) and kept.play_off.confirmed:
         yield "the study keeps its earlier answer, which a play-off confirmed; `autotune show` shows it"
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.check import Check, Comparison
 from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Check
-from autotune.records.study import Comparison
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.runner import ProbeFault
 from autotune.space import CUT, Changes

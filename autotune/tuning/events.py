@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Prediction
 from autotune.records.progress import Progress
 from autotune.records.result import Result
-from autotune.records.trial import Trial
+from autotune.records.trial import Prediction, Trial
 from autotune.techniques import Techniques
 
 

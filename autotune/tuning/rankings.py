@@ -112,6 +112,6 @@ def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None
         speedup=result.speedup,
         speedup_ci=result.speedup_ci,
         verdict=result.verdict,
-        confirmed=result.confirmed,
+        confirmed=result.play_off.confirmed,
         evaluation=result.evaluation,
     )

@@ -20,9 +20,8 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Bound, Kind, Outcome
-from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
-from autotune.records.trial import Proposal
+from autotune.records.trial import Prediction, Proposal
 from autotune.space import Space, build_space
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import measure_baseline

@@ -13,9 +13,10 @@ import pytest
 
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
+from autotune.records.measured import Evaluated, Evaluation
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Evaluated, Evaluation, Result
+from autotune.records.result import Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job

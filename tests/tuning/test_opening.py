@@ -83,9 +83,9 @@ def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() ->
 
 
 def test_an_answer_carries_what_was_asked_through_json() -> None:
-    from tests.report.sample_study import answer
+    from tests.report.sample_study import answer, but
 
-    result = dataclasses.replace(answer("sqlite:///gpt.db"), asked={"device": "cpu", "global_batch": 512})
+    result = but(answer("sqlite:///gpt.db"), asked={"device": "cpu", "global_batch": 512})
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     without = {key: value for key, value in result.to_dict().items() if key != "asked"}  # of an older study
     assert Result.from_dict(without).asked == {}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.records.measured import Dropped
 from autotune.records.objective import Memory, Objective, Throughput
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Dropped
 from autotune.study.figures import ratio_interval
 from autotune.techniques import find_techniques
 from autotune.tuning.entrant import Entrant

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.records.check import Check
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.outcome import Kept, Kind, Outcome
-from autotune.records.result import Check, Result
+from autotune.records.result import Result
 from autotune.records.trial import Proposal
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.front import front_of
+from autotune.records.measured import front_of
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import DeviceUse

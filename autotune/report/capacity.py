@@ -46,7 +46,7 @@ def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) ->
 
 
 def first_words(prediction: MemoryPrediction) -> str:
-    """What is known when plain training was traced, in one line."""
+    """What is known once plain training has been traced, in one line."""
     group = prediction.groups[0]
     peak = group.peak
     batch = describe_batch(peak.config)
@@ -157,7 +157,7 @@ def _modules(peak: PredictedPeak, note: str = "") -> Iterator[Section]:
 
 
 def _not_predicted(prediction: MemoryPrediction) -> Iterator[Section]:
-    """What could not be traced; then what does not apply."""
+    """What could not be traced, and what does not apply."""
     if prediction.untraced:
         yield Section("Not predicted", tuple(by_reason(prediction.untraced)), "could not be traced")
     if prediction.left_out:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
-from autotune.report.prediction import first_words, prediction_sections
+from autotune.report.capacity import first_words, prediction_sections
 from autotune.report.terminal import as_text
 from autotune.techniques import find_techniques
 from autotune.units import GIB, MIB
