@@ -152,6 +152,14 @@ def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind:
         assert stay.beside == ["trace on cpu"]
 
 
+def test_what_is_left_unfinished_is_beside_nothing_that_runs_later(tmp_path: Path) -> None:
+    runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
+    job = InspectJob(memory_limit_bytes=None, timeout_s=60.0)
+    with runner:
+        runner.submit(job)
+    assert runner._host.take({"cuda:0": "cuda:0"}, job).beside == []
+
+
 def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_techniques() -> None:
     import torch
     from torch import nn
