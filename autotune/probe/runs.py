@@ -172,9 +172,7 @@ def exact_convolutions() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     try:
         before = [(cudnn, "allow_tf32", cudnn.allow_tf32)]
-    except (
-        RuntimeError
-    ):  # the model file has set one kind of operator's `fp32_precision` (torch 2.9), which this cannot tell
+    except RuntimeError:  # the model file has set one kind of operator's `fp32_precision` (torch 2.9)
         before = [(operator, "fp32_precision", operator.fp32_precision) for operator in (cudnn.conv, cudnn.rnn)]
     cudnn.allow_tf32 = False
     try:

@@ -121,6 +121,4 @@ class PortableRunner(OneSlotRunner):
     def _end(self) -> None:
         if self._running is not None:
             self._kill()
-            self._running.close()
-            self._host.leave(self._running.stay.ticket)
-        self._running = None
+            self._forget(self._running)

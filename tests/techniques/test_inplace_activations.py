@@ -16,7 +16,7 @@ from autotune.techniques import UnsupportedError, activation_offload, find_techn
 from autotune.techniques.inplace_activations import InplaceActivations
 from tests.arithmetic import skip_without_arithmetic
 from tests.prediction.real_memory import real_peak_bytes
-from tests.prediction.test_tracing import traced
+from tests.prediction.test_fake_steps import traced
 
 complete = find_techniques().complete
 

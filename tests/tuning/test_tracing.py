@@ -16,9 +16,9 @@ from autotune.prediction.traces import Traces
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.jobs import InspectJob, Job, TraceJob
+from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import Finished, Runner
+from autotune.runners.runner import Finished
 from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -145,7 +145,21 @@ def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
 def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind: str, is_beside: bool) -> None:
     runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
     runner._device.capabilities = capabilities_of(kind)
-    assert isinstance(runner.tracer(), Runner) == is_beside
+    tracer = runner.tracer()
+    assert isinstance(tracer, LocalRunner) == is_beside
+    if isinstance(tracer, LocalRunner):
+        probe = ProbeJob(config=techniques.complete({"batch_size": 1}), settings=ProbeSettings(memory_limit_bytes=None))
+        stay = runner._host.take({"cuda:0": "cuda:0"}, probe)
+        tracer._host.take({"cpu": "cpu"}, TraceJob(plan=plan_traces([]), target="cpu", timeout_s=1.0))
+        assert stay.beside == ["trace on cpu"]
+
+
+def test_what_is_left_unfinished_is_beside_nothing_that_runs_later(tmp_path: Path) -> None:
+    runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
+    job = InspectJob(memory_limit_bytes=None, timeout_s=60.0)
+    with runner:
+        runner.submit(job)
+    assert runner._host.take({"cuda:0": "cuda:0"}, job).beside == []
 
 
 def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_techniques() -> None:
