@@ -10,6 +10,7 @@ from autotune.coupling.dropout_off import dropout_off
 from autotune.probe.checks import EXACT_ERROR, run_checks
 from autotune.task import Task
 from autotune.techniques import REGISTRY
+from autotune.techniques.recomputation import _Buffers
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
 
