@@ -22,8 +22,8 @@ from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts
-from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
+from autotune.runners.runner import InstantRunner
 from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of

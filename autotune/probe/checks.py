@@ -140,7 +140,7 @@ class _Comparison:
 
         Returns:
             The complaints, none where the config passes; the noise, with other random draws where those count; and whether the
-            model magnifies rounding so far that the comparison tells little.
+            model magnifies rounding so far that the comparison says little.
         """
         complaints = self.complaints(found, noise)
         if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
@@ -196,7 +196,7 @@ class _Comparison:
 
         def words(name: str) -> str:
             if name == ACCUMULATION:
-                return "cutting the batch into micro batches, which plain fp32 does not bear either"
+                return "cutting the batch into micro batches, which changes the gradient of plain fp32 as well"
             kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
             return f"{name}={self.switched[name]}{kind}"
 

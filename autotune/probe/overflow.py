@@ -17,6 +17,7 @@ import torch
 
 from autotune.devices import Device
 from autotune.probe.measure import Run, dense_values, is_finite
+from autotune.probe.module_scopes import graph_nodes
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice
 from autotune.records.outcome import BACKWARD, FORWARD, INPUT, LOSS, Overflow
@@ -116,13 +117,8 @@ class _Watch:
         if self.found is None and (value := _worst(loss)):
             self.found = Overflow(phase=LOSS, value=value)
         if self.found is None:
-            seen, nodes = set(), [loss.grad_fn]
-            while nodes:
-                node = nodes.pop()
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    node.register_hook(partial(self._after_node, node.name(), node._sequence_nr()))
-                    nodes += [following for following, _ in node.next_functions]
+            for node in graph_nodes(loss):
+                node.register_hook(partial(self._after_node, node.name(), node._sequence_nr()))
         return loss
 
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:

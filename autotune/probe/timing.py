@@ -1,10 +1,11 @@
-"""Decides when a run is warm and timed long enough, and how certain its throughput is. Rules without a clock, for the steps of a
-probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
+"""Decides when a run is warm and timed long enough, how certain its throughput is, and what it tells meanwhile. The same for the steps
+of a probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
@@ -12,6 +13,7 @@ from typing import Any
 
 from autotune.records.intervals import NORMAL_95
 from autotune.records.outcome import Measurement
+from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
@@ -21,6 +23,7 @@ OVERTIME = 3  # times the time allowed, at which two blocks have to do: steps th
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
 FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
 LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
+REPORT_INTERVAL_S = 0.25  # of a run that is timed
 STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
 
 
@@ -200,3 +203,51 @@ class Timing:
             block_samples_per_s=tuple(self.blocks.samples_per_s),
             **found,
         )
+
+
+@dataclass
+class Reporter:
+    """What a run has done so far: reported a few times a second, at a new stage, and after the first micro step.
+
+    The process may be killed at any time, and then the last report is all there is.
+    """
+
+    send: Callable[[Progress], None]
+    peak_bytes: Callable[[], int]
+    batch_size: int  # samples of a micro step
+    stage: str = "setup"
+    train_s: float = 0.0
+    num_micro_steps: int = 0
+    _fastest_micro_s: float = math.inf
+    _sent_s: float = -math.inf
+
+    def enter(self, stage: str) -> None:
+        """Enter a stage."""
+        self.stage = stage
+        self._send()
+
+    def trained(self, seconds: float, num_micro_steps: int, *, is_first_step: bool) -> None:
+        """Count micro steps, or another part of a training step. The first step says nothing about the speed."""
+        self.train_s += seconds
+        is_new = not self.num_micro_steps and num_micro_steps > 0
+        self.num_micro_steps += num_micro_steps
+        if num_micro_steps and not is_first_step:
+            self._fastest_micro_s = min(self._fastest_micro_s, seconds / num_micro_steps)
+        if is_new or time.perf_counter() > self._sent_s + REPORT_INTERVAL_S:
+            self._send()
+
+    @property
+    def progress(self) -> Progress:
+        """What has been done so far."""
+        seen = self._fastest_micro_s < math.inf
+        return Progress(
+            stage=self.stage,
+            train_s=self.train_s,
+            num_micro_steps=self.num_micro_steps,
+            peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
+            samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
+        )
+
+    def _send(self) -> None:
+        self._sent_s = time.perf_counter()
+        self.send(self.progress)

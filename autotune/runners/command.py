@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,7 @@ from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import ALONE, World
-from autotune.runners.jobs import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    NotCompared,
-    ProbeJob,
-    R,
-    TraceJob,
-)
+from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
@@ -195,7 +185,7 @@ class CommandRunner(LocalRunner):
         """As `Runner.command`."""
         return self._command.line(config)
 
-    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+    def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:
         """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
         fast. What the script keeps to itself is said at once.
 
@@ -205,37 +195,37 @@ class CommandRunner(LocalRunner):
         found: Any = self._known(job) or super()._run(job, watch)
         if isinstance(found, Inspection):
             found = self._inspected(found)
-        elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
+        elif isinstance(job, jobs.InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
             found = replace(found, cause=f"{found.cause}; {NO_STEP}")
-        result: R | Outcome = found
-        return result
+        return found  # type: ignore[no-any-return]
 
-    def _known(self, job: Job[Any]) -> Any:
+    def _known(self, job: jobs.Job[Any]) -> Any:
         """What comes of a job that cannot be asked of a script; None for another."""
         match job:
-            case CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
+            case jobs.CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
                 return NOT_MEASURED
-            case CheckJob():
-                return NotCompared(
+            case jobs.CheckJob():
+                return jobs.NotCompared(
                     reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
                     "compare the loss of a longer run"
                 )
-            case EvaluateJob():
+            case jobs.EvaluateJob():
                 unseen = "the script's own model is not seen, so it cannot be evaluated alone"
                 return Outcome(kind=Kind.UNSUPPORTED, cause=unseen)
-            case TraceJob():
+            case jobs.TraceJob():
                 unseen = "a command trains, whose model is not seen"
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), unseen))
         return None
 
     def _inspected(self, found: Inspection) -> Inspection:
-        """The inspection, with what a few steps have told."""
+        """The inspection, with what a few steps have shown."""
         self._world = found.world
         world = found.known_world  # unknown where memory ran out before any step
         baseline = self._baseline_in(world)
+        unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
         return replace(
             self._drafted(baseline, world, has_batchnorm=found.facts.has_batchnorm),
-            facts=replace(found.facts, warnings=(*found.facts.warnings, *self._unseen())),
+            facts=replace(found.facts, warnings=(*found.facts.warnings, *unseen)),
             world=world,
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
@@ -243,24 +233,19 @@ class CommandRunner(LocalRunner):
             shortage=found.shortage,
         )
 
-    def _unseen(self) -> Iterator[str]:
-        """What the user must know of the loss, which is the script's."""
-        if self._command.has(BATCH_SIZE):
-            yield _LOSS_NOT_SEEN
-
     def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
         return
 
-    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
+    def _arguments(self, job: jobs.Job[Any]) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
         world = self._world and self._world.to_dict()
         device = {"device": self._device.name, "world": world, "scratch": scratch}
         match job:
-            case ProbeJob():
+            case jobs.ProbeJob():
                 config, settings, more = job.config, job.settings, {}
-            case InspectJob():
+            case jobs.InspectJob():
                 config = self._as_given()
                 settings = ProbeSettings(
                     memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
@@ -273,16 +258,14 @@ class CommandRunner(LocalRunner):
 
     def _as_given(self) -> Config:
         """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
-        baseline = dict(self._baseline)
-        if self._global_batch is None:
-            return techniques.complete(baseline)
-        most = DEFAULT_BATCH_SIZE if self._command.has(ACCUMULATION) else self._global_batch
-        baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
-        given = techniques.complete(baseline)
-        if not self._command.has(ACCUMULATION) or ACCUMULATION in baseline:
-            return given
-        steps = max(1, self._global_batch // given.batch_size)
-        return techniques.complete(baseline | {ACCUMULATION: steps})
+        baseline, accumulates = dict(self._baseline), self._command.has(ACCUMULATION)
+        if self._global_batch is not None:
+            most = DEFAULT_BATCH_SIZE if accumulates else self._global_batch
+            baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
+            if accumulates:
+                steps = self._global_batch // int(techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
+                baseline.setdefault(ACCUMULATION, max(1, steps))
+        return techniques.complete(baseline)
 
     def _baseline_in(self, world: World) -> Config:
         """The baseline of one of the command's processes.

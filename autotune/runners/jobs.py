@@ -73,25 +73,25 @@ class Job(Generic[R]):
         """What the worker's function takes beside the device: the fields as plain data."""
         return {name: _plain(value) for name, value in vars(self).items() if name != "timeout_s"}
 
-    def read(self, answer: Message, told: Sequence[Message] = ()) -> R | Outcome:
+    def read(self, answer: Message, earlier: Sequence[Message] = ()) -> R | Outcome:
         """What the worker's answer says.
 
         Args:
-            told: what the worker told before.
+            earlier: what the worker has sent before.
         """
         if "outcome" in answer:
-            return self.failed(Outcome.from_dict(answer["outcome"]), told)
-        return self.decode(answer, told)
+            return self.failed(Outcome.from_dict(answer["outcome"]), earlier)
+        return self.decode(answer)
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> R:
+    def decode(self, answer: Message) -> R:
         """What an answer says that is no outcome."""
         raise NotImplementedError(f"a {self.name} answers with an outcome")
 
-    def failed(self, outcome: Outcome, told: Sequence[Message]) -> R | Outcome:
+    def failed(self, outcome: Outcome, earlier: Sequence[Message]) -> R | Outcome:
         """What is left where it ended with an outcome."""
         return outcome
 
-    def found(self, told: Sequence[Message]) -> R | None:
+    def found(self, earlier: Sequence[Message]) -> R | None:
         """What is known while it runs; None where nothing is."""
         return None
 
@@ -117,7 +117,7 @@ class CalibrateJob(Job[Calibration]):
     name: ClassVar[str] = "calibrate"
     timeout_s: float = CALIBRATION_TIMEOUT_S
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Calibration:
+    def decode(self, answer: Message) -> Calibration:
         return Calibration.from_dict(answer["calibration"])
 
 
@@ -146,7 +146,7 @@ class InspectJob(Job[Inspection]):
     trains: bool = True
     not_compared: str = ""
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Inspection:
+    def decode(self, answer: Message) -> Inspection:
         return Inspection.from_dict(answer["inspection"])
 
     def after(self, outcome: Outcome) -> Self | None:
@@ -221,7 +221,7 @@ class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
     def arguments(self) -> dict[str, Any]:
         return {**super().arguments(), "memory_limit_bytes": self.settings.memory_limit_bytes}
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
+    def decode(self, answer: Message) -> Check | NotCompared:
         return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
 
     def result(self, found: Check | NotCompared | Outcome) -> Check | NotCompared | Outcome:
@@ -234,7 +234,7 @@ class ModulesJob(ConfigJob[ModuleTimes]):
 
     name: ClassVar[str] = "modules"
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> ModuleTimes:
+    def decode(self, answer: Message) -> ModuleTimes:
         return ModuleTimes.from_dict(answer["modules"])
 
 
@@ -259,22 +259,22 @@ class TraceJob(TracingJob[Traces]):
     name: ClassVar[str] = "trace"
     plan: Plan
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Traces:
-        return self.found(told)
+    def read(self, answer: Message, earlier: Sequence[Message] = ()) -> Traces | Outcome:
+        return super().read(answer, earlier) if "outcome" in answer else self.found(earlier)
 
-    def found(self, told: Sequence[Message]) -> Traces:
+    def found(self, earlier: Sequence[Message]) -> Traces:
         found = Traces(target=self.target)
-        for message in told:
+        for message in earlier:
             if "traces" in message:
                 found = found.merged(Traces.from_dict(message["traces"]))
         return found
 
-    def failed(self, outcome: Outcome, told: Sequence[Message]) -> Traces:
+    def failed(self, outcome: Outcome, earlier: Sequence[Message]) -> Traces:
         """The group that it had begun has failed. Where it did not get to one, none if its time was up, and else all."""
-        begun = [message["begun"] for message in told if "begun" in message][-1:]
+        begun = [message["begun"] for message in earlier if "begun" in message][-1:]
         if not begun and outcome.kind is not Kind.TIMEOUT:
             begun = self.plan.labels()
-        return self.found(told).merged(Traces(target=self.target, failures=dict.fromkeys(begun, outcome.cause)))
+        return self.found(earlier).merged(Traces(target=self.target, failures=dict.fromkeys(begun, outcome.cause)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ class AnatomyJob(TracingJob[Anatomies]):
     name: ClassVar[str] = "anatomy"
     configs: tuple[Config, ...]
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Anatomies:
+    def decode(self, answer: Message) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])
 
 

@@ -8,6 +8,7 @@ import selectors
 import sys
 import tempfile
 import time
+from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -36,17 +37,78 @@ HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
 
 
-class LocalRunner(Runner):
+class OneSlotRunner(Runner):
     """Runs jobs on one device of this machine, one at a time.
 
     Args:
-        source: how a process gets the task; None for a subclass whose jobs need none.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        logs: folder for what the user's code prints, one file a job; it is made when needed.
+        logs: folder for what the user's code prints.
+        host: where the jobs of this machine are kept, if another runner has some as well.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+
+    def __init__(self, device: str, logs: Path, host: Host | None = None) -> None:
+        self._device = open_device(device)
+        self._logs = logs.absolute()
+        self._host = host or Host()
+        self._running: InFlight | None = None
+        self._resources = contextlib.ExitStack()  # of a runner that was entered
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
+
+    def now_s(self) -> float:
+        """Seconds that pass on this machine."""
+        return time.monotonic()
+
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device, with what is free now."""
+        return (Slot(name=self._device.name, device=self._device.info()),)
+
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        """As `Runner.submit`: one job at a time."""
+        stay = self._host.take({self._device.name: self._device.name}, job, slot)
+        try:
+            self._running = self._start(stay)
+        except BaseException:
+            self._host.leave(stay.ticket)
+            raise
+        return stay.ticket
+
+    @abstractmethod
+    def _start(self, stay: Stay) -> InFlight:
+        """Start the process of a job. Raises ProbeFault."""
+
+    def progress(self, ticket: int) -> Progress | None:
+        if (running := self._in_flight(ticket)) is None:
+            return None
+        running.read()
+        return running.progress
+
+    def found(self, ticket: int) -> Any:
+        """As `Runner.found`."""
+        running = self._in_flight(ticket)
+        return None if running is None else running.found()
+
+    def _in_flight(self, ticket: int) -> InFlight | None:
+        return self._running if self._running is not None and self._running.stay.ticket == ticket else None
+
+    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
+        """What the worker's function for this job takes."""
+        return {"device": self._device.name, **job.arguments()}
+
+
+class LocalRunner(OneSlotRunner):
+    """Runs every kind of job, behind a supervisor.
+
+    Args:
+        source: how a process gets the task; None for a subclass whose jobs need none.
+        device, logs, host: as of `OneSlotRunner`; there is one log a job.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
-        host: where the jobs of this machine are kept, if another runner has some as well.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -64,11 +126,10 @@ class LocalRunner(Runner):
         host: Host | None = None,
     ) -> None:
         require_linux()
+        super().__init__(device, logs, host)
         if source is not None:
             self.task_name = source.name
         self._source = source
-        self._device = open_device(device)
-        self._logs = logs.absolute()
         self._import_log = self._logs / "import.log"
         self._import_timeout_s = import_timeout_s
         self._fork = fork
@@ -76,10 +137,8 @@ class LocalRunner(Runner):
         self._compiled = None if compiled is None else CompileCache(compiled)
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
-        self._host = host or Host()
         self._num_logs = 0
         self._connection: Connection | None = None
-        self._running: InFlight | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -107,17 +166,6 @@ class LocalRunner(Runner):
             self.notes += (f"this process holds {held} itself, which probes do without; free what is not needed",)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._resources.close()
-
-    def now_s(self) -> float:
-        """Seconds that pass on this machine."""
-        return time.monotonic()
-
-    def slots(self) -> tuple[Slot, ...]:
-        """One, on the device, with what is free now."""
-        return (Slot(name=self._device.name, device=self._device.info()),)
-
     def tracer(self) -> Runner | None:
         """As `Runner.tracer`: probes on a GPU leave the processor to others."""
         if not self._device.capabilities.own_processors:
@@ -131,16 +179,6 @@ class LocalRunner(Runner):
             fork=self._fork,
             host=self._host,
         )
-
-    def submit(self, job: Job[Any], slot: str = "") -> int:
-        """As `Runner.submit`: one job at a time."""
-        stay = self._host.take({self._device.name: self._device.name}, job, slot)
-        try:
-            self._running = self._start(stay)
-        except BaseException:
-            self._host.leave(stay.ticket)
-            raise
-        return stay.ticket
 
     def _start(self, stay: Stay) -> InFlight:
         job = stay.job
@@ -208,19 +246,8 @@ class LocalRunner(Runner):
             self._widest = result.facts.widest or None
         return Finished(ticket=running.stay.ticket, result=result)
 
-    def progress(self, ticket: int) -> Progress | None:
-        if self._running is None or self._running.stay.ticket != ticket:
-            return None
-        self._running.read()
-        return self._running.progress
-
-    def found(self, ticket: int) -> Any:
-        """As `Runner.found`."""
-        running = self._running
-        return None if running is None or running.stay.ticket != ticket else running.found()
-
     def cancel(self, ticket: int) -> None:
-        if self._running is not None and self._running.stay.ticket == ticket and self._connection is not None:
+        if self._in_flight(ticket) is not None and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
 
@@ -268,10 +295,6 @@ class LocalRunner(Runner):
         running.close()
         if self._compiled is not None and running.compiled is not None:
             self._compiled.close(running.compiled, keep=keep_compiled)
-
-    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
-        """What the worker's function for this job takes."""
-        return {"device": self._device.name, **job.arguments()}
 
     def _held(self) -> str:
         """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""

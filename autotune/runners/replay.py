@@ -14,20 +14,10 @@ from autotune.records.config import Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
+from autotune.runners import jobs
 from autotune.runners import table as table_file
-from autotune.runners.instant import InstantRunner
-from autotune.runners.jobs import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    NotCompared,
-    ProbeJob,
-    TraceJob,
-)
 from autotune.runners.recorded import Row, Table, TableError
-from autotune.runners.runner import Stated
+from autotune.runners.runner import InstantRunner, Stated
 
 
 class ReplayRunner(InstantRunner):
@@ -77,29 +67,29 @@ class ReplayRunner(InstantRunner):
             info = replace(info, free_bytes=self._memory_limit_bytes)
         return (Slot(name=info.name, device=info),)
 
-    def result_of(self, job: Job[Any]) -> Any:
+    def result_of(self, job: jobs.Job[Any]) -> Any:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
         match job:
-            case CalibrateJob():
+            case jobs.CalibrateJob():
                 return NOT_MEASURED
-            case InspectJob():
+            case jobs.InspectJob():
                 return replace(self._table.header.inspection(), device=self.slots()[0].device, comparable=False)
-            case ProbeJob():
+            case jobs.ProbeJob():
                 outcome = self._probe(job.config, job.settings)
                 self._now_s += outcome.wall_s
                 return outcome
-            case CheckJob():
-                return NotCompared(reason="the search ran over a recorded table, which holds no gradients")
-            case EvaluateJob():
+            case jobs.CheckJob():
+                return jobs.NotCompared(reason="the search ran over a recorded table, which holds no gradients")
+            case jobs.EvaluateJob():
                 return Outcome(
                     kind=Kind.UNSUPPORTED, cause="a recorded table holds no evaluation; search the model itself"
                 )
-            case TraceJob():
+            case jobs.TraceJob():
                 return self._traces(job)
             case _:
                 raise TableError(f"the table {self._table.path} holds no anatomy of a config; explain the model itself")
 
-    def _traces(self, job: TraceJob) -> Traces:
+    def _traces(self, job: jobs.TraceJob) -> Traces:
         """The table's traces; what they lack counts as failed."""
         found = self._table.traces
         beside = table_file.traces_path(self._table.path).name

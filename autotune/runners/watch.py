@@ -23,8 +23,7 @@ from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
-from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, Timing
+from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
 from autotune.records.config import Config
 from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome
@@ -130,7 +129,7 @@ class Watch:
         if self._device is None and not capabilities_of(self._kind).own_processors:
             self._enter(self._kind)
         elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
-            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
+            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken says nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
         self._report = replace(self._report, outcome=outcome, measurement=None)
@@ -141,13 +140,11 @@ class Watch:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = parameters[0].device
         if found.type != self._kind:
-            self._end_as(
-                Outcome(
-                    kind=Kind.ERROR,
-                    cause=f"the command trains on {found.type}, and the search is for {self._kind}: "
-                    f"add --device {found.type}, or let the command train on {self._kind}",
-                )
+            cause = (
+                f"the command trains on {found.type}, and the search is for {self._kind}: "
+                f"add --device {found.type}, or let the command train on {self._kind}"
             )
+            self._end(outcome=Outcome(kind=Kind.ERROR, cause=cause))
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
@@ -173,32 +170,24 @@ class Watch:
             # where an exact number of steps is timed, each is a block of its own
             num_timed, spent_s = len(self._timing.blocks.samples_per_s), time.monotonic() - self._started_s
             if not self._world.rank and self._timing.is_done(num_timed, spent_s):
-                self._end()
+                self._end(measurement=self._measurement())
         elif self._timing.is_warm(self._num_steps, self._steps_s, self._reporter.train_s):
             self._warmup_s = self._reporter.train_s
             if not self._world.rank and self._timing.cut_short(self._steps_s):
-                self._end(cut_short=True)
+                self._end(measurement=self._measurement(cut_short=True))
             self._observers.start()
             self._reporter.enter("timing")
 
-    def _end(self, *, cut_short: bool = False) -> NoReturn:
-        self._report = replace(self._report, measurement=self._measurement(cut_short=cut_short))
-        self._wait_for_the_end()
-
-    def _end_as(self, outcome: Outcome) -> NoReturn:
-        self._report = replace(self._report, outcome=outcome)
-        self._wait_for_the_end()
-
-    def _wait_for_the_end(self) -> NoReturn:
-        """Go no further in the user's code, which might write or upload: whoever reads the report ends the command."""
-        self._report = replace(self._report, is_done=True)
+    def _end(self, **known: Outcome | Measurement) -> NoReturn:
+        """Go no further in the user's code, which might write or upload: whoever reads the report, with what is known, ends it."""
+        self._report = replace(self._report, is_done=True, **known)  # type: ignore[arg-type]
         self._send(self._reporter.progress)
         while True:
             time.sleep(LOOK_EVERY_S)
             self._look_for_launcher()
 
     def _look_for_launcher(self) -> None:
-        """Leave if nobody is there any more who would end this process: its lock tells, whatever became of its number."""
+        """Leave if nobody is there any more who would end this process: its lock says so, whatever became of its number."""
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
@@ -207,7 +196,7 @@ class Watch:
                 fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             pass
-        except OSError:  # it holds the lock, or nothing can be told
+        except OSError:  # it holds the lock, or nothing can be known
             return
         os._exit(1)
 

@@ -22,8 +22,8 @@ from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.records.world import ALONE
 from autotune.runners.failure import outcome_of_failure
-from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
+from autotune.runners.runner import InstantRunner
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune import techniques
 from autotune.devices import open_device
-from autotune.probe import compilation, measure
+from autotune.probe import measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, is_finite
 from autotune.records.outcome import Kind
@@ -266,9 +266,9 @@ def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch):
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def training_step(model, batch):
-        before = compilation.num_graphs()
+        before = measure.num_graphs()
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        now[0] += 0.1 + 20.0 * (compilation.num_graphs() - before)
+        now[0] += 0.1 + 20.0 * (measure.num_graphs() - before)
         Widening.num_passes = 2 + (run.num_steps > 0)
         return loss
 
