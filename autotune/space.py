@@ -17,6 +17,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.world import ALONE, World
 from autotune.techniques import Phase, Technique, Techniques
+from autotune.techniques.expectation import Expectation
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
@@ -160,6 +161,10 @@ class Space:
                 by_itself = technique.expectation(choice, (technique.off, choice)).setup_s
                 found[name, choice] = self.expected_setup_s.get((name, choice), by_itself)
         return {switch: seconds for switch, seconds in found.items() if seconds}
+
+    def expectation(self, technique: Technique, choice: Choice) -> Expectation:
+        """What a choice is expected to do in this search, before a probe has shown it."""
+        return technique.expectation(choice, self.choices[technique.name])
 
     def setting_up(self, config: Config) -> frozenset[tuple[str, Choice]]:
         """The choices of a config that take seconds before the first step: configs that share all of them compile alike."""

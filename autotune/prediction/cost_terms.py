@@ -132,7 +132,7 @@ class Layout:
                 continue
             technique = space.techniques[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
-            expected = [technique.expectation(choice, space.choices[name]) for choice in active]
+            expected = [space.expectation(technique, choice) for choice in active]
             known = [compute.get(technique.arithmetic(choice)) for choice in active]
             expected = [replace(e, compute=k) if k else e for e, k in zip(expected, known, strict=True)]
             spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}

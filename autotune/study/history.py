@@ -11,7 +11,7 @@ from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
-from autotune.study.failures import KnownHangs, find_excused, retryable, what_stands
+from autotune.study.failures import KnownHangs, find_excused, group_by_config, retryable, what_stands
 from autotune.techniques import Phase
 
 
@@ -74,11 +74,8 @@ class History:
     def known(self) -> dict[Config, Outcome]:
         """Every config that need not be probed again, with its valid outcome."""
         if self._known[0] != len(self._trials):
-            by_config: dict[Config, list[Outcome]] = {}
-            for trial in self.searched:
-                if trial.number not in self._retryable:
-                    by_config.setdefault(trial.config, []).append(trial.outcome)
-            known = {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+            counted = group_by_config(trial for trial in self.searched if trial.number not in self._retryable)
+            known = {config: what_stands([trial.outcome for trial in found]) for config, found in counted.items()}
             self._known = len(self._trials), known
         return self._known[1]
 
@@ -227,10 +224,7 @@ def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]
     """
     found = list(trials)
     left_out = find_excused(found)
-    by_config: dict[Config, list[Trial]] = {}
-    for trial in found:
-        if trial.number not in left_out:
-            by_config.setdefault(trial.config, []).append(trial)
+    by_config = group_by_config(trial for trial in found if trial.number not in left_out)
     counted = {config: _since_last_search(found) for config, found in by_config.items()}
     return {config: found for config, found in counted.items() if all(trial.feasible for trial in found)}
 

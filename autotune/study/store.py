@@ -102,9 +102,9 @@ class Store:
         self._objective = OBJECTIVES.get(facts.objective)
         with _opening(place):
             self._storage = get_storage(connect(place.storage))
-            self._study = self._opened(place.study, "fingerprint")
+            self._study = self._open(place.study, "fingerprint")
             names = optuna.get_all_study_names(self._storage)
-            self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
+            self._play_off = self._open(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
         known = self.facts
         if "fingerprint" in self._study.user_attrs:
             require_equal(place, known.fingerprint, facts.fingerprint)
@@ -117,7 +117,7 @@ class Store:
         self._next_number = 1 + max(numbers, default=-1)
         self._beaten_s = time.monotonic()
 
-    def _opened(self, name: str, mark: str) -> optuna.Study:
+    def _open(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
         study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
         if mark not in study.user_attrs and study.trials:
@@ -138,7 +138,7 @@ class Store:
         if stage != PLAY_OFF:
             return self._study
         if self._play_off is None:
-            self._play_off = self._opened(self.place.play_off, PLAY_OFF_OF)
+            self._play_off = self._open(self.place.play_off, PLAY_OFF_OF)
             self._play_off.set_user_attr(PLAY_OFF_OF, self.place.study)
         return self._play_off
 
