@@ -135,13 +135,8 @@ MODULES = {
 
 
 def imported(module: str) -> set[str]:
-    """The files of the package that a file imports, also inside functions and by strings. A package may name itself."""
+    """The files that a file imports, inside functions, by strings and for a type checker, too. A package may name itself."""
     tree = ast.parse(MODULES[module].read_text())
-    checked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    for node in checked:  # what only a type checker imports
-        node.body = [ast.Pass()]
     named = {text for _, text in strings(tree)} | {name for _, name in imports(tree)}
     parents = {module[:end] for end in range(len(module)) if module[end] == "."}
     return (named & MODULES.keys()) - {module} - parents
