@@ -1,4 +1,4 @@
-"""Results, studies and predictions show themselves in a notebook, as the command line tells them."""
+"""How results, studies and predictions look in a notebook: as on the command line."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def _shown(sections: Callable[[Any], Iterable[Any]]) -> Callable[[Any], str]:
 
 def _of_result(result: Any) -> Iterable[Any]:
     from autotune.report.answer import answer_sections
+    from autotune.techniques import find_techniques
 
-    return answer_sections(result, model=result.model)
+    return answer_sections(result, find_techniques(), model=result.subject.model)
 
 
 def _of_study(study: Any) -> Iterable[Any]:
@@ -44,6 +45,7 @@ def _of_study(study: Any) -> Iterable[Any]:
 
 
 def _of_prediction(prediction: Any) -> Iterable[Any]:
-    from autotune.report.prediction import prediction_sections
+    from autotune.report.capacity import prediction_sections
+    from autotune.techniques import find_techniques
 
-    return prediction_sections(prediction)
+    return prediction_sections(prediction, find_techniques())

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
 from autotune.records.calibration import NOT_MEASURED
+from autotune.records.check import Check
 from autotune.records.config import Config
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts
@@ -28,10 +27,13 @@ from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of
 from autotune.study.store import Store
+from autotune.techniques import find_techniques
 from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
+
+techniques = find_techniques()
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB
@@ -147,7 +149,7 @@ def measurement(config: Config, samples_per_s: float, peak_bytes: int) -> Measur
 
 def inspection(**changes: object) -> Inspection:
     """What a small task on a CPU would report."""
-    support = {name: Support(choices=(t.off,), reason="not here") for name, t in techniques.REGISTRY.items()} | SUPPORT
+    support = {name: Support(choices=(t.off,), reason="not here") for name, t in techniques.items()} | SUPPORT
     base = {
         "facts": TaskFacts(name="closed", source_hash="abc"),
         "device": DeviceInfo(name="cpu", model="test", total_bytes=2**34, free_bytes=2**33),
@@ -171,7 +173,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
         sampler=changes.pop("sampler", "random"),
     )
-    space, _ = build_space(found, fix=options.fix, include=(), exclude=())
+    space, _ = build_space(found, find_techniques(), fix=options.fix)
     objective = OBJECTIVES[options.objective](
         memory_limit_bytes=LIMIT_BYTES,
         headroom=0.05,

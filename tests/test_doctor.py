@@ -15,8 +15,7 @@ import pytest
 
 from autotune import doctor
 from autotune.doctor import processes, verdicts
-from autotune.doctor.tested import judge_tested
-from autotune.doctor.verdicts import State
+from autotune.doctor.verdicts import State, judge_tested
 from autotune.report.terminal import as_text
 from autotune.units import GIB, MIB
 
@@ -146,7 +145,7 @@ def test_a_judge_says_what_facts_mean_for_a_search(
 def test_a_check_that_fails_hangs_or_dies_is_shown_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = doctor._line("name", processes.in_process("no such test", "cpu"), verdicts.judge_limit)
     assert (failed.state, failed.found) == (State.DIFFERS, "KeyError: 'no such test'")
-    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(processes, "CHECK_TIMEOUT_S", 0.0)
     hung = doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)
     assert (hung.state, "did not end within" in hung.found) == (State.DIFFERS, True)
 
@@ -158,7 +157,7 @@ from autotune.cli import main
 from autotune.doctor import processes, verdicts
 
 ForkServerProcess.kill = lambda process: None
-processes.PATIENCE_S, processes.RELEASE_S = 0.0, 0.1
+processes.CHECK_TIMEOUT_S, processes.RELEASE_S = 0.0, 0.1
 examined = [doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)]
 examined.append(doctor._line("kill", processes.kill_and_watch("cpu"), verdicts.judge_release))
 doctor.examine = lambda device, tell: examined

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import techniques as every_technique
 from autotune.devices import Telemetry
 from autotune.export import base as exporters
 from autotune.probe.observers import base as observers
@@ -26,6 +25,7 @@ from autotune.runners import runner as runners
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import ProbeJob
 from autotune.techniques import base as techniques
+from autotune.techniques import find_techniques
 from tests.closed_form import ClosedFormRunner, inspection, make_search, measurement
 from tests.report.sample_study import answer
 
@@ -92,7 +92,9 @@ def test_the_runner_sends_jobs_to_slots_and_reads_what_came_of_them(monkeypatch:
     monkeypatch.setattr(runners, "connect", lambda address: Line(), raising=False)
     names = example_of(runners.Runner, runners)
     absent = {"now_s": lambda self: 0.0, "cancel": lambda self, ticket: None, "_address": "elsewhere"}
-    job = ProbeJob(config=every_technique.complete({"batch_size": 8}), settings=ProbeSettings(memory_limit_bytes=None))
+    job = ProbeJob(
+        config=find_techniques().complete({"batch_size": 8}), settings=ProbeSettings(memory_limit_bytes=None)
+    )
     with type("Remote", (names["Remote"],), absent)() as runner:
         tickets = [runner.submit(job, "second"), runner.submit(job)]
         with pytest.raises(RuntimeError, match="all 2 slots are taken"):
@@ -111,6 +113,6 @@ def test_the_observer_adds_up_the_energy_between_the_blocks(monkeypatch: pytest.
     energy.start(device)
     for step in range(2):
         energy.sample(device, step)
-    measured = measurement(every_technique.complete({"batch_size": 8}), 100.0, 2**30)
+    measured = measurement(find_techniques().complete({"batch_size": 8}), 100.0, 2**30)
     assert energy.stop(device, measured).telemetry == {"energy_j": 300.0}
     assert energy.stop(device, replace(measured, cut_short=True)).telemetry == {}

@@ -1,4 +1,4 @@
-"""The commands: each reads its arguments, calls the package, prints, and returns an exit code."""
+"""The commands, each by its name: it reads its arguments, calls the package, prints, and returns an exit code."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.asked import read_options
-from autotune.cli.exit_codes import ANSWERED, INTERRUPTED, NOTHING_FEASIBLE, USAGE
 from autotune.cli.files import read_config, require_other, require_writable, write
-from autotune.cli.parser import UsageError
+from autotune.cli.parser import ANSWERED, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
+from autotune.cli.project import read_options
 from autotune.errors import ConfigError
 from autotune.records.options import (
     CommandOptions,
@@ -30,7 +29,6 @@ from autotune.records.result import file_and_attribute
 if TYPE_CHECKING:
     from autotune.study.reading import Study
 
-MAX_REGRESSION = 0.05
 MODEL_FILE = "the model file"
 PAGE = "html"  # the form of a study that is a page
 
@@ -44,6 +42,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.live import live_listener
     from autotune.runners.command import files_of
     from autotune.task.model_file import find_model_file
+    from autotune.techniques import find_techniques
     from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
@@ -75,7 +74,7 @@ def search(options: argparse.Namespace) -> int:
     if options.json:
         print(text)
     elif result is not None:
-        _print(answer_sections(result, model=options.model or ""))
+        _print(answer_sections(result, find_techniques(), model=options.model or ""))
     return code
 
 
@@ -83,10 +82,9 @@ def _runner(options: argparse.Namespace) -> dict[str, Any]:
     """The runner to search with, where it is not this machine."""
     if options.replay is None:
         return {}
-    from autotune.runners import table
     from autotune.runners.replay import ReplayRunner
 
-    return {"runner": ReplayRunner(table.read(options.replay))}
+    return {"runner": ReplayRunner(options.replay)}
 
 
 def probe(options: argparse.Namespace) -> int:
@@ -120,7 +118,7 @@ def verify(options: argparse.Namespace) -> int:
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
     outcome = api.verify(
-        options.model, answer.config, on_warning=_warn, **read_options(options, VerifyOptions, answer.asked)
+        options.model, answer.config, on_warning=_warn, **read_options(options, VerifyOptions, answer.goal.asked)
     )
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
@@ -143,13 +141,9 @@ def _warn(text: str) -> None:
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:
-    from autotune.report.document import document
     from autotune.report.outcome import outcome_sections
 
-    if options.json:
-        print(document({"config": config, **outcome.to_dict(), **expected}))
-    else:
-        _print(outcome_sections(outcome, config))
+    _show(options, {"config": config, **outcome.to_dict(), **expected}, outcome_sections(outcome, config))
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
         return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE
@@ -198,7 +192,7 @@ def _require_not_of(study: Study, out: Path, flag: str) -> None:
     from autotune.runners.command import files_of
 
     answer = study.result
-    model = study.facts.model if answer is None else answer.model
+    model = study.facts.model if answer is None else answer.subject.model
     require_other(out, flag, MODEL_FILE, file_and_attribute(model)[0])
     if answer is not None and answer.command:
         require_other(out, flag, "a file of the command", *files_of(answer.command))
@@ -217,7 +211,6 @@ def dashboard(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     """`autotune compare`: the answers of several studies side by side."""
     from autotune.report.comparison import comparison_sections
-    from autotune.report.document import document
     from autotune.study.reading import load_study
 
     files, names = options.study_files, options.study or [None]
@@ -227,11 +220,8 @@ def compare(options: argparse.Namespace) -> int:
         )
     names = names * (len(files) // len(names))
     studies = [load_study(file, study=name) for file, name in zip(files, names, strict=True)]
-    if options.json:
-        print(document({"answers": [study.answer().to_dict() for study in studies]}))
-    else:
-        _print(comparison_sections(studies))
-    return ANSWERED
+    answers = {"answers": [study.answer().to_dict() for study in studies]}
+    return _show(options, answers, comparison_sections(studies))
 
 
 def export(options: argparse.Namespace) -> int:
@@ -256,7 +246,7 @@ def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
     from autotune.report.progress import summary
-    from autotune.techniques.labels import describe
+    from autotune.techniques import find_techniques
     from autotune.tuning.sweep import Progress
     from autotune.units import plural
 
@@ -264,11 +254,11 @@ def sweep(options: argparse.Namespace) -> int:
         if options.quiet:
             return
         found = summary(progress.row.outcome, feasible=True)
-        line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
+        line = f"round {progress.round + 1}, {progress.left:4d} left: {find_techniques().describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
     asked = read_options(options, SweepOptions)
-    interval = SweepOptions.of({"out": asked["out"], "interval": asked.get("interval", 0.03)}).interval
+    interval = SweepOptions.of({name: asked[name] for name in ("out", "interval") if name in asked}).interval
     table = api.sweep(options.model, on_row=show, **asked)
     ran = [figure for figure in table.figures.values() if figure.samples_per_s]
     sharp = sum(figure.half_width <= interval for figure in ran)
@@ -282,8 +272,8 @@ def sweep(options: argparse.Namespace) -> int:
 def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
-    from autotune.report.document import document
-    from autotune.report.prediction import first_words, prediction_sections
+    from autotune.report.capacity import first_words, prediction_sections
+    from autotune.techniques import find_techniques
     from autotune.units import format_seconds, plural
 
     prediction = api.predict(
@@ -299,19 +289,16 @@ def predict(options: argparse.Namespace) -> int:
         "nothing was trained",
         file=sys.stderr,
     )
-    if options.json:
-        print(document(prediction.to_dict()))
-    else:
-        _print(prediction_sections(prediction))
+    _show(options, prediction.to_dict(), prediction_sections(prediction, find_techniques()))
     return ANSWERED if prediction.fits else NOTHING_FEASIBLE
 
 
 def explain(options: argparse.Namespace) -> int:
     """`autotune explain`: where memory and time go, and what to do about it."""
     from autotune import api
-    from autotune.report.document import document
     from autotune.report.explanation import explanation_sections
     from autotune.report.explanation_picture import draw, require_form
+    from autotune.techniques import find_techniques
     from autotune.units import format_seconds
 
     picture = None if options.picture is None else Path(options.picture)
@@ -327,14 +314,11 @@ def explain(options: argparse.Namespace) -> int:
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
         file=sys.stderr,
     )
-    if options.json:
-        print(document(explanation.to_dict()))
-    else:
-        _print(explanation_sections(explanation))
+    _show(options, explanation.to_dict(), explanation_sections(explanation, find_techniques()))
     if picture is not None and explanation.memory is None:
         print("autotune: no picture: the memory could not be traced", file=sys.stderr)
     elif picture is not None and explanation.memory is not None:
-        draw(explanation, explanation.memory, picture)
+        draw(explanation, explanation.memory, find_techniques(), picture)
     return ANSWERED
 
 
@@ -353,16 +337,12 @@ def doctor(options: argparse.Namespace) -> int:
     """`autotune doctor`: what a search assumes, proven on this machine."""
     from autotune import doctor
     from autotune.doctor.verdicts import State
-    from autotune.report.document import document
 
     def tell(name: str) -> None:
         print(f"checking {name}", file=sys.stderr, flush=True)
 
     lines = list(doctor.examine(options.device, tell))
-    if options.json:
-        print(document(doctor.plain(lines)))
-    else:
-        _print(doctor.sections(lines))
+    _show(options, doctor.plain(lines), doctor.sections(lines))
     code = NOTHING_FEASIBLE if any(line.state is State.DIFFERS for line in lines) else ANSWERED
     sys.stdout.flush()
     if multiprocessing.active_children():  # one is stuck in the driver, and Python would wait for it before it ends
@@ -387,23 +367,15 @@ def completion(options: argparse.Namespace) -> int:
     return ANSWERED
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "search": search,
-    "probe": probe,
-    "verify": verify,
-    "show": show,
-    "report": report,
-    "dashboard": dashboard,
-    "compare": compare,
-    "export": export,
-    "sweep": sweep,
-    "predict": predict,
-    "explain": explain,
-    "devices": devices,
-    "doctor": doctor,
-    "init": init,
-    "completion": completion,
-}
+def _show(options: argparse.Namespace, data: dict[str, Any], sections: Iterable[Any]) -> int:
+    """Print what was found: as one JSON document with `--json`, else as text."""
+    from autotune.report.document import document
+
+    if options.json:
+        print(document(data))
+    else:
+        _print(sections)
+    return ANSWERED
 
 
 def _print(sections: Iterable[Any]) -> None:

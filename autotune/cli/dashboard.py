@@ -14,7 +14,7 @@ from autotune.errors import ConfigError
 
 class _Handler(simple_server.WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not the user's concern."""
+        """Print nothing: requests are not the user's concern."""
 
 
 class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):

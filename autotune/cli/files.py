@@ -1,4 +1,4 @@
-"""The files that a command line names: configs, which are read, and outputs, which are written in place of nothing that is read."""
+"""The files that a command line names: configs to read, and outputs, which never replace a file that is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Before a search rather than after it. Raises ConfigError."""
+    """Raise ConfigError where an output cannot be written: before a search rather than after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ConfigError(
             f"{flag} {path} cannot be written; expected a file in a folder that exists and may be written to"
@@ -61,7 +61,7 @@ def require_other(path: Path, flag: str, what: str, *read: Path | str | None) ->
 
 
 def write(path: Path, flag: str, content: str) -> None:
-    """Write an output. Raises ConfigError."""
+    """Write an output. Raises ConfigError where that fails."""
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

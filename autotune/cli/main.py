@@ -11,8 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from autotune.cli.exit_codes import ANSWERED, INTERRUPTED, USAGE
-from autotune.cli.parser import UsageError, build_parser
+from autotune.cli.parser import ANSWERED, INTERRUPTED, USAGE, UsageError, build_parser
 from autotune.errors import AutotuneError
 
 _NEXT_STEPS = {
@@ -38,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.began_s = began_s
     except UsageError as error:
         return _fail(error, as_json="--json" in given)
-    code = ANSWERED
+    code: int = ANSWERED
     try:
         from autotune.cli import commands
 
-        code = commands.COMMANDS[options.command](options)
+        code = getattr(commands, options.command)(options)
         sys.stdout.flush()  # a full disk would show only when Python ends, and change the exit code
         return code
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
@@ -60,7 +59,7 @@ def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
             traceback.print_exception(error)
         if isinstance(error, AutotuneError) and error.frames:
             frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
-            traced = '  File "' in frames  # else a program told what it had to tell
+            traced = '  File "' in frames  # else it is what a program printed
             head = f"In {error.frames_of} (most recent call last)" if traced else "Its output ends with"
             print(f"{head}:\n{frames}", file=sys.stderr)
         print(f"autotune: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command line's grammar. What a command takes beside files and forms of output is `autotune.records.options`' table."""
+"""The command line's grammar: its commands, and what they take about files and output. Other options: `autotune.records.options`."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from autotune.records.options import (
 )
 from autotune.version import __version__
 
+ANSWERED, NOTHING_FEASIBLE, USAGE, INTERRUPTED = 0, 1, 2, 130  # what the commands return to the shell
 EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or environment; 130 interrupted"
 CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
 PORT = whole(0, "a port from 0 to 65535", 65535)
-_NEGATIVE = re.compile(
-    r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE
-)  # a value, which its option refuses, and no flag: -5s, -5%, -1GiB
+# a value, which its option refuses, and no flag: -5s, -5%, -1GiB
+_NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE)
+MAX_REGRESSION = 0.05  # how much slower than it was an answer may be that `verify --against` runs
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
 class UsageError(AutotuneError):
-    """The command line is not one of ours."""
+    """The command line cannot be understood."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What was given, with a near option for one that does not exist."""
+        """The arguments as options. An option that does not exist is refused, and a near one offered."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = self.commands[options.command]
@@ -80,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _not_one_task(options: argparse.Namespace) -> str:
-    """Why the arguments name no task for a search, or two; empty where they name one."""
+    """Why the arguments do not name exactly one task for a search; empty where they do."""
     scripts = options_given(options, CommandOptions).keys() - options_given(options, SearchOptions).keys()
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"
@@ -127,7 +128,7 @@ def _add_to_verify(parser: Parser) -> None:
         "--max-regression",
         type=_reader(SHARE),
         metavar="PERCENT",
-        help="how much slower the answer may be than it was (default: 5%%)",
+        help=f"how much slower the answer may be than it was (default: {MAX_REGRESSION:.0%}%)",
     )
     parser.group(RUN).add_argument(
         "--study", metavar="NAME", help="which study, if the file of --against holds several"
@@ -354,9 +355,9 @@ def _reader(kind: Kind) -> Callable[[str], Any]:
 
 
 def _names_of_techniques() -> list[str]:
-    from autotune.techniques import REGISTRY
+    from autotune.techniques import find_techniques
 
-    return sorted(REGISTRY)
+    return sorted(find_techniques())
 
 
 def _names_of_exporters() -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 from autotune.devices import open_device, require_linux
 from autotune.devices.selftest import Facts
 from autotune.doctor import processes, verdicts
-from autotune.doctor.tested import judge_tested, tested_facts
 from autotune.doctor.training import TASKS, trainings
 from autotune.doctor.verdicts import Judge, State
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
@@ -58,7 +57,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        tell: hears the name of each check before it begins.
+        tell: is called with the name of each check before it begins.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -91,7 +90,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
     yield _line("compiler", processes.compiler(name), verdicts.judge_compiler)
     yield _line("study", processes.study(), verdicts.judge_study)
-    yield _line("tested before", tested_facts(opened.kind), judge_tested)
+    yield _line("tested before", processes.machine(opened.kind), verdicts.judge_tested)
 
 
 def sections(lines: Iterable[Line]) -> Iterator[Section]:

@@ -1,9 +1,10 @@
-"""What processes of their own find out, each killed when it takes too long, and what the machine has."""
+"""Checks in processes of their own, each killed when it takes too long, and facts of the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import platform
 import sqlite3
 import tempfile
 import time
@@ -18,7 +19,7 @@ from autotune.devices.selftest import TESTS, Facts
 from autotune.errors import in_one_line
 from autotune.units import format_seconds
 
-PATIENCE_S = 20.0  # for one check
+CHECK_TIMEOUT_S = 20.0
 RELEASE_S = 5.0  # until a killed process must have ended, and its memory be back
 STUCK = {"failure": "the check's process did not end when it was killed: it is stuck in the driver"}
 
@@ -47,8 +48,8 @@ def _start(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
 
 
 def _receive(process: Any, receiving: Connection) -> Facts:
-    if not receiving.poll(PATIENCE_S):
-        return {"failure": f"the check did not end within {format_seconds(PATIENCE_S)}"}
+    if not receiving.poll(CHECK_TIMEOUT_S):
+        return {"failure": f"the check did not end within {format_seconds(CHECK_TIMEOUT_S)}"}
     try:
         facts: Facts = receiving.recv()
     except EOFError:
@@ -112,3 +113,8 @@ def study() -> Facts:
     except (OSError, sqlite3.Error) as error:
         return {"error": in_one_line(error)}
     return {"error": ""}
+
+
+def machine(kind: str) -> Facts:
+    """The kind of the device and of the processor."""
+    return {"device_kind": kind, "processor": platform.machine().lower()}

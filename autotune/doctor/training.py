@@ -1,4 +1,4 @@
-"""What small training runs find out, by the same way as a search's."""
+"""What small training runs find out. They run as a search's probes do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
@@ -27,7 +26,7 @@ from autotune.task.source import TaskSource
 if TYPE_CHECKING:
     import torch
 
-PATIENCE_S = 30.0  # for one job
+JOB_TIMEOUT_S = 30.0
 
 
 def _perceptron() -> torch.nn.Module:
@@ -113,16 +112,16 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
         except JobFailed as failed:
             facts |= {"calibrated": False, "calibration": asdict(failed.outcome)}
     try:
-        inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=PATIENCE_S))
+        inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=JOB_TIMEOUT_S))
     except JobFailed as failed:
         return {**facts, "failure": f"a training step failed: {failed}"}
-    config = techniques.complete(inspection.baseline)
-    settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=PATIENCE_S)
+    config = runner.techniques.complete(inspection.baseline)
+    settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=JOB_TIMEOUT_S)
     outcomes = [runner.probe(config, settings) for _ in range(2 if task is TASKS[0] else 1)]
     if bad := next((outcome for outcome in outcomes if outcome.kind is not Kind.OK), None):
         return {**facts, "failure": f"a probe ended with {bad.kind}: {bad.cause}"}
-    traces = runner.trace([config], target_of(info), PATIENCE_S)
-    space, _ = build_space(inspection, fix={}, include=(), exclude=())
+    traces = runner.trace([config], target_of(info), JOB_TIMEOUT_S)
+    space, _ = build_space(inspection, runner.techniques)
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = [asdict(outcome.measurement) for outcome in outcomes if outcome.measurement]
     predicted = None if estimate is None else (estimate.peak_bytes, estimate.low_bytes, estimate.high_bytes)

@@ -9,10 +9,11 @@ from autotune.devices.selftest import Facts
 from autotune.units import GIB, MIB, format_bytes, format_seconds
 
 LIMIT_SHARE = 0.1  # how far below its limit memory may end: fragments, the last block
-BOOKS_SHARE = 0.05
+BOOKS_SHARE = 0.05  # by which two accounts of the same memory may differ
 EQUAL_SPEED, EQUAL_PEAK = 0.1, 0.05  # between two equal probes
-CLOCK_SHARE = 0.1
-WRONG_PEAKS = "peaks are told wrongly: leave a larger --headroom"
+CLOCK_SHARE = 0.1  # by which two clocks may differ over a short run
+TESTED_DEVICES, TESTED_PROCESSORS = {"cpu"}, {"x86_64", "amd64"}  # on which the package's own tests have run
+WRONG_PEAKS = "measured peaks are wrong: leave a larger --headroom"
 UNKNOWN_RATES = "precisions are offered by tables instead of by their speed"
 
 
@@ -112,7 +113,7 @@ def judge_clock(facts: Facts) -> Verdict:
     """The wall clock, read when the device is done, agrees with the device's own."""
     said = f"{format_seconds(facts['wall_s'])} by the clock, {format_seconds(facts['device_s'])} by the GPU's events"
     agree = abs(facts["wall_s"] / facts["device_s"] - 1) <= CLOCK_SHARE
-    meaning = "speeds are told wrongly: the machine starts work late, or waits for other things than the GPU"
+    meaning = "measured speeds are wrong: the machine starts work late, or waits for other things than the GPU"
     return _right(agree, said, meaning)
 
 
@@ -147,7 +148,7 @@ def judge_equal(facts: Facts) -> Verdict:
     if any(measured["disturbances"] for measured in (first, second)):
         return State.UNAVAILABLE, f"{said}, while others work on the machine", "run it on a quieter machine"
     if larger > EQUAL_PEAK:
-        return State.DIFFERS, said, "memory is told less surely than a search says: leave a larger --headroom"
+        return State.DIFFERS, said, "memory is less certain than a search says: leave a larger --headroom"
     meaning = "small gains cannot be told from noise: give a larger --budget, or quieten the machine"
     return _right(faster <= EQUAL_SPEED, said, meaning)
 
@@ -202,3 +203,17 @@ def judge_study(facts: Facts) -> Verdict:
         meaning = "nothing would be kept: run in a folder that may be written, or give --storage"
         return State.DIFFERS, facts["error"], meaning
     return State.OK, "a study can be kept in the working directory", ""
+
+
+def judge_tested(facts: Facts) -> Verdict:
+    """Machines of this kind have run the package's own tests."""
+    if facts["device_kind"] not in TESTED_DEVICES:
+        found = (
+            "no real GPU has run the package's tests; torch's CUDA build has, over GPUs that the tests play: errors, "
+            "neighbours and memory are proven there, values, speed and the workspaces of cuDNN are not"
+        )
+        return State.UNAVAILABLE, found, "the lines above are the proof for this GPU: please report what differs"
+    if facts["processor"] not in TESTED_PROCESSORS:
+        found = f"the package's tests have not run on {facts['processor']}, on x86-64 processors alone"
+        return State.UNAVAILABLE, found, "the lines above are the proof for this machine: please report what differs"
+    return State.OK, "the package's tests run on x86-64 processors with and without bf16 arithmetic", ""

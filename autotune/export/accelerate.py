@@ -1,14 +1,13 @@
-"""The answer as a configuration file of Hugging Face's `accelerate launch`, and what the script itself has to say."""
+"""The answer as a configuration file of Hugging Face's `accelerate launch`, and the calls that belong into the script."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 
@@ -19,11 +18,11 @@ _BACKEND = "dynamo_backend"  # stands in a section of its own there
 class Accelerate(Exporter):
     """YAML that `accelerate launch --config_file FILE` reads; its first lines are comments with the calls in the script."""
 
-    name: ClassVar[str] = ACCELERATE
-    summary: ClassVar[str] = "a config file for `accelerate launch`, with the calls for the script in its comments"
+    name = ACCELERATE
+    summary = "a config file for `accelerate launch`, with the calls for the script in its comments"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
-        """One process on one machine; the processor alone if it was searched there."""
+    def export(self, result: Result, *, space: Space) -> Export:
+        """For one process on one machine; on the CPU if the search was there."""
         said, unsaid = arguments(
             result,
             space,
@@ -36,7 +35,7 @@ class Accelerate(Exporter):
             "distributed_type": "NO",
             "num_machines": 1,
             "num_processes": 1,
-            "use_cpu": result.device.startswith("cpu"),
+            "use_cpu": result.subject.device.startswith("cpu"),
             "debug": False,
             **{name: said[ACCELERATE][name] for name in (_IN_FILE,) if name in said[ACCELERATE]},
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from autotune.records.config import Choice
+from autotune.export.base import Space
 from autotune.records.result import Result
-from autotune.techniques import REGISTRY, trained
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
@@ -19,7 +19,7 @@ _ALIKE = {
 
 
 def arguments(
-    result: Result, space: Mapping[str, Sequence[Choice]], frameworks: Sequence[str], no_words: str
+    result: Result, space: Space, frameworks: Sequence[str], no_words: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Say an answer's config in the words of one or several frameworks.
 
@@ -36,22 +36,24 @@ def arguments(
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
-    users_own = trained({}).keys() - result.trained.keys()
+    techniques = find_techniques()
+    users_own = techniques.trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
-        words = {framework: _words(framework, name, result, space) for framework in frameworks}
+        words = {framework: _words(techniques, framework, name, result, space) for framework in frameworks}
         for framework, found in words.items():
             said[framework] |= found or {}
         if all(found is None for found in words.values()):
-            if name not in REGISTRY:
+            if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
-            elif choice != REGISTRY[name].off and name not in users_own:
-                unsaid[name] = f"{REGISTRY[name].label(choice)}: {no_words}"
+            elif choice != techniques[name].off and name not in users_own:
+                unsaid[name] = f"{techniques[name].label(choice)}: {no_words}"
     if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
         for framework in EVAL_BATCH.keys() & set(frameworks):
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
-    if "loss_weight" in result.parts and int(result.config.get("accumulation_steps", 1)) > 1 and _ALIKE & {*frameworks}:
+    accumulates = int(result.config.get("accumulation_steps", 1)) > 1
+    if "loss_weight" in result.subject.parts and accumulates and _ALIKE & {*frameworks}:
         unsaid["loss_weight"] = (
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
@@ -59,11 +61,12 @@ def arguments(
     return said, unsaid
 
 
-def _words(framework: str, name: str, result: Result, space: Mapping[str, Sequence[Choice]]) -> dict[str, Any] | None:
+def _words(techniques: Techniques, framework: str, name: str, result: Result, space: Space) -> dict[str, Any] | None:
     choice = result.config[name]
     if name in BATCH:
         return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
-    if name not in REGISTRY:
+    if name not in techniques:
         return None
     searched = space.get(name, ())
-    return REGISTRY[name].write(framework, choice, searched if len(searched) > 1 else (), optimizer=result.optimizer)
+    searched = searched if len(searched) > 1 else ()
+    return techniques[name].write(framework, choice, searched, optimizer=result.subject.optimizer)

@@ -10,6 +10,8 @@ from typing import ClassVar
 from autotune.records.config import Choice
 from autotune.records.result import Result
 
+Space = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
+
 
 @dataclass(frozen=True)
 class Export:
@@ -33,7 +35,7 @@ class Exporter(ABC):
             name = "toml"
             summary = "the config as a table of TOML"
 
-            def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+            def export(self, result: Result, *, space: Space) -> Export:
                 words = {"amp": "precision", "batch_size": "micro_batch"}  # its own, for what it knows
                 said = {words[key]: choice for key, choice in result.config.items() if key in words}
                 unsaid = {key: "this file has no word for it" for key in result.config if key not in words}
@@ -52,9 +54,5 @@ class Exporter(ABC):
     summary: ClassVar[str]
 
     @abstractmethod
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
-        """Say the answer.
-
-        Args:
-            space: technique -> choices that were searched; may lack some or all.
-        """
+    def export(self, result: Result, *, space: Space) -> Export:
+        """Say the answer."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DEEPSPEED
 
@@ -21,10 +18,10 @@ class DeepSpeed(Exporter):
     The optimizer is left to the script, as it is when searching.
     """
 
-    name: ClassVar[str] = DEEPSPEED
-    summary: ClassVar[str] = "a ds_config.json for DeepSpeed"
+    name = DEEPSPEED
+    summary = "a ds_config.json for DeepSpeed"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """One section or number for each key; DeepSpeed multiplies the batch by the number of processes itself."""
         said, unsaid = arguments(result, space, (DEEPSPEED,), _UNSAID)
         return Export(json.dumps(said[DEEPSPEED], indent=2), unsaid)

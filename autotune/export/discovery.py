@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 from autotune import plugins
 from autotune.errors import ConfigError, StudyError
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.study.reading import load_study
 
@@ -33,15 +31,13 @@ def of_result(result: Result, to: str, *, force: bool = False) -> Export:
     Raises:
         ConfigError: as for `export`.
     """
-    space: Mapping[str, Sequence[Choice]] = {}
+    space: Space = {}
     with contextlib.suppress(StudyError):  # moved away, or made on another machine
         space = load_study(result.storage, study=result.study).facts.space
     return export(result, to, space=space, force=force)
 
 
-def export(
-    result: Result, to: str, *, space: Mapping[str, Sequence[Choice]] | None = None, force: bool = False
-) -> Export:
+def export(result: Result, to: str, *, space: Space | None = None, force: bool = False) -> Export:
     """An answer in the words of `to`.
 
     Args:

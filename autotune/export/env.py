@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from autotune.export.base import Export, Exporter
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.config import Choice
 from autotune.records.result import Result
 
@@ -16,10 +14,10 @@ PREFIX = "AUTOTUNE_"
 class Env(Exporter):
     """`AUTOTUNE_BATCH_SIZE=24`, a line a key; switches are `true` or `false`."""
 
-    name: ClassVar[str] = "env"
-    summary: ClassVar[str] = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
+    name = "env"
+    summary = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """Every key of the config, those that are off included, and the batch size for evaluation if there is one."""
         found = result.evaluation and result.evaluation.eval_batch_size
         said = {**result.config, **({"eval_batch_size": found} if found else {})}

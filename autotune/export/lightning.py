@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DATALOADER, LIGHTNING
 
@@ -16,10 +13,10 @@ from autotune.techniques.frameworks import DATALOADER, LIGHTNING
 class Lightning(Exporter):
     """JSON with two objects: `Trainer(**said["trainer"])` and `DataLoader(dataset, **said["dataloader"])`."""
 
-    name: ClassVar[str] = LIGHTNING
-    summary: ClassVar[str] = "arguments of Lightning's Trainer and of a DataLoader as JSON"
+    name = LIGHTNING
+    summary = "arguments of Lightning's Trainer and of a DataLoader as JSON"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(
             result, space, (LIGHTNING, DATALOADER), "neither `Trainer` nor `DataLoader` has an argument for it"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent, wrap
-from typing import ClassVar
 
 from autotune.errors import ConfigError
-from autotune.export.base import Export, Exporter
+from autotune.export.base import Export, Exporter, Space
 from autotune.export.source import Source
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TORCH, At
-from autotune.techniques.labels import describe
 
 # whose functions and imports the script's own lines use
 _MODULES = ("autotune.task.batches", "autotune.task.losses", "autotune.task.adapters", "autotune.session")
@@ -107,16 +105,16 @@ class PlainTorch(Exporter):
     A step that runs out of memory is not taken again in smaller micro batches, as a session's is.
     """
 
-    name: ClassVar[str] = TORCH
-    summary: ClassVar[str] = "a training script in plain torch, without autotune"
+    name = TORCH
+    summary = "a training script in plain torch, without autotune"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """What the techniques need first, then model, optimizer, data, the step and the loop.
 
         Raises:
             ConfigError: the task is a LightningModule, whose steps are its Trainer's.
         """
-        if "LightningModule" in result.parts:
+        if "LightningModule" in result.subject.parts:
             raise ConfigError("a LightningModule is trained by its Trainer, not by a loop of torch; use --to lightning")
         script = _Script(result)
         return Export(script.text(), script.unsaid)
@@ -132,19 +130,21 @@ class _Script:
 
     def __init__(self, result: Result) -> None:
         self.result = result
-        self.parts = set(result.parts if result.model else ()) or {"build_model", "make_batch", "training_step"}
+        self.is_of_file = bool(result.subject.model and result.subject.parts)
+        self.parts = set(result.subject.parts) if self.is_of_file else {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
         self.source = Source()
+        self.techniques = find_techniques()
         self.said: dict[At, list[str]] = {place: [] for place in At}
         self.unsaid: dict[str, str] = {}
         for name, choice in result.config.items():
-            if name in REGISTRY and choice != REGISTRY[name].off:
+            if name in self.techniques and choice != self.techniques[name].off:
                 self._say(name, choice)
-            elif name not in REGISTRY and name not in BATCH_KEYS:
+            elif name not in (*self.techniques, *BATCH_KEYS):
                 self.unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
 
     def _say(self, name: str, choice: Choice) -> None:
-        technique = REGISTRY[name]
+        technique = self.techniques[name]
         lines = technique.write(TORCH, choice, optimizer=technique.said_of)
         why = ""
         if lines is None:
@@ -165,7 +165,7 @@ class _Script:
         own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
         self.source.bring(own, *_MODULES)
         early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
-        loading = {"import importlib.util", "import sys"} if self.result.model and self.result.parts else set()
+        loading = {"import importlib.util", "import sys"} if self.is_of_file else set()
         imports = {"import itertools", *loading, *self.source.import_lines()}
         ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
         head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
@@ -175,7 +175,7 @@ class _Script:
     def _comment(self) -> Iterator[str]:
         result = self.result
         lines = [
-            f"The answer of the search {result.study} as a training script in plain torch: {describe(result.config)}.",
+            f"The answer of the search {result.study} as a training script in plain torch: {self.techniques.describe(result.config)}.",
             "Run it in the folder of the search. `step`, at its end, takes an optimizer step.",
             f"It seeds nothing. It ends after {self._end()}.",
         ]
@@ -193,10 +193,10 @@ class _Script:
 
     def _yours(self) -> Iterator[str]:
         """The functions and constants of the model file."""
-        if not self.result.model or not self.result.parts:
+        if not self.is_of_file:
             yield _YOURS.strip("\n")
             return
-        file, attribute = self.result.model_file
+        file, attribute = self.result.subject.model_file
         yield _MODEL_FILE.format(folder=json.dumps(str(Path(file).parent)), file=json.dumps(file)).strip("\n")
         owner = f"model_file.{attribute}" if attribute else "model_file"
         yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in sorted(self._used()))
@@ -211,8 +211,8 @@ class _Script:
         yield f"BATCH_SIZE = {config[BATCH_SIZE]}  # samples of a micro batch"
         yield f"ACCUMULATION_STEPS = {config[ACCUMULATION]}  # micro batches of an optimizer step"
         yield f"NUM_STEPS = {_NUM_STEPS}"
-        yield f'DEVICE = torch.device("{self.result.device}")'
-        if not self.result.device.startswith("cpu"):
+        yield f'DEVICE = torch.device("{self.result.subject.device}")'
+        if not self.result.subject.device.startswith("cpu"):
             yield "torch.cuda.set_device(DEVICE)"
         yield from self.said[At.PROCESS]
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 from autotune.techniques.frameworks import TRANSFORMERS
 
@@ -16,11 +13,11 @@ from autotune.techniques.frameworks import TRANSFORMERS
 class Transformers(Exporter):
     """JSON that `HfArgumentParser.parse_json_file` and `TrainingArguments(**json.load(file))` take."""
 
-    name: ClassVar[str] = TRANSFORMERS
-    summary: ClassVar[str] = "arguments of Hugging Face's TrainingArguments as JSON"
+    name = TRANSFORMERS
+    summary = "arguments of Hugging Face's TrainingArguments as JSON"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
-        device = {"use_cpu": True} if result.device.startswith("cpu") else {}
+        device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}
         return Export(json.dumps({**said[TRANSFORMERS], **device}, indent=2), unsaid)

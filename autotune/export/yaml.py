@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from autotune.export.base import Export, Exporter
-from autotune.records.config import Choice
+from autotune.export.base import Export, Exporter, Space
 from autotune.records.result import Result
 
 
 class Yaml(Exporter):
     """A line a key. Words are quoted: YAML 1.1 takes a bare `off` for False."""
 
-    name: ClassVar[str] = "yaml"
-    summary: ClassVar[str] = "the config dict as YAML, for recipes of any kind"
+    name = "yaml"
+    summary = "the config dict as YAML, for recipes of any kind"
 
-    def export(self, result: Result, *, space: Mapping[str, Sequence[Choice]]) -> Export:
+    def export(self, result: Result, *, space: Space) -> Export:
         """Every key of the config, those that are off included. JSON's scalars are YAML's, too."""
         return Export("\n".join(f"{name}: {json.dumps(choice)}" for name, choice in result.config.items()))

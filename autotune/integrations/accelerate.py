@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from autotune import techniques
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.integrations.words import read, search
@@ -30,6 +29,7 @@ from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Executable(dict[str, Any]):
-    """A config dict that also says itself in the words of Accelerate.
+    """A config dict, also in the words of Accelerate.
 
     Attributes:
         accelerator: arguments of `Accelerator`.
@@ -55,12 +55,12 @@ class Executable(dict[str, Any]):
         return self._said(DATALOADER)
 
     def _said(self, framework: str) -> dict[str, Any]:
-        said: dict[str, Any] = {}
+        said, techniques = dict[str, Any](), find_techniques()
         for name, choice in self.items():
             if name in BATCH_KEYS:
                 said |= BATCH[name][framework].write(choice) if framework in BATCH[name] else {}
             else:
-                said |= techniques.REGISTRY[name].write(framework, choice) or {}
+                said |= techniques[name].write(framework, choice) or {}
         return said
 
 
@@ -95,7 +95,7 @@ def find_executable_config(
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
-                couplings.append(result.coupling)
+                couplings.append(result.subject.coupling)
             while True:
                 try:
                     return function(found[0], *args, **kwargs)
@@ -149,7 +149,7 @@ def choices_of_launcher() -> dict[str, Choice]:
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
-    """The task and the options of a search that begins with what Accelerate does today, and keeps what nothing can change any more."""
+    """The task and the options of a search that begins with what Accelerate does today, and keeps what can no longer be changed."""
     if found := choices_of_accelerator():
         words = {name: choice for name, choice in found.items() if name not in options.get("exclude", ())}
         kept = " and ".join(f"{name}={choice}" for name, choice in words.items())

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from autotune import techniques
 from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.arguments import arguments
@@ -39,6 +38,7 @@ from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
 from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
 
@@ -171,7 +171,7 @@ class LiveModule(LiveModel):
         return model
 
     def task_identity(self) -> str:
-        """With the hyperparameters, of which the module makes its optimizer."""
+        """As of any model, with the hyperparameters from which the module makes its optimizer."""
         hparams: Any = self.model.hparams
         return f"{super().task_identity()} {dict(hparams)}"
 
@@ -243,7 +243,7 @@ class AutotuneCallback:
 
 
 def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
-    """The training loader, made by a copy of what makes it."""
+    """The training loader, made by a copy of the datamodule or the module."""
     if datamodule is None and not overrides(type(module), "train_dataloader"):
         raise TaskError(
             f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
@@ -252,7 +252,7 @@ def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) 
 
 
 def _validation_loader(trainer: Trainer, module: LightningModule) -> Any:
-    """What a trainer whose `fit` begins validates on: what `fit` was given, or what makes it."""
+    """What a trainer validates on in the `fit` that begins: what `fit` was given, or else what the hook makes."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source
     return _made_of(module, trainer.datamodule, "val_dataloader") if source.is_module() else source.instance
 
@@ -349,7 +349,7 @@ def _device(trainer: Trainer) -> str:
 def _not_reached(module: LightningModule) -> Iterable[str]:
     """Techniques of the loader for which there is no attribute to set."""
     lightning_hasattr = _part(module, "utilities.parsing").lightning_hasattr
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in find_techniques().items():
         words = technique.frameworks.get(DATALOADER)
         if words is not None and not any(
             lightning_hasattr(module, argument) for argument in technique.write(DATALOADER, technique.off) or {}

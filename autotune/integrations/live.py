@@ -46,7 +46,7 @@ class LiveModel:
         return optimizer
 
     def task_identity(self) -> str:
-        """What tells this model and optimizer from others in the same script."""
+        """What distinguishes this model and optimizer from others in the same script."""
         shapes = [tuple(parameter.shape) for parameter in self.model.parameters()]
         if self._optimizer is None:
             return f"{self.model!r} {shapes}"

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from autotune import techniques
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.integrations.live import LiveModel
@@ -28,6 +27,7 @@ from autotune.integrations.words import plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS
 from autotune.tuning.events import Listener
 
@@ -64,7 +64,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
     """
     task = task_of(trainer)
     if _own_optimizer(trainer):  # which `optim` does not choose
-        said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
+        said_of_others = [technique.name for technique in find_techniques().values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     result = search(task, (TRANSFORMERS,), options, listeners, device=str(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
@@ -119,7 +119,7 @@ class LiveTrainer:
         self._loader: Any = None
 
     def task_identity(self) -> str:
-        """What tells this trainer from others in the same script."""
+        """What distinguishes this trainer from others in the same script."""
         optimizer = "" if self._has_optimizer else f"{self._args['optim']} {self._args['optim_args']}"
         return f"{self._class.__qualname__} {optimizer}"
 
@@ -210,7 +210,7 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _being_made() -> Any:
-    """The trainer whose `__init__` tells its callbacks that it is made, which it does not hand to them."""
+    """The trainer that is being made: its `__init__` calls its callbacks, and does not hand itself to them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):
@@ -257,7 +257,7 @@ def _given(trainer: Trainer) -> dict[str, Any]:
 def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for a trainer whose techniques the session applies."""
     said = {**plain(TRANSFORMERS), **_IN_PROBES}
-    for technique in techniques.REGISTRY.values():
+    for technique in find_techniques().values():
         if technique.said_of and technique.read(TRANSFORMERS, given) not in (None, technique.off):
             said["optim"] = _PLAIN_OPTIMIZERS[technique.said_of]
     return said
@@ -285,10 +285,10 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
 
 
 def _left_out(trainer: Trainer) -> list[str]:
-    """What the user should know of probes of this trainer."""
+    """What the user should know about the probes of this trainer."""
     args, name, found = trainer.args, type(trainer).__name__, []
     if type(trainer).training_step is not Trainer.training_step:
-        found.append(f"of {name}.training_step probes measure all but what follows its backward pass")
+        found.append(f"probes measure {name}.training_step without what follows its backward pass")
     if scaled := _scaled_by_accumulating(trainer):
         found.append(f"the accumulation steps are kept as they are: {scaled}")
     if args.neftune_noise_alpha is not None:

@@ -23,7 +23,7 @@ from autotune.records.config import Config
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
 from autotune.task import Task
 from autotune.task.batches import tensors
-from autotune.techniques import allocator_settings
+from autotune.techniques import Techniques
 
 NUM_STEPS = 2  # the first one allocates the optimizer's state
 NUM_MOMENTS = 200  # of the timeline
@@ -39,7 +39,7 @@ class _Began(NamedTuple):
 
 
 def anatomies(
-    task: Task, configs: Iterable[Config], target: Target, host_bytes: int | None = None
+    task: Task, configs: Iterable[Config], target: Target, techniques: Techniques, host_bytes: int | None = None
 ) -> Iterable[Anatomy | str]:
     """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone.
 
@@ -49,7 +49,7 @@ def anatomies(
     tracer: Tracer | None = None
     for place, config in enumerate(configs):
         try:
-            tracer = tracer or Tracer(task, target, host_bytes)
+            tracer = tracer or Tracer(task, target, techniques, host_bytes)
             yield anatomy(tracer, config, target)
         except TraceError as error:
             yield str(error)
@@ -73,7 +73,11 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     num_further = 0 if device.own_memory else config.accumulation_steps - 1
     further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
     simulated = (
-        partial(reserved_bytes, added=allocator_settings(config), held_bytes=cublas_workspaces(gpu_of(target)))
+        partial(
+            reserved_bytes,
+            added=tracer.techniques.allocator_settings(config),
+            held_bytes=cublas_workspaces(gpu_of(target)),
+        )
         if device.own_allocator
         else None
     )

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.targets import Target, gpu_of
+from autotune.techniques import Techniques
 
 MOST_ELEMENTS = 4096  # of a tensor whose values are kept while a model is built
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -112,7 +112,7 @@ class SmallValues(TorchDispatchMode):
 
 
 @contextmanager
-def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
+def fake_run(mode: FakeTensorMode, target: Target, techniques: Techniques) -> Iterator[None]:
     """Run on fake tensors, as on a device of the kind `target`. Puts torch back at the end."""
     on_gpu = capabilities_of(target).own_processors
     with (

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.oom import attempted_bytes
@@ -33,6 +32,7 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
 from autotune.task.usercode import is_allocation_failure
+from autotune.techniques import Phase, Recomputation, Technique, Techniques, UnsupportedError
 from autotune.units import format_bytes
 
 
@@ -49,15 +49,17 @@ class Tracer:
     Args:
         task: the user's task; its dataset is made if it has one.
         target: the kind of device to predict.
+        techniques: of the configs.
         host_bytes: what this process may take of the host's memory; None where nothing bounds it.
 
     Raises:
         TraceError: the model cannot be built, or the dataset cannot be made.
     """
 
-    def __init__(self, task: Task, target: Target, host_bytes: int | None = None) -> None:
+    def __init__(self, task: Task, target: Target, techniques: Techniques, host_bytes: int | None = None) -> None:
+        self.techniques = techniques
         with _explained():
-            self._fakes = Fakes(task, target, host_bytes)
+            self._fakes = Fakes(task, target, techniques, host_bytes)
             task = self._fakes.task
             task.model()  # which finds out whether it can be built without values
             dataset = task.dataset()
@@ -96,10 +98,10 @@ class Tracer:
         with self.run(config) as run:
             return run.updates(batch_size, batch)
 
-    def recomputation(self, technique: techniques.Technique, choice: Choice) -> techniques.Recomputation | None:
+    def recomputation(self, technique: Technique, choice: Choice) -> Recomputation | None:
         """What a choice recomputes of the model, if that is all that it does. Raises TraceError."""
         if self._model is None:
-            with self.run(techniques.complete({})):
+            with self.run(self.techniques.complete({})):
                 pass
         assert self._model is not None
         with _explained():
@@ -112,7 +114,7 @@ class Tracer:
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")
-            run = Run(session, tracker, self._fakes, on_gpu=capabilities_of(self._target).own_memory)
+            run = Run(session, tracker, self._fakes, self.techniques, on_gpu=capabilities_of(self._target).own_memory)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -130,8 +132,8 @@ class Tracer:
         return self._batches[batch_size]
 
     def _session(self, config: Config) -> Session:
-        unseen = (techniques.Phase.LOADER, techniques.Phase.PROCESS)  # by what is allocated
-        off = {t.name: t.off for t in techniques.REGISTRY.values() if t.phase in unseen}
+        unseen = (Phase.LOADER, Phase.PROCESS)  # by what is allocated
+        off = {t.name: t.off for t in self.techniques.values() if t.phase in unseen}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
         return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
 
@@ -139,7 +141,9 @@ class Tracer:
 class Run:
     """A session on fake tensors, and what is seen of it."""
 
-    def __init__(self, session: Session, tracker: StorageTracker, fakes: Fakes, *, on_gpu: bool) -> None:
+    def __init__(
+        self, session: Session, tracker: StorageTracker, fakes: Fakes, techniques: Techniques, *, on_gpu: bool
+    ) -> None:
         self.session = session
         self.tracker = tracker
         self.fakes = fakes
@@ -150,7 +154,7 @@ class Run:
         self.known = dict.fromkeys(tracker.keys_of(constants), Purpose.PARAMETERS)
         self.kept: set[int] = set()  # storages that outlived the forward pass that allocated them
         self.forward_end = 0  # the last key of the latest forward pass
-        self.blocks = {id(block): number for number, block in enumerate(_blocks(session))}
+        self.blocks = {id(block): number for number, block in enumerate(_blocks(session, techniques))}
         self.marks: list[tuple[int, int]] = []  # as in `Pass`, from the first event of all on
 
     def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
@@ -297,9 +301,9 @@ class Run:
             yield
 
 
-def _blocks(session: Session) -> tuple[torch.nn.Module, ...]:
+def _blocks(session: Session, techniques: Techniques) -> tuple[torch.nn.Module, ...]:
     """The blocks that a technique may recompute."""
-    found = (t.recomputation(session.task, session.model, t.off) for t in techniques.REGISTRY.values())
+    found = (t.recomputation(session.task, session.model, t.off) for t in techniques.values())
     return next((recomputation.blocks for recomputation in found if recomputation is not None), ())
 
 
@@ -313,5 +317,5 @@ def _explained() -> Iterator[None]:
             asked = attempted_bytes(error)
             what = f": an allocation of {format_bytes(asked)} failed" if asked else ""
             raise TraceError(f"the host's memory ran out{what}") from error
-        is_ours = isinstance(error, techniques.UnsupportedError | TraceError)
+        is_ours = isinstance(error, UnsupportedError | TraceError)
         raise TraceError(first_line(error).removesuffix(".") if is_ours else why_values_are_needed(error)) from error

@@ -23,6 +23,7 @@ from autotune.probe.inspection import Untrained, inspect_task
 from autotune.task import Task
 from autotune.task.batches import map_tensors
 from autotune.task.usercode import is_allocation_failure, user_place
+from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes
 
 _NO_DATA = ("its data is not allocated yet", "doesn't have storage")  # what torch says of a fake tensor's values
@@ -37,6 +38,7 @@ class Fakes:
     Args:
         task: the user's task.
         target: the kind of device to behave like.
+        techniques: whose settings are put back after each run.
         host_bytes: what this process may take of the host's memory; None where nothing bounds it.
 
     Attributes:
@@ -45,7 +47,7 @@ class Fakes:
         why_real: why the model was built for real, and at which line; empty where it was not.
     """
 
-    def __init__(self, task: Task, target: Target, host_bytes: int | None = None) -> None:
+    def __init__(self, task: Task, target: Target, techniques: Techniques, host_bytes: int | None = None) -> None:
         moves = capabilities_of(target).own_memory
 
         @functools.wraps(task.build_model)
@@ -59,6 +61,7 @@ class Fakes:
         self.mode = OneFakeMode(allow_non_fake_inputs=True)
         self.why_real = ""
         self._target = target
+        self._techniques = techniques
         self._host_bytes = host_bytes
         self._build_model = task.build_model
         self._tracker: StorageTracker | None = None  # while something runs
@@ -69,7 +72,7 @@ class Fakes:
     def run(self) -> Iterator[StorageTracker]:
         """Run on fake tensors, as on a device of the kind `target`. Where values are read, plausible ones stand in."""
         tracker = StorageTracker(hidden_allocations(self._target))
-        with fake_run(self.mode, self._target), tracker:
+        with fake_run(self.mode, self._target, self._techniques), tracker:
             self._tracker = tracker
             try:
                 yield tracker
@@ -129,7 +132,7 @@ def inspect_untrained(task: Task, *, device: Device, host_bytes: int, **argument
         device: this machine's CPU, or an `AbsentGpu`.
         host_bytes: what this process may take of the host's memory.
     """
-    fakes = Fakes(task, target_of(device.info()), host_bytes)
+    fakes = Fakes(task, target_of(device.info()), find_techniques(), host_bytes)
     found = inspect_task(fakes.task, device=device, untrained=Untrained(fakes.run, fakes.inputs), **arguments)
     return found | {"built_for_real": fakes.why_real}
 

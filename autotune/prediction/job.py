@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, kind_of
@@ -41,6 +40,7 @@ from autotune.records.calibration import Work
 from autotune.task import Task
 from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
+from autotune.techniques import Techniques, find_techniques
 
 
 def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -53,7 +53,8 @@ def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = 
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
         the lengths of the samples, if the plan asks for them.
     """
-    job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, host_bytes)
+    techniques = find_techniques()
+    job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, techniques, host_bytes)
     plain = [group for group in plan.models if not group]  # which all others need
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((model_label(group), partial(job.model, group)) for group in plain),
@@ -76,10 +77,11 @@ def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = 
 
 
 class _Job:
-    def __init__(self, task: Task, plan: Plan, target: Target, host_bytes: int | None) -> None:
+    def __init__(self, task: Task, plan: Plan, target: Target, techniques: Techniques, host_bytes: int | None) -> None:
         self.task = task
         self.plan = plan
         self.target = target
+        self.techniques = techniques
         self.host_bytes = host_bytes
         self.updates = cache(self._updates)  # groups need each other's
         self.update_trace = cache(self._update_trace)
@@ -104,7 +106,7 @@ class _Job:
         )
 
     def _updates(self, group: Group) -> Updates:
-        return self.tracer.updates(techniques.complete(dict(group)), self.sizes[0])
+        return self.tracer.updates(self.techniques.complete(dict(group)), self.sizes[0])
 
     def model(self, group: Group) -> Traces:
         """Trace the micro batches of one group, or of one that takes the same memory.
@@ -113,10 +115,10 @@ class _Job:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
         self._require_traceable(group)
-        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
+        return Traces(target=self.target, models={group: self.model_trace(self._traced_as(group))})
 
     def _require_traceable(self, group: Group) -> None:
-        if reason := techniques.untraceable(techniques.complete(dict(group)), kind_of(self.target)):
+        if reason := self.techniques.untraceable(self.techniques.complete(dict(group)), kind_of(self.target)):
             raise TraceError(reason)
 
     def _model_trace(self, group: Group) -> ModelTrace:
@@ -141,7 +143,7 @@ class _Job:
             _, _, parts, _ = largest(trace, self.update_trace(update), batch_size, accumulates=accumulates)
             return sum(parts)
 
-        sizes, added = allocator_sizes(self.plan.batch_sizes), techniques.all_allocator_settings()
+        sizes, added = allocator_sizes(self.plan.batch_sizes), self.techniques.all_allocator_settings()
         return reserved_factors(
             micro, self.simulated, living_bytes, sizes, added, cublas_workspaces(gpu_of(self.target))
         )
@@ -159,13 +161,13 @@ class _Job:
     def _micro_steps(self, group: Group) -> MicroSteps:
         """The micro batches of one group: traced, or put together from those of others."""
         return self._recomputed(group) or self.tracer.micro_steps(
-            techniques.complete(dict(group)), *self.sizes, check=not group
+            self.techniques.complete(dict(group)), *self.sizes, check=not group
         )
 
     def _recomputed(self, group: Group) -> MicroSteps | None:
         """Put together those of a group that recomputes some of the blocks; None where it does not, or where they do not fit."""
         for name, choice in group:
-            found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
+            found = self.tracer.recomputation(self.techniques[name], choice)
             if found is None or choice == found.each:
                 continue
             none = tuple(pair for pair in group if pair[0] != name)
@@ -176,7 +178,7 @@ class _Job:
 
     @cached_property
     def tracer(self) -> Tracer:
-        return Tracer(self.task, self.target, self.host_bytes)
+        return Tracer(self.task, self.target, self.techniques, self.host_bytes)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -185,8 +187,7 @@ class _Job:
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
 
-
-def _traced_as(group: Group) -> Group:
-    """The group that stands for this one in tracing."""
-    alike = [(name, techniques.REGISTRY[name].traced_as(choice)) for name, choice in group]
-    return tuple((name, choice) for name, choice in alike if choice != techniques.REGISTRY[name].off)
+    def _traced_as(self, group: Group) -> Group:
+        """The group that stands for this one in tracing."""
+        alike = [(name, self.techniques[name].traced_as(choice)) for name, choice in group]
+        return tuple((name, choice) for name, choice in alike if not self.techniques.is_off(name, choice))

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -109,10 +110,11 @@ class MemoryModel:
         self._traced: _Traced | None = None
         if peaks is not None:
             line = ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
-            traced = [(trace, held) for config, held in measured if (trace := peaks.peak(config))]
+            peak_of = partial(peaks.peak, techniques=space.techniques)
+            traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peaks.peak, line, outside_bytes, space, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_bytes, space, measured, failed)
         self._untraced = _Untraced(outside_bytes, space, measured, failed)
 
     def estimate(self, config: Config) -> MemoryEstimate | None:

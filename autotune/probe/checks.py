@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
 from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.check import Check
 from autotune.records.config import Choice, Config
-from autotune.records.result import Check
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import MANTISSA_BITS
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
@@ -62,25 +62,29 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         TaskError: the task is not valid.
         ConfigError: the config is not valid.
     """
-    config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
+    techniques = find_techniques()
+    config = techniques.complete(config)
     task = techniques.narrow_task(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
-    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size).check()
+    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques).check()
 
 
 class _Comparison:
     """Runs a config and plain training one after the other, from the same weights on the same batch."""
 
-    def __init__(self, task: Task, config: Config, device: str | Device, batch_size: int) -> None:
+    def __init__(
+        self, task: Task, config: Config, device: str | Device, batch_size: int, techniques: Techniques
+    ) -> None:
         self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
         self.device = open_device(device) if isinstance(device, str) else device
         self.batch_size = batch_size
-        changes = {name: config[name] for name, t in techniques.REGISTRY.items() if config[name] != t.off}
+        self.techniques = techniques
+        changes = dict(techniques.switched_on(config))
         accumulation: dict[str, Choice] = {ACCUMULATION: config.accumulation_steps}
         self.switched = (accumulation if config.accumulation_steps > 1 else {}) | changes
         self.asked_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
         self.micro_steps = self.asked_steps if _can_be_cut(task) else 1
         self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
-        used = [techniques.REGISTRY[name] for name in changes]
+        used = [techniques[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
         # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
         self.same_masks = self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
@@ -94,7 +98,7 @@ class _Comparison:
         with keep_randomness(self.device.torch_device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
-            runs = Runs(self.task, self.device, batch, self.num_steps, self.same_masks)
+            runs = Runs(self.task, self.device, batch, self.techniques, self.num_steps, self.same_masks)
             plain = runs.run(self.plain)
             noise = worst(
                 difference(plain, runs.run(self.plain)),
@@ -182,11 +186,11 @@ class _Comparison:
                 yield ACCUMULATION
             if not rest:
                 return
-        names = [name for name in self.switched if name in techniques.REGISTRY]
-        reduced = [name for name in names if not techniques.REGISTRY[name].exact]
-        exact = [name for name in names if techniques.REGISTRY[name].exact]
+        names = [name for name in self.switched if name in self.techniques]
+        reduced = [name for name in names if not self.techniques[name].exact]
+        exact = [name for name in names if self.techniques[name].exact]
         if reduced and exact:
-            off = {name: techniques.REGISTRY[name].off for name in exact}
+            off = {name: self.techniques[name].off for name in exact}
             alone = difference(reference, runs.run(self.config.replace(**off)))
             names = reduced if self.complaints(alone, noise) else exact
         yield from names
@@ -197,7 +201,7 @@ class _Comparison:
         def words(name: str) -> str:
             if name == ACCUMULATION:
                 return "cutting the batch into micro batches, which changes the gradient of plain fp32 as well"
-            kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
+            kind = "" if self.techniques[name].exact else ", whose precision is reduced"
             return f"{name}={self.switched[name]}{kind}"
 
         return f"the cause is {' and '.join(map(words, cause))}"

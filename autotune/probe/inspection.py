@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autotune import techniques
 from autotune.coupling.compare import find_coupling
 from autotune.coupling.samples import TypicalSamples
 from autotune.devices import Device, open_device
@@ -35,6 +34,7 @@ from autotune.records.world import ALONE, World
 from autotune.task import Task, samples
 from autotune.task.batches import to_device
 from autotune.task.facts import check_task, gather_facts, uses_batch_statistics
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
@@ -76,13 +76,18 @@ def inspect_task(
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
     info, outside_bytes = opened.info(), opened.outside_bytes()
+    techniques = find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
-    first = _first_step(task, opened, world) if untrained is None else FirstStep(samples=_fewest(task, world))
+    first = (
+        _first_step(task, opened, techniques, world)
+        if untrained is None
+        else FirstStep(samples=_fewest(task, techniques, world))
+    )
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
-    baseline = _baseline(task, facts.dataset_size, world).replace(**chosen)
+    baseline = _baseline(task, techniques, facts.dataset_size, world).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
     coupling = Coupling.unknown(not_compared) if not_compared else None
@@ -115,7 +120,7 @@ def inspect_task(
         baseline=baseline.as_dict(),
         baseline_given=BATCH_SIZE in (task.baseline or {}),
         batch=batch,
-        support={name: _supported(t, setting, untrained) for name, t in techniques.REGISTRY.items()},
+        support={name: _supported(t, setting, untrained) for name, t in techniques.items()},
         outside_bytes=outside_bytes,
         step_s=first.seconds,
         step_samples=first.samples,
@@ -198,7 +203,7 @@ class FirstStep:
     shortage: str = ""
 
 
-def _first_step(task: Task, device: Device, world: World) -> FirstStep:
+def _first_step(task: Task, device: Device, techniques: Techniques, world: World) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
     That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
@@ -209,7 +214,7 @@ def _first_step(task: Task, device: Device, world: World) -> FirstStep:
             if size is None:
                 dataset = task.dataset()
                 known = None if dataset is None else samples.dataset_size(dataset)
-                size = _baseline(task, known, world).batch_size
+                size = _baseline(task, techniques, known, world).batch_size
             return FirstStep(check_task(task, device.torch_device, size), size)
         except Exception as error:
             if device.is_out_of_memory(error):
@@ -223,15 +228,15 @@ def _first_step(task: Task, device: Device, world: World) -> FirstStep:
     raise mistake
 
 
-def _fewest(task: Task, world: World) -> int:
+def _fewest(task: Task, techniques: Techniques, world: World) -> int:
     """Two samples; where no batch of them can be made, as many as the baseline's has."""
     with suppress(Exception):
         task.batch(2)
         return 2
-    return _baseline(task, task.dataset_size(), world).batch_size
+    return _baseline(task, techniques, task.dataset_size(), world).batch_size
 
 
-def _baseline(task: Task, dataset_size: int | None, world: World) -> Config:
+def _baseline(task: Task, techniques: Techniques, dataset_size: int | None, world: World) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
     given: dict[str, Any] = dict(task.baseline or {})
     if task.takes_whole_steps and task.global_batch is not None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.randomness import seed_everything
@@ -23,6 +22,7 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import fresh_copy, map_tensors, to_device
 from autotune.task.facts import uses_batch_statistics
+from autotune.techniques import Techniques
 
 SEED = 0
 FEWEST_SAMPLES = 4  # of a comparison where the model normalises over them
@@ -48,6 +48,7 @@ class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
+        techniques: whose settings are put back after each run.
         num_steps: optimizer steps per run.
         same_masks: dropout is on, with the same masks; otherwise it is the identity.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
@@ -56,6 +57,7 @@ class Runs:
     task: Task
     device: Device
     batch: Any
+    techniques: Techniques
     num_steps: int
     same_masks: bool
     batch_statistics: bool = False
@@ -81,7 +83,7 @@ class Runs:
     ) -> Values:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
         try:
-            with techniques.keep_settings(), exact_convolutions():
+            with self.techniques.keep_settings(), exact_convolutions():
                 return self._run(config, seed, prepare_model, draws or contextlib.nullcontext())
         finally:
             self.device.give_back()
@@ -170,9 +172,7 @@ def exact_convolutions() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     try:
         before = [(cudnn, "allow_tf32", cudnn.allow_tf32)]
-    except (
-        RuntimeError
-    ):  # the model file has set one kind of operator's `fp32_precision` (torch 2.9), which this cannot tell
+    except RuntimeError:  # the model file has set one kind of operator's `fp32_precision` (torch 2.9)
         before = [(operator, "fp32_precision", operator.fp32_precision) for operator in (cudnn.conv, cudnn.rnn)]
     cudnn.allow_tf32 = False
     try:

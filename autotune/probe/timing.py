@@ -35,8 +35,8 @@ def is_warm(step_s: Sequence[float]) -> bool:
     return abs(now - before) < WARM_DIFFERENCE * before
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Distribution-free interval of the median, from order statistics.
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Distribution-free 95 % interval of the median, from order statistics.
 
     Source: Hahn and Meeker, Statistical Intervals (1991), section 5.2; also Le Boudec, Performance Evaluation (2010),
     theorem 2.1. With fewer than six values no such interval reaches 95 %, and the whole range is returned.
@@ -46,7 +46,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     tail, rank = 0.0, 0
     while rank < (count - 1) // 2:
         tail += math.comb(count, rank) / 2**count
-        if 2 * tail > 1 - confidence:
+        if 2 * tail > 0.05:
             break
         rank += 1
     index = max(rank - 1, 0)

@@ -14,8 +14,7 @@ from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Config
-from autotune.records.prediction import Prediction
-from autotune.records.trial import Proposal
+from autotune.records.trial import Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

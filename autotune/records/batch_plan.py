@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.errors import ConfigError
 from autotune.records.world import ALONE, World
@@ -52,6 +54,12 @@ class BatchPlan:
             f"{BATCH_SIZE} {batch_size} does not divide {whose}the global batch {global_batch}, so accumulation cannot "
             f"keep it; the nearest {BATCH_SIZE} that does is {near}"
         )
+
+
+def describe_batch(config: Mapping[str, Any]) -> str:
+    """`batch 16 x3`: 16 samples a micro batch, accumulated over three."""
+    steps = config.get(ACCUMULATION, 1)
+    return f"batch {config[BATCH_SIZE]}" + ("" if steps == 1 else f" x{steps}")
 
 
 def share_of(global_batch: int, world: World) -> int:

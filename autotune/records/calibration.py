@@ -1,4 +1,4 @@
-"""What was measured of a device itself, before any task was: its rates, as plain data."""
+"""The rates of a device itself, measured before any task: plain data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Calibration(Record):
     contention: float = 0.0
 
     def rate(self, work: str, arithmetic: str) -> Rate | None:
-        """What was tried of a kind of work in a type; None where it was not."""
+        """The rate of a kind of work in a type; None where it was not tried."""
         return next((rate for rate in self.rates if (rate.work, rate.arithmetic) == (work, arithmetic)), None)
 
     def best(self, work: str, arithmetic: str) -> float | None:

@@ -32,7 +32,7 @@ class Breakdown:
 
     @property
     def total_bytes(self) -> int:
-        """Of all purposes."""
+        """The sum over all purposes."""
         held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return held_bytes + self.activations_bytes + self.temporaries_bytes
 

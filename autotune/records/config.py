@@ -17,8 +17,8 @@ class Config(Mapping[str, Choice]):
     """One point of the search space, as a mapping from keys to choices.
 
     Attributes:
-        choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the registry's order.
-            `autotune.techniques.complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
+        choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the order of the `Techniques`,
+            whose `complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
     """
 
     choices: tuple[tuple[str, Choice], ...]
@@ -70,5 +70,5 @@ class Config(Mapping[str, Choice]):
         return dict(self._choice_of)
 
     def differences(self, other: Config | Mapping[str, Choice]) -> dict[str, Choice]:
-        """This config's choices that are not `other`'s."""
+        """This config's choices that differ from `other`'s."""
         return {key: choice for key, choice in self.choices if choice != other[key]}

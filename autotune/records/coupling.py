@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why micro batches give another gradient than the batch whole."""
+    """Why micro batches give another gradient than the whole batch."""
 
     SAMPLES = "samples"  # the loss of a sample depends on the others of its batch
     PADDING = "padding"  # samples are padded to the longest of their batch, and the loss sees how far
@@ -49,7 +49,7 @@ class Coupling(Record):
 
     @classmethod
     def unknown(cls, why: str) -> Coupling:
-        """That nobody knows, and why not."""
+        """The answer that nobody knows, with the reason."""
         return cls(
             verdict=Verdict.UNKNOWN,
             reason=f"whether the loss couples the samples of a batch is not known: {why}",
@@ -57,7 +57,7 @@ class Coupling(Record):
         )
 
     def allows(self, name: str) -> str:
-        """What would allow other batches, where including `name` does."""
+        """What the user can do to allow other batches, where including `name` allows them."""
         return self.remedy.format(include=f"--include {name}")
 
     @property

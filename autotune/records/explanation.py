@@ -35,7 +35,7 @@ class ModuleMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Of all kinds."""
+        """The sum over all kinds."""
         return sum(self.held_bytes.values())
 
 
@@ -97,7 +97,7 @@ class ModuleTimes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One thing to switch on, and what a trace of it says.
+    """One change of the config, and what tracing it predicts.
 
     Attributes:
         choices: what differs from the config.
@@ -121,7 +121,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """A large part of the memory, and the advice that saves most of it and learns the same.
+    """A large part of the memory, and the advice that saves most of it without changing what is learned.
 
     Attributes:
         part: what it is, in words, as a plural.

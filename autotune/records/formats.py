@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import UnionType
@@ -19,7 +19,8 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data; `from_dict` reverses it, also after JSON."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        data: dict[str, Any] = encode(self)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -28,8 +29,25 @@ class Record:
         return record
 
 
+class Group(Record):
+    """Some fields of a larger record. They lie flat in that record's data, beside its own, without a name for the group."""
+
+
+def encode(value: Any) -> Any:
+    """A value of a record's field as plain data."""
+    if is_dataclass(value):
+        data: dict[str, Any] = {}
+        for field in fields(value):
+            item = getattr(value, field.name)
+            data |= encode(item) if isinstance(item, Group) else {field.name: encode(item)}
+        return data
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return type(value)(map(encode, value)) if isinstance(value, list | tuple) else value
+
+
 def decode(kind: Any, data: Any) -> Any:
-    """Rebuild what `asdict`, and JSON after it, made of a value with the type `kind`."""
+    """Rebuild what `encode`, and JSON after it, made of a value with the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         records = [one for one in inner if is_dataclass(one) or get_origin(one)]
@@ -49,8 +67,13 @@ def decode(kind: Any, data: Any) -> Any:
 
 
 def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
-    hints = _hints_of(kind)
-    return kind(**{name: decode(hints[name], value) for name, value in data.items() if name in hints})
+    found = {}
+    for name, hint in _hints_of(kind).items():
+        if isinstance(hint, type) and issubclass(hint, Group):
+            found[name] = decode(hint, data)
+        elif name in data:
+            found[name] = decode(hint, data[name])
+    return kind(**found)
 
 
 def _num_known(kind: Any, data: Any) -> int:

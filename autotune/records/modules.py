@@ -24,7 +24,7 @@ class Fold:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all modules in it."""
+        """The names of all modules in it."""
         return frozenset(name for block in self.blocks for name in block)
 
 
@@ -34,7 +34,7 @@ def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
     A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
 
     Args:
-        figures: qualified name -> what is told of it. Blocks whose sums differ by more than `ALIKE` stay apart.
+        figures: qualified name -> its figure. Blocks whose sums differ by more than `ALIKE` stay apart.
     """
     return list(_fold_run(figures, 0))
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB
 
-OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is taken to be, when it cannot be told
+OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is taken to be, where that is not known
 FAULT_INFEASIBILITY = 1.0  # crashes, errors, time-outs, non-finite losses
 ROOMY = 0.5  # of the usable memory: with this much free, memory is not short
 
@@ -64,10 +64,10 @@ class Objective(ABC):
 
     @abstractmethod
     def figure(self, measured: Measurement) -> float:
-        """What is to be large, or small where less is better: positive, in `unit`."""
+        """The figure that is to be large, or small where less is better: positive, in `unit`."""
 
     def worst(self) -> float:
-        """The score that the study is told of a config that is not feasible: it trains not at all, or needs more than there is.
+        """The score that the study keeps of a config that is not feasible: it does not train, or needs more than there is.
 
         No feasible one is below it: an objective of which less is better has to say its own.
         """

@@ -1,6 +1,6 @@
 """The options, each spelled once. The command line, the Python API and the stored study read this table.
 
-A new one is an `_option(...)`, and a field in each options class that has it: `--help`, the API, docstrings and `[tool.autotune]`
+A new one is an `Option(...)`, and a field in each options class that has it: `--help`, the API, docstrings and `[tool.autotune]`
 follow. A unit that none has yet goes into `option_kinds.py`. A search reads its options in `tuning/opening.py`; where probes under
 another value cannot be compared, the option is a field of `Fingerprint` (`study.py`), which `tuning/resuming.py` fills; what probes
 need is a field of `settings.py`, too. An option that the answer must be run with again belongs into `RunOptions`.
@@ -27,21 +27,21 @@ SCRIPT = "a training script as it is, in place of MODEL"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """One option.
 
     Attributes:
         name: the keyword in Python; `--name`, with hyphens, on the command line.
         kind: how its value is read.
-        help: its effect, for `--help` and for docstrings.
         group: under which `--help` lists it.
+        help: its effect, for `--help` and for docstrings.
     """
 
     name: str
     kind: Kind
-    help: str
     group: str
+    help: str
 
     @property
     def flag(self) -> str:
@@ -60,79 +60,67 @@ class Option:
         return field(metadata={"option": self})
 
 
-def _option(name: str, kind: Kind, group: str, help: str) -> Option:
-    return Option(name=name, kind=kind, help=help, group=group)
-
-
-DEVICE = _option("device", kinds.text("auto|cpu|cuda[:i]"), TASK, "where to train")
-MEMORY_LIMIT = _option(
+DEVICE = Option("device", kinds.text("auto|cpu|cuda[:i]"), TASK, "where to train")
+MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
     TASK,
     "bytes of one training process, or a share of the device's; default: all that is free",
 )
-GLOBAL_BATCH = _option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
-HEADROOM = _option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
-OBJECTIVE = _option(
-    "objective",
-    kinds.one_of(tuple(OBJECTIVES)),
-    SPACE,
-    "; ".join(objective.help for objective in OBJECTIVES.values()),
+GLOBAL_BATCH = Option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
+HEADROOM = Option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
+OBJECTIVE = Option(
+    "objective", kinds.one_of(tuple(OBJECTIVES)), SPACE, "; ".join(objective.help for objective in OBJECTIVES.values())
 )
-TRAIN_STEPS = _option(
+TRAIN_STEPS = Option(
     "train_steps",
     kinds.COUNT,
     SPACE,
     "optimizer steps of the baseline that the training is to take: compiling then counts as a part of its time",
 )
-TRAIN_EPOCHS = _option("train_epochs", kinds.COUNT, SPACE, "the same in passes over the task's dataset")
-FIX = _option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
-INCLUDE = _option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
-EXCLUDE = _option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
-FRAMEWORKS = _option(
+TRAIN_EPOCHS = Option("train_epochs", kinds.COUNT, SPACE, "the same in passes over the task's dataset")
+FIX = Option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
+INCLUDE = Option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
+EXCLUDE = Option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
+FRAMEWORKS = Option(
     "frameworks",
     kinds.NAMES,
     SPACE,
     "search only what the arguments of these can say: transformers, lightning, accelerate, deepspeed, dataloader",
 )
-GRID = _option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
-CHOICES = _option(
+GRID = Option("grid", kinds.CHOICES_OF, SPACE, "try only these choices of a technique")
+CHOICES = Option(
     "choices", kinds.TEXTS_OF, SCRIPT, "the words that stand for {NAME} in the command; the first is what you run today"
 )
-BASELINE = _option(
+BASELINE = Option(
     "baseline", kinds.CHOICE_OF, SCRIPT, "what you run today, e.g. batch_size=8, where it is no first choice"
 )
-SAMPLER = _option(
-    "sampler",
-    kinds.text("NAME"),
-    SPACE,
-    "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid",
+SAMPLER = Option(
+    "sampler", kinds.text("NAME"), SPACE, "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid"
 )
-SEED = _option("seed", kinds.SEED, SPACE, "seed of all random choices")
-BUDGET = _option("budget", kinds.SECONDS, EFFORT, "time for the whole search, play-off included")
-TRIALS = _option("trials", kinds.COUNT, EFFORT, "at most N probes before the play-off")
-PROBE_TIMEOUT = _option(
+SEED = Option("seed", kinds.SEED, SPACE, "seed of all random choices")
+BUDGET = Option("budget", kinds.SECONDS, EFFORT, "time for the whole search, play-off included")
+TRIALS = Option("trials", kinds.COUNT, EFFORT, "at most N probes before the play-off")
+PROBE_TIMEOUT = Option(
     "probe_timeout",
     kinds.SECONDS,
     EFFORT,
     "kill a probe after this time; a search's default is a multiple of the baseline's time",
 )
-TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "end the run after this time")
-PREDICT_TIMEOUT = _option(
+TIMEOUT = Option("timeout", kinds.SECONDS, EFFORT, "end the run after this time")
+PREDICT_TIMEOUT = Option(
     "timeout", kinds.SECONDS, EFFORT, "end after this time, and leave out what is not traced by then"
 )
-TRACE_TIMEOUT = _option("timeout", kinds.SECONDS, EFFORT, "stop tracing after this time, and leave out the rest")
-STEPS = _option("steps", kinds.COUNT, EFFORT, "exactly N timed optimizer steps")
-INTERVAL = _option(
-    "interval", kinds.SHARE, EFFORT, "repeat a config until its throughput is known to within this share"
-)
-MAX_REPEATS = _option("max_repeats", kinds.COUNT, EFFORT, "repeat a config at most N times")
-TIMED = _option("timed", kinds.SECONDS, EFFORT, "time each probe for at most this long")
-EVAL = _option("eval", kinds.SWITCH, EFFORT, "find the batch size for evaluation too, in a share of the budget")
-STUDY = _option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
-STORAGE = _option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
-TABLE = _option("out", kinds.path("FILE.csv"), KEPT, "the table to write; an existing one is continued")
-GPU = _option(
+TRACE_TIMEOUT = Option("timeout", kinds.SECONDS, EFFORT, "stop tracing after this time, and leave out the rest")
+STEPS = Option("steps", kinds.COUNT, EFFORT, "exactly N timed optimizer steps")
+INTERVAL = Option("interval", kinds.SHARE, EFFORT, "repeat a config until its throughput is known to within this share")
+MAX_REPEATS = Option("max_repeats", kinds.COUNT, EFFORT, "repeat a config at most N times")
+TIMED = Option("timed", kinds.SECONDS, EFFORT, "time each probe for at most this long")
+EVAL = Option("eval", kinds.SWITCH, EFFORT, "find the batch size for evaluation too, in a share of the budget")
+STUDY = Option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
+STORAGE = Option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
+TABLE = Option("out", kinds.path("FILE.csv"), KEPT, "the table to write; an existing one is continued")
+GPU = Option(
     "gpu",
     kinds.text("80GiB|NAME"),
     TASK,

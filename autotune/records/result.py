@@ -4,41 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from autotune.given import given
+from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
-from autotune.records.formats import Record, require_readable
+from autotune.records.formats import Group, Record, require_readable
+from autotune.records.measured import Dropped, Evaluation, Measured, Rival
 
 FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A config and what fresh processes found it to do. `samples_per_s_ci` is a 95 % interval (low, high)."""
-
-    config: dict[str, Choice]
-    samples_per_s: float
-    samples_per_s_ci: tuple[float, float]
-    peak_bytes: int
-    step_s: float
-    num_processes: int  # fresh processes behind the figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropped(Measured):
-    """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
-
-    dropped: str  # why
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rival(Measured):
-    """The best of those that played against a baseline that is kept, with its throughput over the baseline's."""
-
-    speedup: float
-    speedup_ci: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +31,29 @@ class Effect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """How far from the limits of the device the answer runs.
+
+    Attributes:
+        arithmetic: the type of its matrix products and convolutions.
+        flops_per_s: of the model's own work at the answer's speed: what is computed twice counts once.
+        flops_share: of the rates that the device was measured to reach in that type, for the model's mix of work.
+        bytes_per_s: that its operators read and write, as if there were no caches.
+        bandwidth_share: of the measured bandwidth of memory; above 1 where caches serve.
+        contention: share of the time in which others held the device while its rates were measured.
+    """
+
+    arithmetic: str
+    flops_per_s: float
+    flops_share: float
+    bytes_per_s: float
+    bandwidth_share: float
+    contention: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The best config where something else is trained, held against the baseline of the same training alone.
+    """The best config where something else is trained, compared with the baseline of the same training alone.
 
     Attributes:
         choice: what is trained: the keys of a config in which the rankings differ.
@@ -84,138 +80,150 @@ class Ranking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """The answer's gradients on the user's own model against plain fp32 (checks G, B and N)."""
+class Goal(Group):
+    """What the search was asked for.
 
-    technique: str  # `config` for the whole answer, else one technique's name
-    choice: Choice
-    exact: bool  # held to the bound of exact techniques, else to that of reduced precision
-    loss_error: float  # relative
-    gradient_error: float  # relative, over all parameters
-    gradient_cosine: float
-    buffer_error: float  # relative, after one step
-    names_equal: bool  # parameter names and state_dict keys unchanged
-    noise: float  # relative gradient difference between two plain runs, or for one ulp
-    passed: bool | None  # None: the model magnifies rounding so far that the comparison tells little
-    reason: str = ""
-    cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
+    Attributes:
+        train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
+            of them, compiling included. None where the speed of a step decided.
+        asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
+            `verify` to be given, too.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", tuple(self.cause))  # a list where it comes from JSON
+    memory_limit_bytes: int
+    headroom: float
+    objective: str
+    train_samples: float | None = None
+    asked: dict[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Record):
-    """One process that evaluated in batches of `eval_batch_size` samples.
+class Subject(Group):
+    """What was searched: the task and the device.
 
     Attributes:
-        kind: how it ended, as an outcome's; `cause` says why, where it failed.
-        fits: it ran, within the memory limit less headroom.
-        samples_per_s, samples_per_s_ci, peak_bytes: None where it failed.
+        device: its name.
+        model: the task as `prepare` and the command line take it; empty for one built in Python.
+        parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
+        optimizer: class of the task's optimizer, as in `TaskFacts`.
+        trained: what is trained that the task's own baseline does not train.
+        coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
     """
 
-    eval_batch_size: int
-    kind: str
-    fits: bool
-    samples_per_s: float | None = None
-    samples_per_s_ci: tuple[float, float] | None = None
-    peak_bytes: int | None = None
-    cause: str = ""
+    device: str = ""
+    model: str = ""
+    parts: tuple[str, ...] = ()
+    optimizer: str = ""
+    trained: dict[str, Choice] = field(default_factory=dict)
+    coupling: Coupling | None = None
+
+    @property
+    def model_file(self) -> tuple[str, str]:
+        """The file of `model`, and the name of the Task in it; both may be empty."""
+        return file_and_attribute(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The batch size with which the answer's techniques evaluate fastest: forward passes without gradients.
+class PlayOff(Group):
+    """The fresh processes that took turns, from which the answer was chosen.
 
     Attributes:
-        eval_batch_size: the smallest of those that are as fast as the fastest; None where none was found, and so are all
-            figures.
-        peak_bytes: of its processes. Each took a training step of a few samples first, so the optimizer's state counts.
-        num_processes: fresh processes behind the figures.
-        tried: every process, in order.
-        unfinished: why no more was tried; empty where enough is known.
+        confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
+        finalists: what it found of each, those that failed in it included.
+        num_rounds: in which the answer ran beside the baseline; where it is the baseline, the best of the others. None
+            where that is not known: in answers of earlier versions.
+        rival: the best of the others where the baseline is the answer; None where none played.
     """
 
-    eval_batch_size: int | None = None
-    samples_per_s: float | None = None
-    samples_per_s_ci: tuple[float, float] | None = None
-    peak_bytes: int | None = None
-    num_processes: int = 0
-    tried: tuple[Evaluated, ...] = ()
-    unfinished: str = ""
+    confirmed: bool = True
+    finalists: tuple[Measured | Dropped, ...] = ()
+    num_rounds: int | None = None
+    rival: Rival | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceUse:
-    """How far from the limits of the device the answer runs.
+class Reasons(Group):
+    """Why the answer is as fast as it is.
 
     Attributes:
-        arithmetic: the type of its matrix products and convolutions.
-        flops_per_s: of the model's own work at the answer's speed: what is computed twice counts once.
-        flops_share: of the rates that the device was measured to reach in that type, for the model's mix of work.
-        bytes_per_s: that its operators read and write, as if there were no caches.
-        bandwidth_share: of the measured bandwidth of memory; above 1 where caches serve.
-        contention: share of the time in which others held the device while its rates were measured.
+        effects: what each of its techniques gained or cost.
+        limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
+        use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
+        peak_by_kind: `answer` and `baseline` -> bytes of tensors at the traced peak by kind: parameters, gradients, optimizer,
+            activations, temporaries. What could not be traced is left out.
+        tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
     """
 
-    arithmetic: str
-    flops_per_s: float
-    flops_share: float
-    bytes_per_s: float
-    bandwidth_share: float
-    contention: float = 0.0
+    effects: tuple[Effect, ...] = ()
+    limit: str = ""
+    use: DeviceUse | None = None
+    peak_by_kind: dict[str, dict[str, int]] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiling(Group):
+    """What compiling the answer costs, and when that has paid. All are None where it compiles nothing.
+
+    Attributes:
+        compile_cold_s: seconds that it takes with an empty cache.
+        break_even_steps, break_even_s: optimizer steps, and seconds of training from its start, compiling included, after
+            which it has come as far as the fastest config that compiles nothing; None, too, where it never does.
+    """
+
+    compile_cold_s: float | None = None
+    break_even_steps: int | None = None
+    break_even_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Group):
+    """What the answer cost.
+
+    Attributes:
+        probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
+            and their seconds inside training steps.
+        wall_s: of this search alone, from its start to the answer.
+        first_probe_s: of that, until the first probe was started; None where none was.
+        split_s: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`, `probes` (outside
+            training), `training`, `checks`, `evaluation`, `other`.
+    """
+
+    probes: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    train_s: float = 0.0
+    wall_s: float = 0.0
+    first_probe_s: float | None = None
+    split_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Record):
     """The answer of a search.
 
+    Its groups lie flat in the JSON document, and their fields are its attributes as well: `result.wall_s` is `result.cost.wall_s`.
+
     Attributes:
         samples_per_s: within what processes of the config measured that no other work disturbed.
+        baseline: None when it does not run within the limit.
+        speedup: throughput over the baseline's, as both are shown; `speedup_ci` its 95 % interval, from paired fresh processes.
+            None without a baseline. The answer may be the baseline itself: the interval is None then, and the play-off's `rival`
+            has what was seen of the others.
         verdict: `faster` or `slower` than the baseline where the whole of `speedup_ci` is, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
             and for every answer that changes something and is not confirmed.
-        speedup: throughput over the baseline's, as both are told; `speedup_ci` its 95 % interval, from paired fresh processes.
-            None when the baseline itself does not run within the limit (`baseline` is None then, too). The answer may be the
-            baseline itself: the interval is None then, and `rival` tells what was seen of the others.
-        rival: the best of the others where the baseline is the answer; None where none played.
-        num_rounds: of the play-off, in which the answer ran beside the baseline; where it is the baseline, the best of the others.
-            None where that is not known: in answers of earlier versions.
         undecided: what is open and what would decide it; empty for other verdicts.
-        confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
         front: every config that nothing beats in both memory and throughput, by increasing memory.
         checks: the comparison of the answer's changes with plain fp32, where there was one.
         unchecked: why the answer was not compared with plain fp32 and is no recommendation: an interrupt ended the search
             before. Empty otherwise.
-        limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
-        use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
-        peak_by_kind: `answer` and `baseline` -> bytes of tensors at the traced peak by kind: parameters, gradients, optimizer,
-            activations, temporaries. What could not be traced is left out.
-        tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
-        compile_cold_s: seconds that the answer takes to compile with an empty cache; None where it compiles nothing.
-        break_even_steps, break_even_s: optimizer steps of the answer, and seconds of training from its start, compiling
-            included, after which it has come as far as the fastest config that compiles nothing; None where it compiles
-            nothing, or never does.
-        train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
-            of them, compiling included. None where the speed of a step decided.
         evaluation: None where nobody asked for it.
-        coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
-        probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
-            and their seconds inside training steps.
-        wall_s: of this search alone, from its start to the answer. `first_probe_s`: of it, until the first probe was started;
-            None where none was. `split_s`: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`,
-            `probes` (outside training), `training`, `checks`, `evaluation`, `other`.
-        optimizer: class of the task's optimizer, as in `TaskFacts`.
-        asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
-            `verify` to be given, too.
         command: the command line of the answer, where the search ran one for each probe; empty otherwise.
-        model: the task as `prepare` and the command line take it; empty for one built in Python.
-        parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
-        places: technique of the answer -> the modules that it acted on, as its probe told.
-        trained: what is trained that the task's own baseline does not train.
+        places: technique of the answer -> the modules that it acted on, as its probe found.
+        storage, study: where it is kept.
         rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
-            learned differs between them and was not compared, so none of them is better than another. `probes`, `outcomes`,
-            `train_s`, `wall_s` and `split_s` are of this answer's search alone.
+            learned differs between them and was not compared, so none of them is better than another. `cost` is that of
+            this answer's search alone.
         format: version of this record; `from_dict` reads every one up to today's.
     """
 
@@ -223,51 +231,36 @@ class Result(Record):
     samples_per_s: float
     samples_per_s_ci: tuple[float, float]
     peak_bytes: int
-    memory_limit_bytes: int
-    headroom: float
+    goal: Goal
     baseline: Measured | None
     speedup: float | None
     speedup_ci: tuple[float, float] | None
     verdict: str
-    objective: str
-    confirmed: bool = True
-    rival: Rival | None = None
-    num_rounds: int | None = None
     undecided: str = ""
-    finalists: tuple[Measured | Dropped, ...] = ()
+    play_off: PlayOff = field(default_factory=PlayOff)
     front: tuple[Measured, ...] = ()
-    effects: tuple[Effect, ...] = ()
+    reasons: Reasons = field(default_factory=Reasons)
     checks: tuple[Check, ...] = ()
     unchecked: str = ""
-    limit: str = ""
-    use: DeviceUse | None = None
-    peak_by_kind: dict[str, dict[str, int]] = field(default_factory=dict)
-    tokens_per_s: float | None = None
-    compile_cold_s: float | None = None
-    break_even_steps: int | None = None
-    break_even_s: float | None = None
-    train_samples: float | None = None
-    outcomes: dict[str, int] = field(default_factory=dict)
-    probes: int = 0
-    wall_s: float = 0.0
-    first_probe_s: float | None = None
-    split_s: dict[str, float] = field(default_factory=dict)
-    train_s: float = 0.0
+    compiling: Compiling = field(default_factory=Compiling)
+    evaluation: Evaluation | None = None
+    cost: Cost = field(default_factory=Cost)
     storage: str = ""
     study: str = ""
-    device: str = ""
-    optimizer: str = ""
-    asked: dict[str, str | int] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    command: str = ""
-    model: str = ""
-    parts: tuple[str, ...] = ()
+    subject: Subject = field(default_factory=Subject)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
-    trained: dict[str, Choice] = field(default_factory=dict)
+    command: str = ""
+    warnings: tuple[str, ...] = ()
     rankings: tuple[Ranking, ...] = ()
-    evaluation: Evaluation | None = None
-    coupling: Coupling | None = None
     format: int = FORMAT
+
+    if not TYPE_CHECKING:  # so that mypy finds a misspelt name; the package itself names the group
+
+        def __getattr__(self, name: str) -> Any:
+            """A field of a group."""
+            if name not in _GROUP_OF:
+                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+            return getattr(getattr(self, _GROUP_OF[name]), name)
 
     def __repr__(self) -> str:
         return str(given("in_short")(self))
@@ -293,11 +286,6 @@ class Result(Record):
         failed = (check.reason or "its gradients differ" for check in self.checks if check.passed is not True)
         return self.unchecked or next(failed, "")
 
-    @property
-    def model_file(self) -> tuple[str, str]:
-        """The file of `model`, and the name of the Task in it; both may be empty."""
-        return file_and_attribute(self.model)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Result:
         """Rebuild a result of this format or an earlier one.
@@ -307,6 +295,14 @@ class Result(Record):
         """
         require_readable("the answer", data.get("format", 1), FORMAT)
         return super().from_dict({**data, "format": FORMAT})
+
+
+_GROUP_OF = {
+    name: group
+    for group, kind in get_type_hints(Result).items()
+    if isinstance(kind, type) and issubclass(kind, Group)
+    for name in get_type_hints(kind)
+}
 
 
 def file_and_attribute(model: str) -> tuple[str, str]:

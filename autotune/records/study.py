@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypedDict
 
+from autotune.records.check import Comparison
 from autotune.records.config import Choice
 from autotune.records.formats import Record
+from autotune.records.measured import Evaluated
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Prediction
-from autotune.records.result import Check, Evaluated, Result
+from autotune.records.result import Result
 from autotune.records.signature import ModelSignature
-from autotune.records.trial import SEARCH
+from autotune.records.trial import SEARCH, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +92,6 @@ class SearchFacts(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Record):
-    """Some changes of a config, compared with plain fp32."""
-
-    changes: tuple[tuple[str, Choice], ...]
-    check: Check
-
-
-@dataclass(frozen=True, kw_only=True)
 class Traced(Record):
     """How far memory was traced: groups of configs, what could not be traced and why, and seconds."""
 
@@ -152,7 +145,7 @@ class Owner(Record):
 
     Attributes:
         host: the machine, as far as numbers of processes mean the same.
-        started: when the process was, by which it is told from a later one of its number.
+        started: when the process started, which sets it apart from a later one of the same number.
     """
 
     host: str
@@ -188,7 +181,7 @@ class BegunTrial(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EndedTrial(Record):
-    """What came of a trial. The outcome is written last: with it the trial has ended, told or not.
+    """What came of a trial. The outcome is written last: a trial that has one has ended, whether Optuna knows it or not.
 
     Attributes:
         ended: the outcome's kind, or `over the limit`.

@@ -6,10 +6,36 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from autotune.records.config import Config
+from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Prediction
+from autotune.records.world import ALONE, World
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Record):
+    """What was predicted of a probe before it ran. Intervals are 95 %.
+
+    Attributes:
+        samples_per_s: None before any probe has run, with its interval.
+        peak_bytes: comparable with the memory limit; None where nothing is known of it, with its interval.
+        chance_to_win: that the config is at least 1 % better than the best known one; None without one.
+        chance_to_fit: that its peak is within the limit less headroom.
+        reason: why it is probed, in a few words.
+        world: the processes that are to train the config together.
+    """
+
+    samples_per_s: float | None
+    samples_per_s_low: float | None
+    samples_per_s_high: float | None
+    peak_bytes: int | None
+    peak_low_bytes: int | None
+    peak_high_bytes: int | None
+    chance_to_win: float | None
+    chance_to_fit: float
+    reason: str
+    world: World = ALONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +63,7 @@ class Trial:
         stage, reason, round: of its `Proposal`.
         prediction: what was predicted of it before it ran; None in the play-off, which confirms what is known.
         feasible: it ran, within the memory limit less headroom.
-        score: what the study was told; larger is better, and the worst there is where the trial is not feasible.
+        score: as the study keeps it; larger is better, and the worst there is where the trial is not feasible.
         disturbed: other work on the machine was seen to disturb the timing.
         started: None where the storage does not say.
     """

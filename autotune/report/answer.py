@@ -5,50 +5,55 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotune.devices.contention import DISTURBED
-from autotune.records.result import Check, DeviceUse, Dropped, Effect, Evaluation, Measured, Result
+from autotune.records.check import Check
+from autotune.records.measured import Dropped, Evaluation, Measured
+from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
 from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
 from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
-from autotune.techniques import label_of
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
-def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
+def answer_sections(
+    result: Result, techniques: Techniques, *, model: str = "model.py", in_study: bool = False
+) -> Iterator[Section]:
     """All sections of an answer.
 
     Args:
         model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
             built in Python.
-        in_study: the reader has just been told of the study and its front.
+        in_study: the reader has just seen the study and its front.
     """
-    limit = limit_words(result.objective, result.memory_limit_bytes, result.headroom)
-    verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
-    yield Section("Answer", verdict) if in_study else Section(result.study, verdict, f"on {result.device}: {limit}")
+    goal = result.goal
+    about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
+    verdict = (Paragraph(_verdict(result, techniques)), *_unconfirmed(result))
+    yield Section("Answer", verdict) if in_study else Section(result.study, verdict, about)
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
-    yield Section(title, (as_code(result.config, "config = "),), "everything not named is off")
-    yield _play_off(result)
-    yield from _compiling(result)
+    yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
+    yield _play_off(result, techniques)
+    yield from _compiling(result.compiling, result.goal.train_samples)
     if result.front and not in_study:
-        yield front_section(result.front, result, result.baseline)
+        yield front_section(result.front, result, result.baseline, techniques)
     if result.rankings:
-        yield _rankings(result)
+        yield _rankings(result, techniques)
     if result.evaluation is not None:
         yield _evaluation(result.evaluation)
-    yield from _reasons(result)
-    yield Section("The search", (Paragraph(_cost(result)),))
+    yield from _reasons(result.reasons, techniques)
+    yield from _checks(result.checks, techniques)
+    yield Section("The search", (Paragraph(_cost(result.cost, result.storage)),))
     if result.warnings:
         yield warnings_section(result.warnings)
     own_risk = "at your own risk" if result.doubt else ""
     if result.command:
         yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
-    yield Section("Run it", python_lines(model, result.asked), own_risk)
-    if command := verify_command(result.config, model, result.asked):
+    yield Section("Run it", python_lines(model, goal.asked), own_risk)
+    if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
 
 
@@ -57,7 +62,9 @@ def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str
     return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
 
 
-def front_section(front: Iterable[Measured], result: Result | None, baseline: Measured | None) -> Section:
+def front_section(
+    front: Iterable[Measured], result: Result | None, baseline: Measured | None, techniques: Techniques
+) -> Section:
     """The front by increasing memory, the answer and the baseline marked. The answer's speed is that of the play-off."""
 
     def speed(measured: Measured) -> float | None:
@@ -73,7 +80,8 @@ def front_section(front: Iterable[Measured], result: Result | None, baseline: Me
 
     front = list(front)
     rows = (
-        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (describe(m.config), role(m))) for m in front
+        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (techniques.describe(m.config), role(m)))
+        for m in front
     )
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
     note = "no other config is faster or takes less memory" if len(front) == 1 else "no config beats these in both"
@@ -91,15 +99,15 @@ def warnings_section(warnings: Iterable[str]) -> Section:
     return Section("Warnings", tuple(Paragraph(warning, mark=Span("!", Tone.WARNING)) for warning in warnings))
 
 
-def _verdict(result: Result) -> Span:
-    """The verdict in a sentence; what is told of the gain is never decided here."""
+def _verdict(result: Result, techniques: Techniques) -> Span:
+    """The verdict in a sentence. What may be said of the gain is decided in `gain.py`."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
     verdict = found.verdict[0].upper() + found.verdict[1:]
     if result.baseline is None or result.speedup is None:
         return Span(f"{verdict}, so the speed-up is unknown. The warnings say why.{open_question}", Tone.BEST)
     if result.config == result.baseline.config:
-        return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
+        return Span(f"{_kept(result)}{_rival(result, techniques)}", Tone.STRONG)
     sure = f" ({found.sure})" if found.sure else ""
     memory = times(result.peak_bytes / result.baseline.peak_bytes)
     tone = {"faster": Tone.BEST, "slower": Tone.WARNING}.get(result.verdict, Tone.STRONG)
@@ -111,14 +119,14 @@ def _verdict(result: Result) -> Span:
 def _kept(result: Result) -> str:
     if result.verdict == "undecided":
         return f"Undecided: the evidence is too thin to say that nothing beats what you have; {result.undecided}."
-    if result.probes == 1:
+    if result.cost.probes == 1:
         return "Keep what you have: nothing else was tried; `autotune show` lists what is not searched, and why."
     return "Keep what you have: nothing beat the baseline beyond the noise."
 
 
-def _rival(result: Result) -> str:
-    """The best of the others; nothing where none played."""
-    rival = result.rival
+def _rival(result: Result, techniques: Techniques) -> str:
+    """A sentence on the best of the others; empty where none played."""
+    rival = result.play_off.rival
     if rival is None:
         return ""
     low, high = rival.speedup_ci
@@ -130,19 +138,19 @@ def _rival(result: Result) -> str:
         found = f"at most {times(high)} its throughput"
     else:
         found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
-    return f" The best of the others, {describe(rival.config)}: {found}."
+    return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
-    if not result.confirmed and not result.undecided:
+    if not result.play_off.confirmed and not result.undecided:
         why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
         yield Paragraph(Span(why, Tone.WARNING))
 
 
-def _play_off(result: Result) -> Section:
+def _play_off(result: Result, techniques: Techniques) -> Section:
     """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
     base = result.baseline
-    others = [m for m in result.finalists if m.config not in (result.config, base and base.config)]
+    others = [m for m in result.play_off.finalists if m.config not in (result.config, base and base.config)]
     ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
     shown = [
         (_role(result), _answer(result)),
@@ -156,44 +164,43 @@ def _play_off(result: Result) -> Section:
             *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
             str(measured.num_processes),
             (
-                describe(measured.config),
+                techniques.describe(measured.config),
                 Span(f"  {measured.dropped}" if isinstance(measured, Dropped) else "", Tone.WARNING),
             ),
         )
         for role, measured in shown
     ]
-    share = result.peak_bytes / result.memory_limit_bytes if result.memory_limit_bytes else 0.0
-    allowed = format_bytes(result.memory_limit_bytes * (1 - result.headroom))
+    limit_bytes, confirmed = result.goal.memory_limit_bytes, result.play_off.confirmed
+    share = result.peak_bytes / limit_bytes if limit_bytes else 0.0
+    allowed = format_bytes(limit_bytes * (1 - result.goal.headroom))
     whose = "Its" if result.doubt else "The answer's"
     peak = Span(f"{whose} peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
     compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
     noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
-    note = "fresh processes in turn; 95% intervals" if result.confirmed else "95% intervals"
-    return Section("Play-off" if result.confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
+    note = "fresh processes in turn; 95% intervals" if confirmed else "95% intervals"
+    return Section("Play-off" if confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
 
 
-def _compiling(result: Result) -> Iterator[Section]:
+def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Section]:
     """What compiling costs, when that is won back, and whether it counted in the choice."""
     told = []
-    if result.compile_cold_s:
-        never = "by what was measured that is never won back"
-        if result.break_even_steps is not None and result.break_even_s is not None:
-            hours = f"{result.break_even_s / 3600:.2g} hours"
-            never = (
-                f"that is won back after {plural(result.break_even_steps, 'optimizer step')}, {hours} into the training"
-            )
+    if compiling.compile_cold_s:
+        won = "by what was measured that is never won back"
+        if compiling.break_even_steps is not None and compiling.break_even_s is not None:
+            steps = plural(compiling.break_even_steps, "optimizer step")
+            won = f"that is won back after {steps}, {compiling.break_even_s / 3600:.2g} hours into the training"
         told.append(
-            f"The answer takes {format_seconds(result.compile_cold_s)} to compile at first; against the fastest config that "
-            f"compiles nothing, {never}."
+            f"The answer takes {format_seconds(compiling.compile_cold_s)} to compile at first; against the fastest config that "
+            f"compiles nothing, {won}."
         )
-    if result.train_samples:
-        told.append(f"Chosen by the time for {result.train_samples:,.0f} samples, compiling included.")
+    if train_samples:
+        told.append(f"Chosen by the time for {train_samples:,.0f} samples, compiling included.")
     if told:
         yield Section("Compiling", (Paragraph(" ".join(told)),))
 
 
-def _rankings(result: Result) -> Section:
+def _rankings(result: Result, techniques: Techniques) -> Section:
     """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
     rows: list[tuple[Cell, ...]] = []
     evaluates = any(ranking.evaluation for ranking in result.rankings)
@@ -207,12 +214,12 @@ def _rankings(result: Result) -> Section:
                 gain_in_table(ranking.speedup, ranking.speedup_ci),
             ]
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
-        trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
+        trained = ", ".join(techniques.label(name, choice) for name, choice in ranking.choice.items())
         rest = {name: choice for name, choice in (ranking.config or {}).items() if name not in ranking.choice}
         if evaluates:
             size = ranking.evaluation and ranking.evaluation.eval_batch_size
             figures.append("-" if size is None else str(size))
-        rows.append((*sizes, *figures, (f"{trained}{f': {describe(rest)}' if rest else ''}", told)))
+        rows.append((*sizes, *figures, (f"{trained}{f': {techniques.describe(rest)}' if rest else ''}", told)))
     measured = (">samples/s", ">peak", ">gain", *([">eval batch"] if evaluates else []))
     shown = table((">params", ">trained", *measured, "what is trained: its best config"), rows)
     said = (
@@ -255,8 +262,8 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
 
 
 def _answer(result: Result) -> Measured:
-    """The answer's own figures, with what only the play-off's or the front's record of it knows."""
-    records: Sequence[Measured | None] = (result.baseline, *result.finalists, *result.front)
+    """The answer's own figures; its step and the number of processes stand in the play-off or the front alone."""
+    records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
     known = next((record for record in records if record is not None and record.config == result.config), None)
     samples_per_step = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
     return Measured(
@@ -269,34 +276,40 @@ def _answer(result: Result) -> Measured:
     )
 
 
-def _reasons(result: Result) -> Iterator[Section]:
-    """The effect of each technique, the limit of the speed, and the result of the checks."""
-    if result.effects and not any(effect.num_pairs for effect in result.effects):
-        unseen = ", ".join(_change(effect) for effect in result.effects)
+def _reasons(reasons: Reasons, techniques: Techniques) -> Iterator[Section]:
+    """The effect of each technique, and the limit of the speed."""
+    if reasons.effects and not any(effect.num_pairs for effect in reasons.effects):
+        unseen = ", ".join(_change(effect, techniques) for effect in reasons.effects)
         yield Section("Effect of each change", (Paragraph(f"None was seen by itself: {unseen}."),))
-    elif result.effects:
+    elif reasons.effects:
         rows = (
             (
                 _speed(effect),
                 _ratio(effect.memory_ratio, more_is_better=False),
                 str(effect.num_pairs),
-                (_change(effect), Span(_doubt(effect), Tone.NOTE)),
+                (_change(effect, techniques), Span(_doubt(effect), Tone.NOTE)),
             )
-            for effect in result.effects
+            for effect in reasons.effects
         )
         changes = table((">speed", ">memory", ">pairs", "change"), rows)
         yield Section("Effect of each change", (changes,), "from configs that differ in it alone; 95% intervals")
-    if result.limit:
-        yield Section("Limit of the speed now", (Paragraph(result.limit), *_use(result)))
-    if result.checks:
-        checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, result.checks))
-        why = [Paragraph(f"{_checked(check)}: {check.reason}") for check in result.checks if check.reason]
+    if reasons.limit:
+        yield Section("Limit of the speed now", (Paragraph(reasons.limit), *_use(reasons)))
+
+
+def _checks(checks: Sequence[Check], techniques: Techniques) -> Iterator[Section]:
+    """The comparison with plain fp32."""
+    if checks:
+        checked = table(
+            (">gradient", ">cosine", ">loss", ">buffers", ""), (_check(check, techniques) for check in checks)
+        )
+        why = [Paragraph(f"{_checked(check, techniques)}: {check.reason}") for check in checks if check.reason]
         yield Section("Checked on your model", (checked, *why), "a small step against plain fp32, relative errors")
 
 
-def _change(effect: Effect) -> str:
+def _change(effect: Effect, techniques: Techniques) -> str:
     """`fp32 -> bf16`."""
-    return f"{label_of(effect.technique, effect.baseline_choice)} -> {label_of(effect.technique, effect.choice)}"
+    return f"{techniques.label(effect.technique, effect.baseline_choice)} -> {techniques.label(effect.technique, effect.choice)}"
 
 
 def _speed(effect: Effect) -> Span:
@@ -312,9 +325,9 @@ def _doubt(effect: Effect) -> str:
     return "  not isolated" if not effect.num_pairs else "  disturbed by other work" if effect.disturbed else ""
 
 
-def _use(result: Result) -> Iterator[Paragraph]:
+def _use(reasons: Reasons) -> Iterator[Paragraph]:
     """How near the device's limits that is, and throughput in tokens."""
-    if use := result.use:
+    if use := reasons.use:
         flops, moved = format_per_s(use.flops_per_s, "FLOP"), format_per_s(use.bytes_per_s, "B")
         yield Paragraph(
             f"{flops} in {use.arithmetic}, {use.flops_share:.0%} of what this device was measured to reach for such work; "
@@ -322,8 +335,8 @@ def _use(result: Result) -> Iterator[Paragraph]:
         )
     if use and max(use.flops_share, use.bandwidth_share) > 1:
         yield Paragraph(Span(f"More than 100%: {_beyond(use)}.", Tone.NOTE))
-    if result.tokens_per_s:
-        yield Paragraph(f"{result.tokens_per_s:,.0f} tokens/s, as loss_weight counts.")
+    if reasons.tokens_per_s:
+        yield Paragraph(f"{reasons.tokens_per_s:,.0f} tokens/s, as loss_weight counts.")
 
 
 def _beyond(use: DeviceUse) -> str:
@@ -337,11 +350,11 @@ def _beyond(use: DeviceUse) -> str:
     return "caches serve a part, or the device was slower when it was measured"
 
 
-def _checked(check: Check) -> str:
-    return "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
+def _checked(check: Check, techniques: Techniques) -> str:
+    return "whole config" if check.technique == "config" else techniques.label(check.technique, check.choice)
 
 
-def _check(check: Check) -> tuple[Cell, ...]:
+def _check(check: Check, techniques: Techniques) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
     because = f"because of {', '.join(check.cause)}" if check.cause else f"as {bound}"
     names = "" if check.names_equal else ", parameter names changed"
@@ -353,7 +366,7 @@ def _check(check: Check) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" {because}, {_checked(check)}{names}", noise),
+        (passed, f" {because}, {_checked(check, techniques)}{names}", noise),
     )
 
 
@@ -364,13 +377,13 @@ def _ratio(ratio: float | None, *, more_is_better: bool) -> Span:
     return Span(times(ratio), Tone.GOOD if gain >= 1.01 else Tone.WARNING if gain <= 0.99 else Tone.PLAIN)
 
 
-def _cost(result: Result) -> str:
-    first = "" if not result.first_probe_s else f" The first probe began after {format_seconds(result.first_probe_s)}."
+def _cost(cost: Cost, storage: str) -> str:
+    first = "" if not cost.first_probe_s else f" The first probe began after {format_seconds(cost.first_probe_s)}."
     split = ", ".join(
-        f"{name} {format_seconds(seconds)}" for name, seconds in result.split_s.items() if seconds >= SHOWN_S
+        f"{name} {format_seconds(seconds)}" for name, seconds in cost.split_s.items() if seconds >= SHOWN_S
     )
     return (
-        f"{plural(result.probes, 'probe')} ({counts(result.outcomes)}) in the study, {format_seconds(result.train_s)} "
-        f"in training steps; this search took {format_seconds(result.wall_s)}{f' ({split})' if split else ''}.{first} "
-        f"Kept in {result.storage.removeprefix('sqlite:///')}."
+        f"{plural(cost.probes, 'probe')} ({counts(cost.outcomes)}) in the study, {format_seconds(cost.train_s)} in training steps; "
+        f"this search took {format_seconds(cost.wall_s)}{f' ({split})' if split else ''}.{first} "
+        f"Kept in {storage.removeprefix('sqlite:///')}."
     )

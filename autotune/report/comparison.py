@@ -30,7 +30,10 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
     differing = [(fact, *values) for fact, values in told.items() if len(set(values)) > 1]
     if differing:
         yield Section("What differs between them", (table(("", *machines), differing),))
-    yield Section("Configs", tuple(as_code(answer.config, f"{name}: ") for name, (_, answer) in named.items()))
+    yield Section(
+        "Configs",
+        tuple(as_code(answer.config, study.techniques, f"{name}: ") for name, (study, answer) in named.items()),
+    )
 
 
 def _name(place: int, studies: Sequence[Study]) -> str:
@@ -45,5 +48,6 @@ def _figures(answer: Result) -> tuple[Cell, ...]:
         gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
     base = answer.baseline
     verdict = Span(found.brief, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
-    speed = next((measured_rate(m) for m in answer.finalists if m.config == answer.config), rate(answer.samples_per_s))
+    played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)
+    speed = next(played, rate(answer.samples_per_s))
     return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)

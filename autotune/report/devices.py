@@ -27,7 +27,7 @@ from autotune.study.place import DEFAULT_FOLDER
 from autotune.units import format_bytes, format_per_s, format_seconds, plural
 
 PIPE_WIDTH = 160  # wraps nothing that a device usually says
-REFRESH_S = 1.0
+REFRESH_S = 1.0  # of `--watch`
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Reading:
 
     @property
     def calibration(self) -> Calibration | None:
-        """As the first search on it, as it is now, measured it."""
+        """What the first search on the device, as it is now, measured; None where none did."""
         return self.cache.read()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement
-from autotune.records.prediction import Prediction
-from autotune.records.result import Measured
+from autotune.records.trial import Prediction
 from autotune.units import format_bytes
 
-SURE_TO_FIT = 0.95  # a chance above that is not mentioned
-NOISY = "noisy"  # in place of an interval that tells nothing
-NOISY_SPREAD = 0.5
+MENTIONED_BELOW = 0.95  # chance to fit: a higher one is not mentioned
+NOISY = "noisy"  # in place of an interval too wide to mean anything
+NOISY_SPREAD = 0.5  # half the width of an interval, as a share of the value, from which it is noisy
 
 
 def rate(samples_per_s: float) -> str:
@@ -57,7 +57,7 @@ def expected(prediction: Prediction | None) -> str:
         parts.append(format_bytes(prediction.peak_bytes))
     if prediction.chance_to_win is not None:
         parts.append(f"{prediction.chance_to_win:.0%} to win")
-    if prediction.chance_to_fit < SURE_TO_FIT:
+    if prediction.chance_to_fit < MENTIONED_BELOW:
         parts.append(f"{prediction.chance_to_fit:.0%} to fit")
     return f"expected {', '.join(parts)}" if parts else ""
 

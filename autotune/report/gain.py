@@ -12,7 +12,7 @@ from autotune.records.result import Result
 from autotune.report.figures import NOISY, interval, times
 
 PROBABLY = 1.02  # a gain that is not sure is said to be likely from here
-WIDE = 2.0  # the ratio of an interval's ends from which it is a bound
+WIDE_FACTOR = 2.0  # the ratio of an interval's ends from which it is a bound
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def said_of(result: Result) -> Said:
     if result.config == result.baseline.config:
         return Said(result.verdict, result.verdict)
     verdict, brief = result.verdict, result.verdict
-    single = not result.confirmed or result.num_rounds == 1
+    single = not result.play_off.confirmed or result.play_off.num_rounds == 1
     if verdict == "undecided":
         likely = result.speedup > PROBABLY and not (result.speedup_ci and tells_nothing(*result.speedup_ci))
         verdict = "probably faster" if likely else "undecided whether faster or slower"
@@ -62,18 +62,18 @@ def said_of(result: Result) -> Said:
 
 
 def is_known(low: float, high: float) -> bool:
-    """Whether an interval has ends; earlier versions told of one round without."""
+    """Whether an interval has ends; in answers of earlier versions, that of one round has none."""
     return low > 0 and high != float("inf")
 
 
 def is_wide(low: float, high: float) -> bool:
     """Whether an interval is wider than a factor of two."""
-    return high > WIDE * low
+    return high > WIDE_FACTOR * low
 
 
 def tells_nothing(low: float, high: float) -> bool:
     """Whether half the speed and a gain are both within an interval, so that neither of its ends counts."""
-    return is_known(low, high) and low * WIDE < 1 < high
+    return is_known(low, high) and low * WIDE_FACTOR < 1 < high
 
 
 def bound(low: float, high: float) -> str:

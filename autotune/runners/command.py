@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
@@ -34,6 +33,7 @@ from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
+from autotune.techniques import Techniques, declare, find_techniques
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
 _LOSS_NOT_SEEN = (
@@ -97,11 +97,13 @@ class Command:
 
         return _PLACEHOLDER.sub(text, self.template)
 
-    @property
-    def switches(self) -> list[techniques.Declared]:
-        """The keys of a config beside the batch."""
-        known = techniques.REGISTRY
-        return [techniques.declare(name, tuple(texts), known.get(name)) for name, texts in self.choices.items()]
+    def switches(self, installed: Techniques) -> Techniques:
+        """The keys of a config beside the batch, in the order in which they are declared.
+
+        Args:
+            installed: what is known of a technique is expected of the switch of its name.
+        """
+        return Techniques(declare(name, tuple(texts), installed.get(name)) for name, texts in self.choices.items())
 
     @property
     def name(self) -> str:
@@ -141,7 +143,7 @@ def _words(template: str) -> list[str]:
 class CommandRunner(LocalRunner):
     """Runs a command line for each probe, and hears of its optimizer's steps.
 
-    A search over it runs while `techniques.REGISTRY` holds its `switches` only, which then are the keys of a config.
+    Its `techniques` are the switches of the script.
 
     Args:
         global_batch: samples per optimizer step, of all processes of the command together; None leaves it open.
@@ -167,7 +169,7 @@ class CommandRunner(LocalRunner):
     ) -> None:
         super().__init__(None, logs=logs, device=device)
         self.task_name = command.name
-        self.switches = command.switches
+        self._switches = command.switches(find_techniques())
         self._command = command
         self._global_batch = global_batch
         self._world: World | None = None  # of the command, once it was inspected
@@ -180,6 +182,11 @@ class CommandRunner(LocalRunner):
         if command.has(ACCUMULATION) and not command.has(BATCH_SIZE):
             raise ConfigError("--command has {accumulation_steps} without {batch_size}; write both, or neither")
         self.stated = Stated(global_batch=global_batch, baseline=baseline or None)
+
+    @property
+    def techniques(self) -> Techniques:
+        """As `Runner.techniques`."""
+        return self._switches
 
     def command(self, config: Config) -> str:
         """As `Runner.command`."""
@@ -263,9 +270,9 @@ class CommandRunner(LocalRunner):
             most = DEFAULT_BATCH_SIZE if accumulates else self._global_batch
             baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
             if accumulates:
-                steps = self._global_batch // int(techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
+                steps = self._global_batch // int(self.techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
                 baseline.setdefault(ACCUMULATION, max(1, steps))
-        return techniques.complete(baseline)
+        return self.techniques.complete(baseline)
 
     def _baseline_in(self, world: World) -> Config:
         """The baseline of one of the command's processes.
@@ -277,7 +284,7 @@ class CommandRunner(LocalRunner):
         baseline = dict(self._baseline)
         if whole and self._global_batch is not None:
             baseline.setdefault(BATCH_SIZE, share_of(self._global_batch, world))
-        complete = techniques.complete(baseline, global_batch=self._global_batch, world=world)
+        complete = self.techniques.complete(baseline, global_batch=self._global_batch, world=world)
         if whole and complete.accumulation_steps > 1:
             raise ConfigError(
                 f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {self._global_batch} without accumulation; "
@@ -307,7 +314,7 @@ class CommandRunner(LocalRunner):
                 normalises=has_batchnorm,
                 whole_step="the command has no {accumulation_steps}" if whole else "",
             ),
-            support={switch.name: Support(choices=switch.choices) for switch in self.switches},
+            support={name: Support(choices=switch.choices) for name, switch in self.techniques.items()},
             outside_bytes=0,
             step_samples=baseline.samples_per_step,
             comparable=False,

@@ -92,6 +92,7 @@ class InFlight:
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
     compiled: Path | None = None  # its view of what was compiled
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
+    ended_well: bool = False  # its process, whatever came of the job
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _compile_cold_s: float = 0.0

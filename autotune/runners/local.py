@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
@@ -58,6 +57,8 @@ class OneSlotRunner(Runner):
 
     def __exit__(self, *exc_info: object) -> None:
         self._resources.close()
+        if self._running is not None:
+            self._forget(self._running)
 
     def now_s(self) -> float:
         """Seconds that pass on this machine."""
@@ -91,6 +92,12 @@ class OneSlotRunner(Runner):
         """As `Runner.found`."""
         running = self._in_flight(ticket)
         return None if running is None else running.found()
+
+    def _forget(self, running: InFlight) -> None:
+        """Free the slot of a job that has ended."""
+        running.close()
+        self._host.leave(running.stay.ticket)
+        self._running = None
 
     def _in_flight(self, ticket: int) -> InFlight | None:
         return self._running if self._running is not None and self._running.stay.ticket == ticket else None
@@ -189,7 +196,7 @@ class LocalRunner(OneSlotRunner):
         compiles = (
             self._source is not None  # what a command compiles is its own business
             and isinstance(job, ConfigJob)
-            and techniques.setup_s(job.config) > 0
+            and self.techniques.setup_s(job.config) > 0
         )
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
@@ -213,7 +220,8 @@ class LocalRunner(OneSlotRunner):
         try:
             connection.send(request)
         except BaseException:
-            self._close(running, keep_compiled=False)
+            running.close()
+            self._close_view(running)
             self._disconnect()
             raise
         return running
@@ -234,14 +242,14 @@ class LocalRunner(OneSlotRunner):
             if isinstance(result, Outcome):
                 self._forget(running)
                 raise
-        ended_well = ended is not None and ended["exit_code"] >= 0
-        if ended_well and isinstance(running.job, MeasureJob):
+        running.ended_well = ended is not None and ended["exit_code"] >= 0
+        if running.ended_well and isinstance(running.job, MeasureJob):
             found = result.measurement
             job = running.job.name, running.job.config
             cold_s = self._compile_cold_s.setdefault(job, found.compile_cold_s if found else 0.0)
             if found is not None:
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
-        self._forget(running, keep_compiled=ended_well)
+        self._forget(running)
         if isinstance(result, Inspection):
             self._widest = result.facts.widest or None
         return Finished(ticket=running.stay.ticket, result=result)
@@ -286,15 +294,13 @@ class LocalRunner(OneSlotRunner):
             self._connection.stop()
         self._connection = None
 
-    def _forget(self, running: InFlight, *, keep_compiled: bool = False) -> None:
-        self._close(running, keep_compiled=keep_compiled)
-        self._host.leave(running.stay.ticket)
-        self._running = None
+    def _forget(self, running: InFlight) -> None:
+        self._close_view(running)
+        super()._forget(running)
 
-    def _close(self, running: InFlight, *, keep_compiled: bool) -> None:
-        running.close()
+    def _close_view(self, running: InFlight) -> None:
         if self._compiled is not None and running.compiled is not None:
-            self._compiled.close(running.compiled, keep=keep_compiled)
+            self._compiled.close(running.compiled, keep=running.ended_well)
 
     def _held(self) -> str:
         """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""

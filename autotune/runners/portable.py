@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import InspectJob, TracingJob
 from autotune.runners.local import OneSlotRunner
@@ -50,7 +49,7 @@ class PortableRunner(OneSlotRunner):
             model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
             global_batch=task.global_batch,
             baseline=task.baseline,
-            trained=techniques.trained_by(task, task.baseline or {}),
+            trained=self.techniques.trained_by(task, task.baseline or {}),
         )
         return self
 
@@ -122,6 +121,4 @@ class PortableRunner(OneSlotRunner):
     def _end(self) -> None:
         if self._running is not None:
             self._kill()
-            self._running.close()
-            self._host.leave(self._running.stay.ticket)
-        self._running = None
+            self._forget(self._running)

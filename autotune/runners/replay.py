@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
@@ -39,7 +38,7 @@ class ReplayRunner(InstantRunner):
 
     def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
         super().__init__()
-        self._table = table if isinstance(table, Table) else table_file.read(table)
+        self._table = table if isinstance(table, Table) else table_file.read(table, self.techniques)
         self._memory_limit_bytes = memory_limit_bytes
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
@@ -49,7 +48,7 @@ class ReplayRunner(InstantRunner):
         self.stated = Stated(
             global_batch=header.global_batch,
             baseline=header.baseline if header.baseline_given else None,
-            trained=techniques.trained(header.baseline),
+            trained=self.techniques.trained(header.baseline),
         )
 
     @property
@@ -73,7 +72,9 @@ class ReplayRunner(InstantRunner):
             case jobs.CalibrateJob():
                 return NOT_MEASURED
             case jobs.InspectJob():
-                return replace(self._table.header.inspection(), device=self.slots()[0].device, comparable=False)
+                return replace(
+                    self._table.header.inspection(self.techniques), device=self.slots()[0].device, comparable=False
+                )
             case jobs.ProbeJob():
                 outcome = self._probe(job.config, job.settings)
                 self._now_s += outcome.wall_s

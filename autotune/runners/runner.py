@@ -23,6 +23,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
+from autotune.techniques import Techniques, find_techniques
 
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
 WATCH_S = 1.0  # between two looks at what a trace has found
@@ -48,7 +49,7 @@ class Stated:
         model: names the task to a command, `model.py` or `model.py:task`; empty for a task that was built in Python.
         global_batch: samples per optimizer step; None where the author leaves it open.
         baseline: the config that the author runs today, as a partial dict; None when not stated.
-        trained: what that config trains (`techniques.trained`), under the names that the task has for it.
+        trained: what that config trains (`Techniques.trained`), under the names that the task has for it.
     """
 
     model: str = ""
@@ -123,6 +124,11 @@ class Runner(ABC):
     @abstractmethod
     def __exit__(self, *exc_info: object) -> None:
         """End every job in flight."""
+
+    @property
+    def techniques(self) -> Techniques:
+        """The keys of a config beside the batch: the techniques that are installed, unless its task has switches of its own."""
+        return find_techniques()
 
     @property
     def default_study(self) -> str:
@@ -228,7 +234,7 @@ class Runner(ABC):
             neither: another call goes on with it.
         """
         traces = known or Traces(target=target)
-        plan = plan_traces(configs)
+        plan = plan_traces(configs, self.techniques)
         started = self.now_s()
         why = ""
         for attempt in range(TRACE_ATTEMPTS):

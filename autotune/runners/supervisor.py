@@ -80,10 +80,10 @@ class Inbox:
 
 def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
-    from autotune import techniques
     from autotune.errors import AutotuneError
     from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
+    from autotune.techniques import find_techniques
     from autotune.units import plural
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
@@ -108,7 +108,7 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     baseline = None if task.baseline is None else dict(task.baseline)
-    trained = techniques.trained_by(task, task.baseline or {})
+    trained = find_techniques().trained_by(task, task.baseline or {})
     attribute = TaskSource.of(task).attribute
     hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline, "trained": trained}
     return {**hello, "attribute": attribute}, None if no_fork else task

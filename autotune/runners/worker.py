@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import techniques
 from autotune.devices import Device, device_named, open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.devices.host import bound_host_memory
@@ -260,11 +259,13 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune.probe.checks import run_checks
     from autotune.probe.runs import enough_samples
+    from autotune.techniques import find_techniques
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
     device: Device | None = None
     try:
+        techniques = find_techniques()
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
         size = enough_samples(task, device, arguments["batch_size"])
@@ -296,12 +297,14 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
     from autotune.prediction.anatomy import anatomies
+    from autotune.techniques import find_techniques
 
     seed_everything(0)
     host_bytes = bound_host_memory()
     started, found = time.monotonic(), []
+    techniques = find_techniques()
     configs = (techniques.complete(config) for config in arguments["configs"])
-    for anatomy in anatomies(task, configs, arguments["target"], host_bytes):
+    for anatomy in anatomies(task, configs, arguments["target"], techniques, host_bytes):
         found.append(anatomy if isinstance(anatomy, str) else anatomy.to_dict())
         if time.monotonic() >= started + arguments["slice_s"]:
             break
@@ -311,10 +314,12 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
 def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Where the time of a config goes: the arguments of `_probe`."""
     from autotune.probe.module_times import measure_modules
+    from autotune.techniques import find_techniques
 
     settings = ProbeSettings.from_dict(arguments["settings"])
+    config = find_techniques().complete(arguments["config"])
     device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-    return {"modules": measure_modules(task, techniques.complete(arguments["config"]), device).to_dict()}
+    return {"modules": measure_modules(task, config, device).to_dict()}
 
 
 def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:

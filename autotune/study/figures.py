@@ -10,8 +10,8 @@ from statistics import fmean, median, stdev
 from autotune.devices.contention import DISTURBED
 from autotune.records.config import Config
 from autotune.records.intervals import NORMAL_95
+from autotune.records.measured import Measured
 from autotune.records.outcome import Outcome
-from autotune.records.result import Measured
 
 SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
 DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than threads lack in the mean

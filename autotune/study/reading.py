@@ -18,14 +18,15 @@ from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
-from autotune.records.front import front_of
-from autotune.records.result import Measured, Result
+from autotune.records.measured import Measured, front_of
+from autotune.records.result import Result
 from autotune.records.study import StudyFacts
 from autotune.records.trial import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
 from autotune.study.store import connect, facts_of, opening_errors, trials_of
+from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +43,7 @@ class Study:
         storage: a file path, or a URL as it was given.
         facts: what the searches recorded beside the probes, but for the answer, which is `result`.
         probes: every finished probe, in order.
+        techniques: those that are installed, which say its configs in words.
         others: names of the task's studies with other memory limits, in the same storage.
         num_running: probes in progress, or left in that state by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
@@ -55,6 +57,7 @@ class Study:
     num_running: int
     num_lost: int
     result: Result | None = field(repr=False)
+    techniques: Techniques = field(repr=False)
     others: tuple[str, ...] = ()
 
     @property
@@ -99,7 +102,7 @@ class Study:
         """One row for each config of `front_configs`, by increasing memory."""
         from autotune.study.frame import front_frame
 
-        return front_frame(self.front_configs(), self.baseline_config)
+        return front_frame(self.front_configs(), self.baseline_config, self.techniques)
 
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran. A failure is ignored if a later retry succeeded.
@@ -167,6 +170,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         name=name,
         storage=given if "://" in given else str(file),
         facts=replace(facts, result=None),
+        techniques=find_techniques(),
         others=_of_one_task(own, name),
         probes=tuple(trials_of(trials)),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),

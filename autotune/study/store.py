@@ -26,9 +26,8 @@ from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.prediction import Prediction
 from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
-from autotune.records.trial import PLAY_OFF, Proposal, Trial
+from autotune.records.trial import PLAY_OFF, Prediction, Proposal, Trial
 from autotune.space import Space
 from autotune.study import owners
 from autotune.study.comparable import require_equal

@@ -53,7 +53,7 @@ class Recomputation:
 
 
 class Technique(ABC):
-    """One thing that can be switched. Stateless: `autotune.techniques.REGISTRY` holds one instance of each.
+    """One thing that can be switched. Stateless: `autotune.techniques.Techniques` hold one instance of each.
 
     An inspection asks `support` once, with a model that it may try things on. A search asks `is_redundant`, `expectation` and
     `label` of every config that it considers. In a probe's process, and in `prepare`, `apply` comes in the order of the phases,

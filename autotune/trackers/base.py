@@ -101,7 +101,7 @@ class Tracker(Listener):
         self._todo.shutdown()
 
     def on(self, event: Event) -> None:
-        """Take an event; all but three kinds are passed over."""
+        """Pass an event on, if it is one of the three kinds that trackers keep."""
         if isinstance(event, SearchStarted):
             self._began = True
             self._todo.submit(self._take, self.begin, _start(event))
@@ -111,7 +111,7 @@ class Tracker(Listener):
             self._todo.submit(self._take, self.answer, _answer(event))
 
     def _take(self, keep: Any, *what: Any) -> None:
-        """Keep something. After a failure, which is told once, nothing more is kept."""
+        """Keep something. After a failure, which is logged once, nothing more is kept."""
         if self._failed:
             return
         try:
@@ -136,7 +136,7 @@ class Tracker(Listener):
 
     @abstractmethod
     def finish(self) -> None:
-        """Nothing more comes. Without an answer before it, there is none."""
+        """The search has ended; without an answer, if none came before."""
 
 
 def _start(event: SearchStarted) -> Start:
@@ -164,11 +164,11 @@ def _answer(event: SearchEnded) -> Answer:
         "speedup": result.speedup,
         "speedup_low": low,
         "speedup_high": high,
-        "probes": float(result.probes),
-        "wall_s": result.wall_s,
+        "probes": float(result.cost.probes),
+        "wall_s": result.cost.wall_s,
     }
     return Answer(
         config=dict(result.config),
         figures={name: figure for name, figure in figures.items() if figure is not None},
-        facts={"verdict": result.verdict, "limit": result.limit, "warnings": "\n".join(result.warnings)},
+        facts={"verdict": result.verdict, "limit": result.reasons.limit, "warnings": "\n".join(result.warnings)},
     )

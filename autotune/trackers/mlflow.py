@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
@@ -15,10 +15,10 @@ _LONGEST = 500  # characters of a value, which every version of MLflow takes
 class MLflow(Tracker):
     """WHERE is a tracking URI. The experiment is named after the task."""
 
-    name: ClassVar[str] = "mlflow"
-    summary: ClassVar[str] = "runs of MLflow, at the tracking URI WHERE (default: MLflow's own)"
-    package: ClassVar[str] = "mlflow"
-    install: ClassVar[str] = "mlflow"
+    name = "mlflow"
+    summary = "runs of MLflow, at the tracking URI WHERE (default: MLflow's own)"
+    package = "mlflow"
+    install = "mlflow"
     _client: Any = None
     _experiment = _run = ""
     _status = "KILLED"  # until there is an answer

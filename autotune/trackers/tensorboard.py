@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.trackers.base import Answer, Point, Start, Tracker
 
@@ -11,10 +11,10 @@ from autotune.trackers.base import Answer, Point, Start, Tracker
 class TensorBoard(Tracker):
     """Files that `tensorboard --logdir DIR` shows, written by tensorboardX, which needs no torch. WHERE is DIR."""
 
-    name: ClassVar[str] = "tensorboard"
-    summary: ClassVar[str] = "files for TensorBoard, below WHERE (default: runs)"
-    package: ClassVar[str] = "tensorboardX"
-    install: ClassVar[str] = "tensorboardX"
+    name = "tensorboard"
+    summary = "files for TensorBoard, below WHERE (default: runs)"
+    package = "tensorboardX"
+    install = "tensorboardX"
     _writer: Any = None
 
     def begin(self, start: Start) -> None:

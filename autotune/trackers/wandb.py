@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.trackers.base import Answer, Point, Start, Tracker
 
@@ -10,10 +10,10 @@ from autotune.trackers.base import Answer, Point, Start, Tracker
 class WandB(Tracker):
     """WHERE is the project. W&B's own variables say the rest (`WANDB_MODE=offline`, `WANDB_ENTITY`, `WANDB_DIR`)."""
 
-    name: ClassVar[str] = "wandb"
-    summary: ClassVar[str] = "a run of Weights & Biases, in the project WHERE (default: autotune)"
-    package: ClassVar[str] = "wandb"
-    install: ClassVar[str] = "wandb"
+    name = "wandb"
+    summary = "a run of Weights & Biases, in the project WHERE (default: autotune)"
+    package = "wandb"
+    install = "wandb"
     _run: Any = None
 
     def begin(self, start: Start) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.records.config import Config
+from autotune.records.measured import Dropped, Measured
 from autotune.records.outcome import Outcome
-from autotune.records.result import Dropped, Measured
 from autotune.study.figures import measured, undisturbed, unrest
 from autotune.tuning.evidence import Searched
 

@@ -11,9 +11,9 @@ from statistics import fmean, median
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
+from autotune.records.measured import Evaluated, Evaluation
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Evaluated, Evaluation
 from autotune.runners.jobs import EvaluateJob
 from autotune.runners.runner import ProbeFault
 from autotune.study.figures import ratio_interval

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
+from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.registry import sampler_names
 from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE, BatchPlan
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
@@ -32,6 +31,7 @@ from autotune.study.history import History
 from autotune.study.place import Place
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
 from autotune.tuning.evaluation import is_asked_for
@@ -69,7 +69,8 @@ def open_search(
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    fixed = _require_known(options, runner)  # before anything takes seconds
+    techniques = runner.techniques if runner is not None else find_techniques()
+    fixed = _require_known(options, runner, techniques)  # before anything takes seconds
     study = options.study
     if runner is not None:
         study, task, version = study or runner.default_study, runner.task_name, ""
@@ -80,8 +81,7 @@ def open_search(
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        trained = {name: fixed[name] for name in techniques.trained({}) if name in fixed}
-        kept = stack.enter_context(lock_places(options, study, task, version, trained))
+        kept = stack.enter_context(lock_places(options, study, task, version, fixed, techniques))
         if kept.own.beside:
             text = f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
             listener.on(Note(text=text))
@@ -105,7 +105,8 @@ def open_search(
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
-        place = kept.own.training({name: choice for name, choice in trained.items() if choice != own[name]})
+        others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
+        place = kept.own.training(others, techniques)
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
@@ -134,7 +135,7 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
     """
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
     own, limit_bytes = search.store.place, search.history.objective.memory_limit_bytes
-    place = own.training(choice)
+    place = own.training(choice, search.runner.techniques)
     stored = stored_facts(place)
     kept = Kept(place=place, stored=stored, own=own, earlier=stored)
     shared = _Shared(
@@ -184,8 +185,8 @@ def _open_over(
     train_samples = _train_samples(options, inspection)
     inspection = drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
-    space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
-    others = trained_beside(inspection, **wanted) if own is None else []
+    space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
+    others = trained_beside(inspection, runner.techniques, **wanted) if own is None else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
     store = Store(place, _search_facts(shared, place, options, own, inspection, space))
@@ -211,7 +212,7 @@ def _open_over(
         budget.keep_for_evaluation(EVALUATION_SHARE)
     target = target_of(inspection.device)
     sizes = [int(size) for size in space.choices[BATCH_SIZE]]
-    cache = TraceCache(place.folder, inspection.facts, target, sizes, techniques.trained(space.baseline))
+    cache = TraceCache(place.folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
     with Tracing(
         runner,
         lambda: history.space.tracing(),
@@ -252,7 +253,7 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
         TaskError, DeviceError: it cannot be inspected.
         ConfigError: the runner's task has another global batch than the one asked for.
     """
-    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
+    trained = {name: options.fix[name] for name in shared.runner.techniques.trained({}) if name in options.fix}
     job = InspectJob(
         memory_limit_bytes=shared.limit_bytes,
         timeout_s=budget.first_timeout_s,
@@ -278,7 +279,7 @@ def _search_facts(
 ) -> SearchFacts:
     """What a study says of its search beside the trials."""
     return SearchFacts(
-        fingerprint=fingerprint(inspection, shared.agreed),
+        fingerprint=fingerprint(inspection, space.techniques, shared.agreed),
         task=inspection.facts.name,
         model=shared.runner.stated.model,
         asked=dict(shared.asked),
@@ -294,19 +295,18 @@ def _search_facts(
     )
 
 
-def _require_known(options: SearchOptions, runner: Runner | None) -> dict[str, Choice]:
+def _require_known(options: SearchOptions, runner: Runner | None, techniques: Techniques) -> dict[str, Choice]:
     """What is fixed, once every name that the user gave is known.
 
     Raises:
         ConfigError: one is not, or options contradict each other.
     """
-    if options.sampler not in sampler_names():
-        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    sampler_named(options.sampler)
     if unknown := {*options.frameworks} - {*FRAMEWORKS}:
         raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    return require_possible(options.fix, options.include, options.exclude)
+    return require_possible(techniques, options.fix, options.include, options.exclude)
 
 
 def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
@@ -361,6 +361,7 @@ def _describe_start(
         num_configs=history.space.num_combinations,
         known=history.trials,
         best=history.best,
+        techniques=history.space.techniques,
         baseline=history.baseline,
     )
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from autotune.records.config import Config
-from autotune.records.front import pareto_front
 from autotune.records.inspection import Inspection
+from autotune.records.measured import pareto_front
 from autotune.records.outcome import Bound, Outcome
 from autotune.records.progress import COMPILING, Progress
 from autotune.records.trial import BASELINE, PLAY_OFF, Proposal

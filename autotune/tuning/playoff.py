@@ -14,9 +14,9 @@ from statistics import fmean
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Config
 from autotune.records.intervals import NORMAL_95
+from autotune.records.measured import Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Measured
 from autotune.records.trial import PLAY_OFF, Trial
 from autotune.study.failures import find_excused
 from autotune.study.figures import ratio_interval, times_as_fast, unrest

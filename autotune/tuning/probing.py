@@ -10,9 +10,8 @@ from functools import cached_property
 from autotune.proposers.cost_model import CostModel
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
-from autotune.records.prediction import Prediction
 from autotune.records.settings import ProbeSettings
-from autotune.records.trial import BASELINE, PLAY_OFF, Proposal, Trial
+from autotune.records.trial import BASELINE, PLAY_OFF, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.history import History

@@ -75,7 +75,7 @@ def in_words(choice: Mapping[str, Choice]) -> str:
 def _beside(search: Search, choice: Mapping[str, Choice], answer: Answer, share_s: float) -> Ranking:
     """The ranking of another choice. Whatever goes wrong with it is its own."""
     changed = {name: value for name, value in choice.items() if value != search.history.space.baseline[name]}
-    study = search.store.place.training(changed).study
+    study = search.store.place.training(changed, search.runner.techniques).study
     none = Ranking(choice=dict(choice), study=study)
     if share_s < MIN_SHARE_S:
         alone = " ".join(f"--fix {name}={value}" for name, value in changed.items())
@@ -112,6 +112,6 @@ def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None
         speedup=result.speedup,
         speedup_ci=result.speedup_ci,
         verdict=result.verdict,
-        confirmed=result.confirmed,
+        confirmed=result.play_off.confirmed,
         evaluation=result.evaluation,
     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from autotune.errors import AutotuneError
 from autotune.prediction.roofline import Roofline
 from autotune.records.config import Config
-from autotune.records.front import front_of
+from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Measured, Result, Rival
+from autotune.records.result import Compiling, Cost, Goal, PlayOff, Reasons, Result, Subject
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.tuning import shortage, why
@@ -47,9 +46,8 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
 
     The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
-    result = _result(search, clearance, standing)
-    before = search.store.facts.result
-    if result is not None and (result.confirmed or before is None or not before.confirmed):
+    result, kept = _result(search, clearance, standing), search.store.facts.result
+    if result is not None and (result.play_off.confirmed or kept is None or not kept.play_off.confirmed):
         search.store.keep(result=result, warnings=tuple(result.warnings))
     return result
 
@@ -100,79 +98,104 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     )
     for caution in cautions(known):
         search.warn(caution)
+    ran_through = [*_ran_through(standing)]
     return Result(
         config=answer.as_dict(),
         samples_per_s=measured.samples_per_s,
         samples_per_s_ci=measured.samples_per_s_ci,
         peak_bytes=measured.peak_bytes,
+        goal=_goal(search),
         baseline=baseline,
         speedup=1.0 if is_baseline else speedup[0] if speedup else None,
         speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
         verdict=verdict,
-        confirmed=confirmed is not None,
-        rival=_rival(standing) if is_baseline else None,
-        num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
         undecided=undecided,
-        finalists=_finalists(standing),
-        effects=effects(answer, history.space.baseline, history.trials),
+        play_off=PlayOff(
+            confirmed=confirmed is not None,
+            finalists=_finalists(standing),
+            num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
+            rival=_rival(standing) if is_baseline else None,
+        ),
+        front=front_of(why.figures(history.trials, ran_through).values()),
+        reasons=_reasons(search, answer, measured),
         checks=() if found is None or found.check is None else (found.check,),
         unchecked=unchecked,
-        compile_cold_s=history.compile_cold_s(answer) or None,
+        compiling=_compiling(search, answer, ran_through),
+        evaluation=evaluation_of(search, answer),
+        cost=_cost(search),
+        storage=search.store.place.storage,
+        study=search.store.place.study,
+        subject=_subject(search),
         places=next((o.measurement.places for o in outcomes if o.measurement), {}),
         command=search.runner.command(answer),
-        evaluation=evaluation_of(search, answer),
-        **_explain(search, standing, answer, measured),
-        **_of_the_study(search),
         warnings=tuple(search.warnings),
     )
 
 
-def _explain(search: Search, standing: Standing | None, answer: Config, measured: Measured) -> dict[str, Any]:
-    """The fields of a result that say why the answer is as fast as it is, and what else there is."""
-    history = search.history
-    ran_through = [*_ran_through(standing)]
-    known, searched = (why.figures(trials, ran_through) for trials in (history.trials, history.searched))
+def _goal(search: Search) -> Goal:
+    objective = search.history.objective
+    return Goal(
+        memory_limit_bytes=objective.memory_limit_bytes,
+        headroom=objective.headroom,
+        objective=objective.name,
+        train_samples=objective.train_samples,
+        asked=dict(search.asked),
+    )
+
+
+def _subject(search: Search) -> Subject:
+    facts = search.inspection.facts
+    return Subject(
+        device=search.inspection.device.name,
+        model=search.runner.stated.model,
+        parts=facts.parts,
+        optimizer=facts.optimizer,
+        trained=dict(search.store.place.trained),
+        coupling=search.inspection.coupling,
+    )
+
+
+def _reasons(search: Search, answer: Config, measured: Measured) -> Reasons:
+    history, traces, techniques = search.history, search.tracing.traces, search.history.space.techniques
     own = history.known[answer].measurement if answer in history.known else None
-    traces, roles = search.tracing.traces, (("baseline", history.space.baseline), ("answer", answer))
     roofline = Roofline.of(search.calibration, traces)
-    use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
-    break_even = _break_even(search, searched, answer)
+    use = roofline.use(answer, measured.samples_per_s, techniques) if roofline is not None else None
+    roles = (("baseline", history.space.baseline), ("answer", answer))
     tokens_per_sample = search.inspection.facts.tokens_per_sample
-    return {
-        "front": front_of(known.values()),
-        "limit": why.limiting(answer, own, history.searched, history.objective, use) if own else "",
-        "use": use,
-        "peak_by_kind": {role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
-        "tokens_per_s": tokens_per_sample and tokens_per_sample * measured.samples_per_s,
-        "break_even_steps": break_even and break_even[0],
-        "break_even_s": break_even and break_even[1],
-    }
+    return Reasons(
+        effects=effects(answer, history.space.baseline, history.trials),
+        limit=why.limiting(answer, own, history.searched, history.objective, use) if own else "",
+        use=use,
+        peak_by_kind={
+            role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config, techniques))
+        },
+        tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
+    )
 
 
-def _of_the_study(search: Search) -> dict[str, Any]:
-    """The fields of a result that tell of the search and of what was searched."""
-    history, facts, spent_s = search.history, search.inspection.facts, search.budget.spent_s
-    return {
-        "memory_limit_bytes": history.objective.memory_limit_bytes,
-        "headroom": history.objective.headroom,
-        "objective": history.objective.name,
-        "train_samples": history.objective.train_samples,
-        "outcomes": dict(Counter(str(trial.outcome.kind) for trial in history.trials)),
-        "probes": len(history.trials),
-        "wall_s": search.budget.elapsed_s,
-        "first_probe_s": search.budget.first_probe_s,
-        "split_s": {**spent_s, "other": search.budget.elapsed_s - sum(spent_s.values())},  # they add up to `wall_s`
-        "train_s": sum(trial.outcome.spent_training_s for trial in history.trials),
-        "storage": search.store.place.storage,
-        "study": search.store.place.study,
-        "device": search.inspection.device.name,
-        "optimizer": facts.optimizer,
-        "asked": dict(search.asked),
-        "model": search.runner.stated.model,
-        "parts": facts.parts,
-        "trained": dict(search.store.place.trained),
-        "coupling": search.inspection.coupling,
-    }
+def _compiling(search: Search, answer: Config, ran_through: Sequence[Measured]) -> Compiling:
+    """What compiling costs, against the fastest config that compiles nothing."""
+    history = search.history
+    cold_s, known = history.compile_cold_s(answer), why.figures(history.searched, ran_through)
+    plain = [found for config, found in known.items() if not history.space.setting_up(config)]
+    won = None
+    if plain and answer in known:
+        fastest = max(plain, key=lambda found: found.samples_per_s)
+        won = why.break_even(answer, known[answer], fastest, cold_s)
+    steps, seconds = won or (None, None)
+    return Compiling(compile_cold_s=cold_s or None, break_even_steps=steps, break_even_s=seconds)
+
+
+def _cost(search: Search) -> Cost:
+    trials, wall_s, spent_s = search.history.trials, search.budget.elapsed_s, search.budget.spent_s
+    return Cost(
+        probes=len(trials),
+        outcomes=dict(Counter(str(trial.outcome.kind) for trial in trials)),
+        train_s=sum(trial.outcome.spent_training_s for trial in trials),
+        wall_s=wall_s,
+        first_probe_s=search.budget.first_probe_s,
+        split_s={**spent_s, "other": wall_s - sum(spent_s.values())},
+    )
 
 
 def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None:
@@ -180,18 +203,6 @@ def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None
     history = search.history
     may_be = {c: o for c, o in history.feasible.items() if search.interrupted() or clearance.is_cleared(c)}
     return max(may_be.items(), key=lambda item: history.objective.score(item[1]), default=None)
-
-
-def _break_even(search: Search, known: Mapping[Config, Measured], answer: Config) -> tuple[int, float] | None:
-    """What `why.break_even` says, against the fastest that compiles nothing."""
-    plain = max(
-        (config for config in known if not search.history.space.setting_up(config)),
-        key=lambda config: known[config].samples_per_s,
-        default=None,
-    )
-    if plain is None or answer not in known:
-        return None
-    return why.break_even(answer, known[answer], known[plain], search.history.compile_cold_s(answer))
 
 
 def _rival(standing: Standing | None) -> Rival | None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autotune import techniques
 from autotune.devices.calibration import arithmetic
 from autotune.errors import StudyError
 from autotune.records.config import Choice
@@ -17,6 +16,7 @@ from autotune.study.comparable import require_comparable
 from autotune.study.place import Place, lock_study, place_of
 from autotune.study.store import storage_errors, stored_facts
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques
 from autotune.units import format_bytes
 from autotune.version import __version__
 
@@ -78,40 +78,46 @@ class Kept:
 
 @contextlib.contextmanager
 def lock_places(
-    options: SearchOptions, study: str | None, task: str, version: str, trained: Mapping[str, Choice]
+    options: SearchOptions,
+    study: str | None,
+    task: str,
+    version: str,
+    fixed: Mapping[str, Choice],
+    techniques: Techniques,
 ) -> Iterator[Kept]:
     """Lock a task's studies, and find the one of this search: beside the others where it has another memory limit.
 
     Args:
         study: its name; None for one that follows from the task's name and version.
-        trained: what this search trains that the user's own may not.
+        fixed: choices that the user has fixed; of what they train, the search is kept apart.
 
     Raises:
         StudyError: another search holds it, it cannot be written, or its name is a path.
     """
     memory_limit_bytes = options.memory_limit_bytes
     plain = place_of(options.storage, study, task, version)
-    with lock_study(plain), storage_errors(plain.training(trained)):
-        kept = stored_facts(plain) or stored_facts(plain.training(trained))
+    place = plain.training(fixed, techniques)
+    with lock_study(plain), storage_errors(place):
+        kept = stored_facts(plain) or stored_facts(place)
         known = kept.fingerprint.memory_limit_bytes if kept else None
         if memory_limit_bytes is not None and known not in (None, memory_limit_bytes):
             plain = plain.within(memory_limit_bytes)
-        place = plain.training(trained)
+        place = plain.training(fixed, techniques)
         stored = stored_facts(place)
         yield Kept(place=place, stored=stored, own=plain, earlier=stored or stored_facts(plain))
 
 
-def fingerprint(inspection: Inspection, early: Fingerprint) -> Fingerprint:
+def fingerprint(inspection: Inspection, techniques: Techniques, early: Fingerprint) -> Fingerprint:
     """All that must be equal for measurements to be comparable."""
     device, facts = inspection.device, inspection.facts
     return replace(
         early,
         autotune=__version__,
-        techniques=tuple(techniques.REGISTRY),
+        techniques=tuple(techniques),
         choices={
             name: tuple(sorted(map(str, {*support.choices, *support.optional})))
             for name, support in inspection.support.items()
-            if not techniques.REGISTRY[name].ordered
+            if not techniques[name].ordered
         },
         task=facts.source_hash,
         num_parameters=facts.num_parameters,

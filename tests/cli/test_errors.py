@@ -29,7 +29,7 @@ def devices_raises(monkeypatch: pytest.MonkeyPatch) -> Any:
         def command(options: object) -> int:
             raise error
 
-        monkeypatch.setitem(commands.COMMANDS, "devices", command)
+        monkeypatch.setattr(commands, "devices", command)
 
     return make
 

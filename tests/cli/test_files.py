@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.cli import main
-from tests.report.sample_study import answer, write_study
+from tests.report.sample_study import answer, but, write_study
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def refused(arguments: list[str], file: str, what: str, capsys: pytest.CaptureFi
 def test_what_is_made_of_a_study_does_not_replace_its_model_nor_itself(
     here: Path, named: str, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_study(here / "gpt.db", result=lambda storage: replace(answer(storage), model=named))
+    write_study(here / "gpt.db", result=lambda storage: but(answer(storage), model=named))
     refused(command, "model.py", "the model file", capsys)
     refused(command, "gpt.db", "the study", capsys)
 
@@ -40,7 +39,7 @@ def test_what_is_made_of_a_commands_study_does_not_replace_its_script(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "python train.py --batch 8"
-    write_study(here / "gpt.db", result=lambda storage: replace(answer(storage), model="", command=line))
+    write_study(here / "gpt.db", result=lambda storage: but(answer(storage), model="", command=line))
     refused(["report", "gpt.db", "--html"], "train.py", "a file of the command", capsys)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
 from autotune.probe.observers.base import Observers
@@ -24,10 +23,13 @@ from autotune.records.world import ALONE
 from autotune.runners.failure import outcome_of_failure
 from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.runners.runner import InstantRunner
+from autotune.techniques import find_techniques
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement
 from tests.devices.fake_card import Machine
+
+techniques = find_techniques()
 
 MODEL_BYTES = 2 * GIB  # weights, gradients and the optimizer's state
 SAMPLE_BYTES = 750 * MIB
@@ -144,9 +146,7 @@ class FakeCardRunner(InstantRunner):
             global_batch=None,
             baseline=techniques.complete({"batch_size": 8}).as_dict(),
             batch=BatchSupport(sizes=SIZES),
-            support={
-                name: t for name, t in inspection().support.items() if t.choices == (techniques.REGISTRY[name].off,)
-            }
+            support={name: t for name, t in inspection().support.items() if t.choices == (techniques[name].off,)}
             | {name: replace(t, choices=t.choices[:1]) for name, t in inspection().support.items()},
             outside_bytes=device.current_bytes(),
         )

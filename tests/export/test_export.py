@@ -17,8 +17,9 @@ from autotune.cli import main
 from autotune.errors import ConfigError
 from autotune.export import Export, Exporter, export, exporters
 from autotune.records.config import Choice
-from autotune.records.result import Evaluation, Result
-from tests.report.sample_study import answer, write_study
+from autotune.records.measured import Evaluation
+from autotune.records.result import Result
+from tests.report.sample_study import answer, but, write_study
 
 RESULT = answer("sqlite:///gpt.db")
 
@@ -67,7 +68,7 @@ def test_a_result_exports_itself_with_or_without_its_study(tmp_path: Path) -> No
 
 def test_env_is_a_line_a_key_that_a_shell_reads_back() -> None:
     config = {**RESULT.config, "note": "two words"}
-    exported = export(Result(**{**vars(RESULT), "config": config}), "env").text
+    exported = export(but(RESULT, config=config), "env").text
     said = dict(word.split("=", 1) for word in shlex.split(exported))
     assert (said["AUTOTUNE_BATCH_SIZE"], said["AUTOTUNE_AMP"]) == ("24", "bf16")
     assert (said["AUTOTUNE_CHANNELS_LAST"], said["AUTOTUNE_NOTE"]) == ("false", "two words")
@@ -83,12 +84,12 @@ def test_transformers_is_told_batch_accumulation_and_each_technique_in_its_own_w
 
 
 def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
-    result = Result(**{**vars(RESULT), "evaluation": Evaluation(eval_batch_size=64)})
+    result = but(RESULT, evaluation=Evaluation(eval_batch_size=64))
     assert json.loads(export(result, "transformers").text)["per_device_eval_batch_size"] == 64
     assert "AUTOTUNE_EVAL_BATCH_SIZE=64" in export(result, "env").text
     for name in ("accelerate", "deepspeed", "lightning"):
         assert export(result, name).unsaid["eval_batch_size"].startswith("64: give it to the `DataLoader`")
-    none = Result(**{**vars(RESULT), "evaluation": Evaluation(unfinished="no batch size fits")})
+    none = but(RESULT, evaluation=Evaluation(unfinished="no batch size fits"))
     assert export(none, "transformers") == export(RESULT, "transformers")
 
 
@@ -96,7 +97,7 @@ def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
     ("name", "told"), [("accelerate", True), ("deepspeed", True), ("lightning", True), ("transformers", False)]
 )
 def test_weights_of_micro_batches_are_listed_where_a_framework_has_none(name: str, told: bool) -> None:
-    weighted = replace(RESULT, parts=(*RESULT.parts, "loss_weight"))
+    weighted = but(RESULT, parts=(*RESULT.parts, "loss_weight"))
     assert ("its terms over the mean number" in export(weighted, name).unsaid.get("loss_weight", "")) is told
     whole = replace(weighted, config={**RESULT.config, "batch_size": 48, "accumulation_steps": 1})
     assert "loss_weight" not in {**export(whole, name).unsaid, **export(RESULT, name).unsaid}
@@ -113,16 +114,14 @@ def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("searched", "said"), [([0, 2, 4], True), ([0, 2, 4, 8], False), ([4], False), ([], False)])
 def test_checkpointing_is_said_where_the_answer_checkpoints_every_block(searched: list[int], said: bool) -> None:
     config = {**RESULT.config, "checkpoint_segments": 4}
-    exported = export(
-        Result(**{**vars(RESULT), "config": config}), "transformers", space={"checkpoint_segments": searched}
-    )
+    exported = export(but(RESULT, config=config), "transformers", space={"checkpoint_segments": searched})
     assert ("gradient_checkpointing" in json.loads(exported.text)) is said
     assert (exported.unsaid.keys() == {"checkpoint_segments"}) is not said
 
 
 def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
     config = {**RESULT.config, "channels_last": True, "a_technique_of_tomorrow": "spline"}
-    unsaid = export(Result(**{**vars(RESULT), "config": config}), "transformers").unsaid
+    unsaid = export(but(RESULT, config=config), "transformers").unsaid
     assert unsaid == {
         "channels_last": "channels_last: `TrainingArguments` has no argument for it",
         "a_technique_of_tomorrow": "no technique of that name is installed here, so 'spline' cannot be translated",
@@ -131,13 +130,13 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
 
 def test_only_a_training_that_is_not_the_files_own_is_listed() -> None:
     config = {**RESULT.config, "variant": "base", "freeze": "0"}
-    result = Result(**{**vars(RESULT), "config": config, "trained": {"freeze": "0"}})
+    result = but(RESULT, config=config, trained={"freeze": "0"})
     for name in ("transformers", "accelerate", "lightning", "deepspeed"):
         assert export(result, name).unsaid.keys() & {"variant", "freeze"} == {"freeze"}
 
 
 def test_an_optimizer_of_another_class_is_not_called_adamw() -> None:
-    exported = export(Result(**{**vars(RESULT), "optimizer": "SGD"}), "transformers")
+    exported = export(but(RESULT, optimizer="SGD"), "transformers")
     assert "optim" not in json.loads(exported.text)
     assert exported.unsaid == {"optimizer_impl": "fused: `TrainingArguments` has no argument for it"}
 
@@ -195,7 +194,7 @@ def test_the_model_file_is_not_overwritten(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    study = write_study(tmp_path / "gpt.db", result=lambda storage: replace(answer(storage), model=named))
+    study = write_study(tmp_path / "gpt.db", result=lambda storage: but(answer(storage), model=named))
     (tmp_path / "model.py").write_text("mine = 1\n")
     (tmp_path / "link.py").symlink_to("model.py")
     for out in ("./model.py", "link.py"):

@@ -15,7 +15,7 @@ import torch
 from autotune.export import export
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from tests.report.sample_study import answer
+from tests.report.sample_study import answer, but
 
 GLOBAL_BATCH = 48
 FEATURES = 8
@@ -25,7 +25,7 @@ def answered(**choices: Choice) -> Result:
     """An answer of micro batches of 24 in bf16, two of them a step, changed by `choices`."""
     result = answer("sqlite:///gpt.db")
     config = {**result.config, "optimizer_impl": "default", **choices}
-    return Result(**{**vars(result), "config": config, "device": "cpu"})
+    return but(result, config=config, device="cpu")
 
 
 def dataset() -> torch.utils.data.Dataset[Any]:

@@ -26,12 +26,16 @@ from autotune.recovery import RAISE
 from autotune.session import prepare
 from autotune.task import load_task
 from autotune.task.facts import gather_facts
-from autotune.techniques import REGISTRY, complete, keep_settings
 from autotune.techniques import compile as techniques_compile
-from tests.report.sample_study import answer
+from autotune.techniques import find_techniques
+from tests.report.sample_study import answer, but
 from tests.techniques.test_frameworks import CHOICES
 
-RESULT = replace(answer("sqlite:///gpt.db"), device="cpu", model="model.py", parts=("build_model", "make_batch"))
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
+keep_settings = find_techniques().keep_settings
+
+RESULT = but(answer("sqlite:///gpt.db"), device="cpu", model="model.py", parts=("build_model", "make_batch"))
 ROOT = Path(autotune.__file__).parents[1]
 NUM_STEPS = 3
 KIND = "from tests.techniques.kinds import KINDS\n\ntask = KINDS[{!r}]()\n"
@@ -178,7 +182,7 @@ def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
         torch.manual_seed(1)
         losses = [session.step(batch) for batch in islice(session.loader, NUM_STEPS)]
     assert task.origin is not None
-    result = replace(
+    result = but(
         RESULT,
         config=complete(config, global_batch=task.global_batch).as_dict(),
         model=task.origin.source.spec,
@@ -233,7 +237,7 @@ def test_it_takes_the_sessions_steps_to_the_last_bit(kind: str, cases: dict[str,
 
 def test_every_technique_that_can_run_here_is_among_them() -> None:
     tried = {name for configs in CONFIGS.values() for config in configs for name in config}
-    assert REGISTRY.keys() - tried == {"expandable_segments", "pin_memory"}
+    assert TECHNIQUES.keys() - tried == {"expandable_segments", "pin_memory"}
 
 
 def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]]) -> None:
@@ -248,9 +252,9 @@ def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]])
 
 def test_all_techniques_share_a_script_without_two_things_of_one_name() -> None:
     config = {name: choices[-1] for name, choices in CHOICES.items()} | {"freeze": "encoder", "amp": "fp16"}
-    places = {name: {"modules": ["blocks.0"]} for name in REGISTRY}
+    places = {name: {"modules": ["blocks.0"]} for name in TECHNIQUES}
     parts = ("build_model", "train_dataset", "MAX_GRAD_NORM")
-    exported = export(replace(RESULT, config=RESULT.config | config, places=places, parts=parts), "torch")
+    exported = export(but(RESULT, config=RESULT.config | config, places=places, parts=parts), "torch")
     assert not exported.unsaid
     defined = [node.name for node in ast.parse(exported.text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(defined) == len(set(defined))
@@ -271,7 +275,7 @@ def test_what_cannot_be_said_is_listed_in_the_script_too() -> None:
 
 
 def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
-    exported = export(replace(RESULT, model="", parts=("build_model", "train_step")), "torch")
+    exported = export(but(RESULT, model="", parts=("build_model", "train_step")), "torch")
     assert "# YOUR CODE" in exported.text
     assert ast.parse(exported.text)
 
@@ -282,7 +286,7 @@ def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **answer: Any) -> di
     monkeypatch.setitem(sys.modules, "model_of_the_search", None)  # put back as it was
     monkeypatch.chdir(folder)
     config = complete({"batch_size": 2, **answer.pop("config", {})}).as_dict()
-    (folder / "exported.txt").write_text(export(replace(RESULT, config=config, **answer), "torch").text)
+    (folder / "exported.txt").write_text(export(but(RESULT, config=config, **answer), "torch").text)
     return runpy.run_path("exported.txt", run_name="exported")
 
 
@@ -307,7 +311,7 @@ def test_what_a_model_file_defines_can_be_pickled(tmp_path: Path, monkeypatch: p
 
 def test_it_says_at_its_top_what_it_leaves_to_the_reader() -> None:
     def head(*parts: str, warnings: tuple[str, ...] = ()) -> str:
-        result = replace(RESULT, parts=("build_model", *parts), warnings=warnings)
+        result = but(RESULT, parts=("build_model", *parts), warnings=warnings)
         return " ".join(export(result, "torch").text.partition("\n\n")[0].replace("\n# ", " ").split())
 
     assert "It seeds nothing. It ends after NUM_STEPS optimizer steps." in head("make_batch")
@@ -331,4 +335,4 @@ def test_data_workers_are_forked_unless_the_users_code_has_chosen_otherwise(
 
 def test_a_lightning_module_is_refused_with_the_exporter_that_suits_it() -> None:
     with pytest.raises(ConfigError, match="use --to lightning"):
-        export(replace(RESULT, parts=("build_model", "LightningModule")), "torch")
+        export(but(RESULT, parts=("build_model", "LightningModule")), "torch")

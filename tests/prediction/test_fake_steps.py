@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import techniques
 from autotune.prediction.fake_steps import TraceError, Tracer
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Purpose, Traces
 from autotune.records.config import Config
 from autotune.task import Task, load_task
-from autotune.techniques import Technique
+from autotune.techniques import Technique, find_techniques
 from autotune.techniques.checkpoint_segments import CheckpointSegments
 from tests.arithmetic import has_arithmetic, skip_without_arithmetic
 from tests.prediction.real_memory import real_peak_bytes
+
+techniques = find_techniques()
 
 pytestmark = pytest.mark.arithmetic
 MODELS = Path(__file__).parent / "models"
@@ -48,7 +49,7 @@ def config(choices, *, global_batch=8) -> Config:
 
 def traced(task: Task, configs: list[Config], target: str = "cpu") -> Traces:
     found = Traces(target=target)
-    for message in trace_plan(task, plan_traces(configs), target):
+    for message in trace_plan(task, plan_traces(configs, find_techniques()), target):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
     return found
@@ -76,7 +77,7 @@ def test_the_traced_peak_is_the_real_allocators(kind, choices):
     skip_without_arithmetic(choices.get("amp", "off"))
     task, traces = model(kind)
     wanted = config(choices)
-    peak = traces.peak(wanted)
+    peak = traces.peak(wanted, find_techniques())
     assert peak is not None, traces.failures
     real_bytes = real_peak_bytes(task, wanted)
     close = CLOSE_SHORT if choices.get("amp") else CLOSE
@@ -104,7 +105,7 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous():
         global_batch=8,
     )
     real = real_peak_bytes(task, config({}))
-    assert traced(task, [config({})]).peak(config({})).peak_bytes == pytest.approx(real, rel=CLOSE)
+    assert traced(task, [config({})]).peak(config({}), find_techniques()).peak_bytes == pytest.approx(real, rel=CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "unet"])
@@ -112,19 +113,19 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous():
 def test_batch_sizes_that_were_not_traced_are_predicted_as_well(kind, batch_size):
     task, traces = model(kind)
     wanted = techniques.complete({"batch_size": batch_size, "accumulation_steps": 2})
-    assert traces.peak(wanted).peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=CLOSE)
+    assert traces.peak(wanted, find_techniques()).peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=CLOSE)
 
 
 def test_the_parts_of_a_peak_add_up_to_it():
     for kind in KINDS:
         traces = model(kind)[1]
-        peak = traces.peak(config({"batch_size": 2}))
+        peak = traces.peak(config({"batch_size": 2}), find_techniques())
         assert peak.breakdown.total_bytes == pytest.approx(peak.peak_bytes, abs=3)
 
 
 def test_frozen_parameters_have_no_gradient_and_tied_ones_count_once():
     task, traces = model("partly_frozen")
-    parts = traces.peak(config({"batch_size": 2})).breakdown
+    parts = traces.peak(config({"batch_size": 2}), find_techniques()).breakdown
     built = task.model()
     trainable = sum(p.numel() for p in built.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in built.parameters()) + sum(b.numel() for b in built.buffers())
@@ -134,7 +135,7 @@ def test_frozen_parameters_have_no_gradient_and_tied_ones_count_once():
 
 
 def test_the_modules_that_hold_most_activations_are_named():
-    names = [name for name, _ in model("unet")[1].peak(config({})).breakdown.modules]
+    names = [name for name, _ in model("unet")[1].peak(config({}), find_techniques()).breakdown.modules]
     assert len(names) == 5
     assert {name.split(".")[0] for name in names} <= {"down", "join", "up", "", "head", "middle"}
     assert any(name.startswith(("down.0", "join.2")) for name in names)  # of the highest resolution
@@ -196,7 +197,7 @@ def test_recomputed_segments_are_put_together_from_two_traces_as_if_traced(kind,
     monkeypatch.setattr(CheckpointSegments, "recomputation", Technique.recomputation)
     really = traced(deep(kind), wanted, target)
     for config_ in wanted:
-        found, real = composed.peak(config_), really.peak(config_)
+        found, real = composed.peak(config_, find_techniques()), really.peak(config_, find_techniques())
         segment_bytes = 0 if target == "cpu" else 2 * 2**20  # what the caching allocator takes at once
         assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.001, abs=segment_bytes), config_
         assert found.volume_bytes == pytest.approx(real.volume_bytes, rel=0.02), config_
@@ -207,12 +208,14 @@ def test_types_of_the_same_size_share_a_trace():
     skip_without_arithmetic("fp16")
     task, _ = model("transformer")
     found = traced(task, [config({"amp": "bf16"}), config({"amp": "fp16"})])
-    assert found.peak(config({"amp": "fp16"})) == found.peak(config({"amp": "bf16"}))
+    assert found.peak(config({"amp": "fp16"}), find_techniques()) == found.peak(
+        config({"amp": "bf16"}), find_techniques()
+    )
 
 
 def test_a_gradient_scaler_takes_its_step_so_that_the_optimizers_state_is_counted():
     task = load_task(MODELS / "transformer.py")
-    tracer = Tracer(task, "cpu")
+    tracer = Tracer(task, "cpu", find_techniques())
     plain, scaled = (tracer.updates(config(choices), 2) for choices in ({}, {"amp": "fp16"}))
     state = [
         sum(u.second.held[k] for k in u.second.held if u.second.purposes[k] is Purpose.OPTIMIZER)
@@ -227,7 +230,7 @@ def test_layers_that_are_deep_copied_keep_their_parameters():
         return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
 
     task = Task(build_model=build, make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
-    steps = Tracer(task, "cpu").micro_steps(config({}), 2, 3)
+    steps = Tracer(task, "cpu", find_techniques()).micro_steps(config({}), 2, 3)
     parameters = [k for k in steps.alone[0].held if steps.alone[0].purposes[k] is Purpose.PARAMETERS]
     assert len(parameters) == 6
 
@@ -241,7 +244,7 @@ def test_a_model_whose_building_needs_values_is_built_for_real():
 
     task = Task(build_model=build, make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
     wanted = config({"batch_size": 4})
-    peak = traced(task, [wanted]).peak(wanted)
+    peak = traced(task, [wanted]).peak(wanted, find_techniques())
     assert peak.peak_bytes == pytest.approx(real_peak_bytes(task, wanted), rel=0.02)
 
 
@@ -285,14 +288,14 @@ class _Unpredictable(nn.Module):
 def test_what_depends_on_values_cannot_be_traced_and_the_reason_is_one_line(act, why):
     task = Task(build_model=lambda: _Unpredictable(act), make_batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
     with pytest.raises(TraceError, match=why) as raised:
-        Tracer(task, "cpu").micro_steps(config({}), 2, 3)
+        Tracer(task, "cpu", find_techniques()).micro_steps(config({}), 2, 3)
     assert "\n" not in str(raised.value)
 
 
 def test_tracing_leaves_torch_as_it_was():
     swap, step = torch.utils.swap_tensors, torch.amp.GradScaler._maybe_opt_step
     task, _ = model("transformer")
-    Tracer(task, "cpu").micro_steps(config({"amp": "fp16"}), 2, 3)
+    Tracer(task, "cpu", find_techniques()).micro_steps(config({"amp": "fp16"}), 2, 3)
     assert torch.utils.swap_tensors is swap
     assert torch.amp.GradScaler._maybe_opt_step is step
     assert not torch.nn.modules.module._global_forward_hooks
@@ -303,11 +306,11 @@ def test_tracing_for_a_gpu_counts_the_batch_on_the_device_and_reserves_whole_seg
     task, _ = model("partly_frozen")
     found = Traces(target="cuda")
     wanted = config({"batch_size": 4})
-    for message in trace_plan(task, plan_traces([wanted]), "cuda"):
+    for message in trace_plan(task, plan_traces([wanted], find_techniques()), "cuda"):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
     assert found.failures == {}
-    peak = found.peak(wanted)
+    peak = found.peak(wanted, find_techniques())
     segments = peak.peak_bytes / (2 * 2**20)
     assert segments == pytest.approx(round(segments), abs=0.01)
     assert found.models[()].input_bytes == (0, 0)  # those on the host do not count
@@ -321,7 +324,7 @@ def test_a_batchs_copy_on_a_gpu_is_gone_once_its_other_layout_is_there():
         global_batch=8,
     )
     chosen, image_bytes = config({"channels_last": True}), 8 * 3 * 64 * 64 * 4
-    tracer = Tracer(task, "cuda 8.0 108")
+    tracer = Tracer(task, "cuda 8.0 108", find_techniques())
     with tracer.run(chosen) as run:
         events = run.micro_step(8, run.inputs(tracer.batch(8))).events
     copied, laid_out, gone = [place for place, event in enumerate(events) if event.size_bytes == image_bytes][:3]
@@ -336,7 +339,7 @@ def test_a_dropout_on_a_gpu_makes_its_mask_before_its_output():
         training_step=lambda model, x: model(x).square().mean(),
         global_batch=64,
     )
-    tracer = Tracer(task, "cuda 8.0 108")
+    tracer = Tracer(task, "cuda 8.0 108", find_techniques())
     with tracer.run(config({})) as run:
         events = run.micro_step(64, run.inputs(tracer.batch(64))).events
     sizes = [event.size_bytes for event in events if event.allocates]

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.probe import measure
 from autotune.probe import micro_batches as batches
@@ -20,7 +19,10 @@ from autotune.runners.failure import outcome_of_failure
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import compile as techniques_compile
+from autotune.techniques import find_techniques
 from autotune.units import plural
+
+techniques = find_techniques()
 
 torch.set_num_threads(1)
 

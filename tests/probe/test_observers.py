@@ -6,10 +6,10 @@ from autotune.devices.cpu import CpuDevice
 from autotune.probe.observers.base import Observer, Observers, kinds
 from autotune.probe.observers.memory_growth import growth_per_step
 from autotune.records.world import ALONE, World
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
 
-MEASURED = measurement(complete({"batch_size": 8}), 100.0, 2**30)
+MEASURED = measurement(find_techniques().complete({"batch_size": 8}), 100.0, 2**30)
 MIB = 2**20
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.probe.batch_support import batch_support
 from autotune.records.batch_plan import BatchPlan, divisors, largest_batch_size, share_of
@@ -13,9 +12,11 @@ from autotune.records.world import ALONE, World
 from autotune.session import prepare
 from autotune.space import build_space
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from tests.closed_form import inspection
 from tests.models import tiny
 
+techniques = find_techniques()
 TWO = World(size=2, rank=1)
 SHARDED = World(size=4, data_parallel=2)
 
@@ -52,7 +53,7 @@ def test_configs_spaces_and_sessions_follow_the_rule_of_their_world():
     found = inspection(
         world=TWO, batch=support, baseline=techniques.complete({"batch_size": 4}, global_batch=96, world=TWO).as_dict()
     )
-    space, _ = build_space(found, fix={}, include=(), exclude=())
+    space, _ = build_space(found, techniques)
     assert {one.samples_per_step for one in space} == {48}
     smaller = space.with_smaller_baseline()
     assert smaller is not None and smaller.baseline.plan_in(TWO).samples_per_step == 96

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from autotune.records.check import Comparison
+from autotune.records.measured import Evaluated
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Evaluated
-from autotune.records.study import BegunTrial, Comparison, EndedTrial, Fingerprint, StudyFacts
+from autotune.records.study import BegunTrial, EndedTrial, Fingerprint, StudyFacts
 from tests.report.sample_study import PREDICTION, answer
 
 FACTS = StudyFacts(

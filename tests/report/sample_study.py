@@ -6,7 +6,7 @@ import itertools
 import sqlite3
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
+from autotune.records.check import Check
 from autotune.records.config import Config
+from autotune.records.formats import Group
+from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.prediction import Prediction
-from autotune.records.result import Check, Effect, Measured, Result
-from autotune.techniques import complete
+from autotune.records.result import Cost, Effect, Goal, PlayOff, Reasons, Result, Subject
+from autotune.records.trial import Prediction
+from autotune.techniques import find_techniques
 from autotune.units import MIB
+
+complete = find_techniques().complete
 
 GLOBAL_BATCH = 48
 LIMIT = 1500 * MIB
@@ -137,30 +142,51 @@ def answer(storage: str) -> Result:
         samples_per_s=best.samples_per_s,
         samples_per_s_ci=best.samples_per_s_ci,
         peak_bytes=best.peak_bytes,
-        memory_limit_bytes=LIMIT,
-        headroom=HEADROOM,
+        goal=Goal(memory_limit_bytes=LIMIT, headroom=HEADROOM, objective="throughput"),
         baseline=base,
         speedup=ratio,
         speedup_ci=(ratio * 0.98, ratio * 1.02),
         verdict="faster",
-        objective="throughput",
-        finalists=(best, play_off(RUNNER_UP)),
+        play_off=PlayOff(finalists=(best, play_off(RUNNER_UP))),
         front=(play_off(config(2, "bf16", 4)), play_off(config(8, "bf16", 0, "fused")), best),
-        effects=(
-            Effect(
-                technique="batch_size", choice=24, baseline_choice=16, speed_ratio=1.03, memory_ratio=1.41, num_pairs=2
+        reasons=Reasons(
+            effects=(
+                Effect(
+                    technique="batch_size",
+                    choice=24,
+                    baseline_choice=16,
+                    speed_ratio=1.03,
+                    memory_ratio=1.41,
+                    num_pairs=2,
+                ),
+                Effect(
+                    technique="amp",
+                    choice="bf16",
+                    baseline_choice="off",
+                    speed_ratio=1.61,
+                    memory_ratio=0.63,
+                    num_pairs=3,
+                ),
+                Effect(
+                    technique="optimizer_impl",
+                    choice="fused",
+                    baseline_choice="default",
+                    speed_ratio=None,
+                    memory_ratio=None,
+                    num_pairs=0,
+                ),
             ),
-            Effect(
-                technique="amp", choice="bf16", baseline_choice="off", speed_ratio=1.61, memory_ratio=0.63, num_pairs=3
-            ),
-            Effect(
-                technique="optimizer_impl",
-                choice="fused",
-                baseline_choice="default",
-                speed_ratio=None,
-                memory_ratio=None,
-                num_pairs=0,
-            ),
+            peak_by_kind={
+                role: {
+                    "parameters": 60 * MIB,
+                    "gradients": 60 * MIB,
+                    "optimizer": 120 * MIB,
+                    "activations": kept,
+                    "temporaries": MIB,
+                }
+                for role, kept in (("baseline", 500 * MIB), ("answer", 700 * MIB))
+            },
+            limit="Compute: a step is data 2%, forward 29%, backward 59%, optimizer 10%; a larger batch was not faster.",
         ),
         checks=(
             Check(
@@ -176,25 +202,15 @@ def answer(storage: str) -> Result:
                 passed=True,
             ),
         ),
-        peak_by_kind={
-            role: {
-                "parameters": 60 * MIB,
-                "gradients": 60 * MIB,
-                "optimizer": 120 * MIB,
-                "activations": kept,
-                "temporaries": MIB,
-            }
-            for role, kept in (("baseline", 500 * MIB), ("answer", 700 * MIB))
-        },
-        limit="Compute: a step is data 2%, forward 29%, backward 59%, optimizer 10%; a larger batch was not faster.",
-        outcomes={"ok": 43, "oom": 5, "timeout": 1, "crashed": 1, "error": 1, "nonfinite": 1},
-        probes=52,
-        wall_s=118.3,
-        train_s=99.1,
+        cost=Cost(
+            outcomes={"ok": 43, "oom": 5, "timeout": 1, "crashed": 1, "error": 1, "nonfinite": 1},
+            probes=52,
+            wall_s=118.3,
+            train_s=99.1,
+        ),
         storage=storage,
         study="gpt",
-        device="cpu",
-        optimizer="AdamW",
+        subject=Subject(device="cpu", optimizer="AdamW"),
         warnings=("pin_memory has no effect on a CPU; leave it off",),
     )
 
@@ -207,7 +223,17 @@ def without_a_gain(storage: str) -> Result:
         name: value for name, value in vars(found.baseline).items() if name in ("config", "samples_per_s", "peak_bytes")
     }
     same = {"speedup": 1.0, "speedup_ci": (1.0, 1.0), "verdict": "same", "effects": (), "front": (found.baseline,)}
-    return replace(found, **kept, **same)  # type: ignore[arg-type]
+    return but(found, **kept, **same)
+
+
+def but(result: Result, **changes: Any) -> Result:
+    """The result with other values of some fields, those of its groups as well."""
+    groups = {item.name: getattr(result, item.name) for item in fields(result)}
+    inside = {name: group for name, group in groups.items() if isinstance(group, Group)}
+    for name, group in inside.items():
+        own = {field.name: changes.pop(field.name) for field in fields(group) if field.name in changes}
+        inside[name] = replace(group, **own)
+    return replace(result, **inside, **changes)
 
 
 def write_study(

@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.result import DeviceUse, Dropped, Result, Rival
+from autotune.records.measured import Dropped, Rival
+from autotune.records.result import DeviceUse, Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
-from autotune.techniques import complete
-from tests.report.sample_study import ANSWER, BASELINE
+from autotune.techniques import find_techniques
+from tests.report.sample_study import ANSWER, BASELINE, but
+
+complete = find_techniques().complete
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def result(study: Study) -> Result:
 
 
 def text_of(result: Result, width: int = 80) -> str:
-    return as_text(answer_sections(result, model="models/my gpt.py"), width)
+    return as_text(answer_sections(result, find_techniques(), model="models/my gpt.py"), width)
 
 
 def _flat(text: str) -> str:
@@ -40,7 +43,7 @@ def test_the_verdict_comes_with_its_interval(result: Result) -> None:
 def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_counted(result: Result) -> None:
     assert "tokens/s" not in text_of(result) and "FLOP/s" not in text_of(result)
     use = DeviceUse(arithmetic="bf16", flops_per_s=3.1e11, flops_share=0.62, bytes_per_s=9e9, bandwidth_share=0.25)
-    text = _flat(text_of(replace(result, use=use, tokens_per_s=12345.6)))
+    text = _flat(text_of(but(result, use=use, tokens_per_s=12345.6)))
     assert "310 GFLOP/s in bf16, 62% of what this device was measured to reach for such work" in text
     assert "operators move 9 GB/s, 25% of its memory's bandwidth" in text
     assert "12,346 tokens/s, as loss_weight counts" in text
@@ -60,7 +63,7 @@ def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_
 )
 def test_a_share_above_what_was_measured_is_told_as_such(result: Result, changes: dict[str, float], why: str) -> None:
     use = DeviceUse(arithmetic="fp32", flops_per_s=3e11, flops_share=0.6, bytes_per_s=9e9, bandwidth_share=0.2)
-    assert f"More than 100%: {why}" in _flat(text_of(replace(result, use=replace(use, **changes)), 200))
+    assert f"More than 100%: {why}" in _flat(text_of(but(result, use=replace(use, **changes)), 200))
 
 
 def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
@@ -77,14 +80,14 @@ def test_the_command_that_verifies_is_one_line_that_a_shell_understands(result: 
 
 
 def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: Result) -> None:
-    text = text_of(replace(result, asked={"device": "cpu", "global_batch": 512, "memory_limit": 2**30}), 120)
+    text = text_of(but(result, asked={"device": "cpu", "global_batch": 512, "memory_limit": 2**30}), 120)
     assert 'autotune.prepare("models/my gpt.py", config, device="cpu", global_batch=512)' in text
     assert "--steps 100 --device cpu --global-batch 512 --memory-limit 1GiB" in text
     assert 'autotune.prepare("models/my gpt.py", config)' in text_of(result, 120)
 
 
 def test_a_task_built_in_python_has_no_command(result: Result) -> None:
-    text = as_text(answer_sections(result, model=""))
+    text = as_text(answer_sections(result, find_techniques(), model=""))
     assert "autotune.prepare(task, config)" in text and "autotune verify" not in text
 
 
@@ -126,14 +129,14 @@ def test_no_line_but_the_command_is_wider_than_the_terminal(result: Result, widt
 
 def test_an_answer_that_is_the_baseline_says_to_keep_it(result: Result) -> None:
     assert result.baseline is not None
-    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", effects=())
+    kept = but(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", effects=())
     text = text_of(kept)
     assert "Keep what you have: nothing beat the baseline beyond the noise." in text
     assert not any(line.startswith("  baseline") for line in text.splitlines())
 
 
 def test_a_baseline_beside_which_nothing_ran_is_not_said_to_be_unbeaten(result: Result) -> None:
-    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", probes=1)
+    kept = but(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", probes=1)
     text = _flat(text_of(kept))
     assert "Keep what you have: nothing else was tried; `autotune show` lists what is not searched" in text
     assert "nothing beat" not in text
@@ -142,12 +145,12 @@ def test_a_baseline_beside_which_nothing_ran_is_not_said_to_be_unbeaten(result: 
 def test_the_best_that_did_not_beat_the_baseline_is_told_with_its_interval(result: Result) -> None:
     runner_up = vars(result.finalists[1])
     rival = Rival(**runner_up, speedup=1.03, speedup_ci=(0.98, 1.09))
-    kept = replace(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="undecided", rival=rival)
+    kept = but(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="undecided", rival=rival)
     text = _flat(text_of(replace(kept, undecided="--budget 4m would do")))
     assert "Undecided: " in text and "--budget 4m would do" in text
     assert "1.03x its throughput, 95% interval 0.98x to 1.09x" in text
     noisy = replace(rival, speedup_ci=(0.5, 2.1))
-    assert "too noisy to tell." in _flat(text_of(replace(kept, rival=noisy)))
+    assert "too noisy to tell." in _flat(text_of(but(kept, rival=noisy)))
 
 
 def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
@@ -177,7 +180,7 @@ def test_without_a_baseline_that_runs_no_speed_up_is_claimed(result: Result) -> 
 
 def test_an_unconfirmed_answer_says_so(result: Result) -> None:
     """Once: where the verdict says why it is not sure, that is it."""
-    unconfirmed = replace(result, confirmed=False, finalists=(), checks=())
+    unconfirmed = but(result, confirmed=False, finalists=(), checks=())
     text = _flat(text_of(unconfirmed))
     assert "Not confirmed" in text and "Play-off" not in text
     why = "no round of the play-off was completed, so each figure is from one process"
@@ -193,7 +196,7 @@ def test_what_failed_in_the_play_off_is_in_its_table_with_the_reason(result: Res
     never = replace(
         ran_once, config=complete({"batch_size": 48}).as_dict(), num_processes=0, dropped="crashed: SIGSEGV"
     )
-    text = text_of(replace(result, finalists=(result.finalists[0], never, ran_once)), 120)
+    text = text_of(but(result, finalists=(result.finalists[0], never, ran_once)), 120)
     table = text[text.index("Play-off") : text.index("The answer's peak")]
     rows = [" ".join(line.split()) for line in table.splitlines()]
     assert "dropped - - - 0 batch 48 crashed: SIGSEGV" in rows
@@ -209,14 +212,14 @@ def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:
 
 def test_an_interval_that_tells_nothing_is_not_told(result: Result) -> None:
     wide = replace(result.finalists[1], samples_per_s_ci=(1.0, 10_000.0))
-    text = _flat(text_of(replace(result, finalists=(result.finalists[0], wide))))
+    text = _flat(text_of(but(result, finalists=(result.finalists[0], wide))))
     assert "noisy" in text and "noisy: the interval is wider than ±50%." in text and "±6" not in text
     assert "noisy" not in text_of(result)
 
 
 def test_where_no_change_was_seen_by_itself_they_are_named_without_a_table(result: Result) -> None:
     unseen = tuple(replace(effect, num_pairs=0, speed_ratio=None, memory_ratio=None) for effect in result.effects)
-    text = _flat(text_of(replace(result, effects=unseen)))
+    text = _flat(text_of(but(result, effects=unseen)))
     assert "None was seen by itself: batch 16 -> batch 24, fp32 -> bf16, default optimizer -> fused." in text
 
 
@@ -267,7 +270,7 @@ def test_text_that_looks_like_markup_is_told_as_it_is(result: Result) -> None:
 
 
 def test_where_the_time_went_is_told(result: Result) -> None:
-    text = _flat(text_of(replace(result, first_probe_s=4.2, split_s={"import": 3.0, "checks": 0.0, "training": 99.1})))
+    text = _flat(text_of(but(result, first_probe_s=4.2, split_s={"import": 3.0, "checks": 0.0, "training": 99.1})))
     assert "took 1m58s (import 3 s, training 1m39s). The first probe began after 4.2 s." in text
 
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.result import Ranking, Result, Rival
+from autotune.records.measured import Rival
+from autotune.records.result import Ranking, Result
 from autotune.report.answer import answer_sections
 from autotune.report.comparison import comparison_sections
 from autotune.report.gain import said_of
 from autotune.report.html import body
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
-from tests.report.sample_study import BASELINE
+from autotune.techniques import find_techniques
+from tests.report.sample_study import BASELINE, but
 
 
 @pytest.fixture
@@ -24,11 +26,11 @@ def result(study: Study) -> Result:
 
 
 def _told(result: Result) -> str:
-    return " ".join(as_text(answer_sections(result), 1000).split())
+    return " ".join(as_text(answer_sections(result, find_techniques()), 1000).split())
 
 
 def test_one_round_alone_is_never_a_flat_faster(result: Result, study: Study) -> None:
-    one = replace(result, num_rounds=1, speedup=1.98, speedup_ci=(1.08, 3.61))
+    one = but(result, num_rounds=1, speedup=1.98, speedup_ci=(1.08, 3.61))
     said = "aster in the one round there was time for: 1.98x the baseline"
     assert f"F{said}'s throughput (at least 1.08x), with 0.81x its memory." in _told(one)
     assert str(one).startswith(f"f{said} (at least 1.08x), with 0.81x its memory\n")
@@ -46,8 +48,8 @@ def test_one_round_alone_is_never_a_flat_faster(result: Result, study: Study) ->
 def test_an_interval_wider_than_a_factor_of_two_is_told_as_a_bound(
     result: Result, study: Study, num_rounds: int | None
 ) -> None:
-    wide = replace(result, num_rounds=num_rounds, speedup=2.61, speedup_ci=(1.31, 5.31))
-    for told in (_told(wide), body(answer_sections(wide))):
+    wide = but(result, num_rounds=num_rounds, speedup=2.61, speedup_ci=(1.31, 5.31))
+    for told in (_told(wide), body(answer_sections(wide, find_techniques()))):
         assert "at least 1.31x the baseline" in told and "5.31x" not in told and "2.61x the" not in told
     assert "Faster: at least 1.31x the baseline's throughput (95% sure), with 0.81x its memory." in _told(wide)
     assert str(wide).startswith("faster: at least 1.31x the baseline (95% sure), with 0.81x its memory\n")
@@ -63,7 +65,7 @@ def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(r
 
 
 def test_an_interval_that_holds_half_the_speed_and_a_gain_makes_nothing_probable(result: Result, study: Study) -> None:
-    noisy = replace(result, verdict="undecided", undecided="a quiet machine would do", num_rounds=2)
+    noisy = but(result, verdict="undecided", undecided="a quiet machine would do", num_rounds=2)
     noisy = replace(noisy, speedup=1.16, speedup_ci=(0.003, 450.0))
     said = "ndecided whether faster or slower: 1.16x the baseline"
     assert f"U{said}'s throughput (too noisy to tell more), with 0.81x its memory." in _told(noisy)
@@ -81,7 +83,7 @@ def test_faster_without_a_baseline_that_ran_is_said_to_run_where_the_baseline_do
 
 def test_the_best_of_the_others_is_told_as_a_bound_where_its_interval_is_wide(result: Result) -> None:
     rival = Rival(**vars(result.finalists[1]), speedup=1.03, speedup_ci=(0.72, 1.5))
-    kept = replace(result, config=BASELINE.as_dict(), verdict="same", speedup=1.0, speedup_ci=None, rival=rival)
+    kept = but(result, config=BASELINE.as_dict(), verdict="same", speedup=1.0, speedup_ci=None, rival=rival)
     assert "at most 1.50x its throughput." in _told(kept)
 
 
@@ -117,5 +119,5 @@ def test_every_view_begins_with_the_same_words(result: Result, change: Callable[
 
 
 def test_a_wide_interval_that_holds_1_leaves_the_gain_that_was_seen_beside_its_bound(result: Result) -> None:
-    told = said_of(replace(result, verdict="undecided", speedup=1.33, speedup_ci=(0.81, 2.2), num_rounds=4))
+    told = said_of(but(result, verdict="undecided", speedup=1.33, speedup_ci=(0.81, 2.2), num_rounds=4))
     assert (told.verdict, told.gain, told.sure) == ("probably faster", "1.33x", "at least 0.81x")

@@ -9,6 +9,7 @@ import pytest
 from autotune.report.study import study_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
+from tests.report.sample_study import but
 
 
 def text_of(study: Study, width: int = 80) -> str:
@@ -68,7 +69,7 @@ def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
 def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study) -> None:
     assert "came after this answer" not in text_of(study)
     assert study.result is not None
-    older = replace(study, result=replace(study.result, probes=study.result.probes - 2))
+    older = replace(study, result=but(study.result, probes=study.result.probes - 2))
     assert "A search has continued since: 2 probes came after this answer." in text_of(older)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind, Overflow
@@ -20,7 +19,10 @@ from autotune.runners.portable import PortableRunner
 from autotune.runners.runner import ProbeFault
 from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+
+techniques = find_techniques()
 
 MODEL = Path(__file__).parent.parent / "models" / "faulty.py"
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)

@@ -6,14 +6,16 @@ import sys
 
 import pytest
 
-from autotune import techniques
+from autotune.records.check import Check
 from autotune.records.outcome import Kind
-from autotune.records.result import Check
 from autotune.records.settings import ProbeSettings
 from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
 PRETEND = """

@@ -7,15 +7,17 @@ import autotune.devices
 import autotune.probe.checks
 import autotune.probe.inspection
 import autotune.session
-from autotune import techniques
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.tuning.inspecting import inspection_failed
 from autotune.units import GIB
+
+techniques = find_techniques()
 
 
 class Card(CpuDevice):

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.trial import Trial
 from autotune.study.failures import KnownHangs, retryable, what_stands
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
 
+techniques = find_techniques()
 OBJECTIVE = Throughput(memory_limit_bytes=2**30, headroom=0.05)
 CONFIG = Config((("batch_size", 4), ("accumulation_steps", 1)))
 OTHER = Config((("batch_size", 8), ("accumulation_steps", 1)))

@@ -13,8 +13,8 @@ import optuna
 import pytest
 
 from autotune.errors import StudyError
+from autotune.records.measured import Dropped
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import Dropped
 from autotune.study.reading import load_study
 from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, measured, write_study
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.task.batches import tensors
-from autotune.techniques import UnsupportedError
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.device_prefetch import Copier, DevicePrefetch, ahead, memory_on
 from tests.batches_of_any_kind import BELIEVED
+
+techniques = find_techniques()
 
 GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 

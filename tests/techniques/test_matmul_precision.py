@@ -9,10 +9,12 @@ from autotune import prepare
 from autotune.devices.cuda import CudaDevice
 from autotune.probe.runs import exact_convolutions
 from autotune.records.calibration import Calibration, Rate
-from autotune.techniques import keep_settings
+from autotune.techniques import find_techniques
 from autotune.techniques.matmul_precision import MatmulPrecision
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
+
+keep_settings = find_techniques().keep_settings
 
 
 def linear() -> torch.nn.Module:

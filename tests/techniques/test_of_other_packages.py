@@ -13,7 +13,7 @@ import pytest
 
 import autotune
 from autotune.errors import ConfigError
-from autotune.techniques.discovery import Registry
+from autotune.techniques import find_techniques
 
 PACKAGE = Path(autotune.__file__).parent
 NAME = "skip_naps"
@@ -211,7 +211,7 @@ def test_one_that_is_broken_is_an_error_that_says_how_to_get_rid_of_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "naps", raising=False)
     with pytest.raises(ConfigError) as caught:
-        len(Registry())
+        find_techniques.__wrapped__()
     assert expected in str(caught.value) and "`pip uninstall naps-for-autotune`" in str(caught.value)
 
 

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from autotune import prepare
-from autotune.techniques import REGISTRY, Phase, complete, keep_settings
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques import compile as techniques_compile
 
 from .kinds import KINDS
+
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
+keep_settings = find_techniques().keep_settings
 
 # Choices that can be applied on a CPU, be it that only a GPU gains by them.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -101,14 +105,14 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_technique_that_acts_on_gradients_is_tried() -> None:
     """What trains something else on purpose has tests of its own."""
-    acting = {t.name for t in REGISTRY.values() if t.phase not in (Phase.TASK, Phase.LOADER)}
+    acting = {t.name for t in TECHNIQUES.values() if t.phase not in (Phase.TASK, Phase.LOADER)}
     assert acting == CHOICES.keys() | NO_GRADIENT_ON_A_CPU
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "choice", "partner"), list(cases()))
 def test_it_trains_as_without_it(skip_unsupported: Any, kind: str, name: str, choice: Any, partner: str) -> None:
-    technique = REGISTRY[name]
+    technique = TECHNIQUES[name]
     if technique.is_redundant(complete({name: choice, **PARTNERS[partner]})):
         pytest.skip("not searched together")
     config = {name: choice, **PARTNERS[partner]}

@@ -23,6 +23,7 @@ from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _train_samples
 from autotune.tuning.resuming import Kept, fingerprint
@@ -45,7 +46,9 @@ GIB = 2**30
 
 def stated(found: Inspection | None = None, early: Fingerprint | None = None) -> SearchFacts:
     """What a search of that task says of itself."""
-    return SearchFacts(fingerprint=fingerprint(found or inspection(facts=FACTS), early or Fingerprint()))
+    return SearchFacts(
+        fingerprint=fingerprint(found or inspection(facts=FACTS), find_techniques(), early or Fingerprint())
+    )
 
 
 def asked(source: TaskSource, stored: StudyFacts | None = None, **options: Any) -> dict[str, str | int]:
@@ -80,9 +83,9 @@ def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() ->
 
 
 def test_an_answer_carries_what_was_asked_through_json() -> None:
-    from tests.report.sample_study import answer
+    from tests.report.sample_study import answer, but
 
-    result = dataclasses.replace(answer("sqlite:///gpt.db"), asked={"device": "cpu", "global_batch": 512})
+    result = but(answer("sqlite:///gpt.db"), asked={"device": "cpu", "global_batch": 512})
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     without = {key: value for key, value in result.to_dict().items() if key != "asked"}  # of an older study
     assert Result.from_dict(without).asked == {}

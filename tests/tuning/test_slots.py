@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from autotune.records.batch_plan import describe_batch
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import Proposal
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault
 from autotune.space import build_space
 from autotune.study.reading import load_study
-from autotune.techniques.labels import describe
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import answer
 from tests.closed_form import ClosedFormRunner, inspection, make_search
@@ -113,7 +114,7 @@ def test_each_trial_keeps_where_it_ran_and_which_probes_ran_beside_it(tmp_path):
 
 
 def label_of(trial):
-    return f"probe of {describe(trial.config)} on {trial.outcome.slot}"
+    return f"probe of {describe_batch(trial.config)} on {trial.outcome.slot}"
 
 
 def test_the_play_off_keeps_to_one_slot(tmp_path):
@@ -139,4 +140,4 @@ def test_a_job_gets_the_slot_that_it_asks_for_or_none():
 
 
 def search_space():
-    return build_space(FOUND, fix={}, include=(), exclude=())[0]
+    return build_space(FOUND, find_techniques())[0]

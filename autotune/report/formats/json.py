@@ -1,4 +1,4 @@
-"""A study as JSON: figures and not their words."""
+"""A study as JSON: the figures themselves, not the words for them."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ import pytest
 
 from autotune import notebook
 from autotune.records.config import Config
-from autotune.records.result import Dropped, Ranking
+from autotune.records.measured import Dropped
+from autotune.records.result import Ranking
 from autotune.records.study import Fingerprint
 from autotune.report import plots
 from autotune.report.formats.html import render
 from autotune.report.html import STYLE
 from autotune.study.reading import Study
+from tests.report.sample_study import but
 
 pytest.importorskip("matplotlib")
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -94,7 +96,7 @@ def hostile(study: Study) -> Study:
         config = Config(tuple(choosing(probe.config.as_dict()).items()))
         probes.append(replace(probe, config=config, reason=HOSTILE, outcome=outcome))
     (check,), (finalist, *_) = study.result.checks, study.result.finalists
-    result = replace(
+    result = but(
         study.result,
         config=choosing(study.result.config),
         baseline=replace(study.result.baseline, config=choosing(study.result.baseline.config)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autotune.records.front import pareto_front
+from autotune.records.measured import pareto_front
 
 
 def test_no_points_have_an_empty_front() -> None:

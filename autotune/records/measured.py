@@ -1,0 +1,100 @@
+"""Configs with what fresh processes found them to do, in training and where they evaluate; and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.records.config import Choice
+from autotune.records.formats import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A config and what fresh processes found it to do. `samples_per_s_ci` is a 95 % interval (low, high)."""
+
+    config: dict[str, Choice]
+    samples_per_s: float
+    samples_per_s_ci: tuple[float, float]
+    peak_bytes: int
+    step_s: float
+    num_processes: int  # fresh processes behind the figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped(Measured):
+    """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
+
+    dropped: str  # why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival(Measured):
+    """The best of those that played against a baseline that is kept, with its throughput over the baseline's."""
+
+    speedup: float
+    speedup_ci: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Record):
+    """One process that evaluated in batches of `eval_batch_size` samples.
+
+    Attributes:
+        kind: how it ended, as an outcome's; `cause` says why, where it failed.
+        fits: it ran, within the memory limit less headroom.
+        samples_per_s, samples_per_s_ci, peak_bytes: None where it failed.
+    """
+
+    eval_batch_size: int
+    kind: str
+    fits: bool
+    samples_per_s: float | None = None
+    samples_per_s_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The batch size with which the answer's techniques evaluate fastest: forward passes without gradients.
+
+    Attributes:
+        eval_batch_size: the smallest of those that are as fast as the fastest; None where none was found, and so are all
+            figures.
+        peak_bytes: of its processes. Each took a training step of a few samples first, so the optimizer's state counts.
+        num_processes: fresh processes behind the figures.
+        tried: every process, in order.
+        unfinished: why no more was tried; empty where enough is known.
+    """
+
+    eval_batch_size: int | None = None
+    samples_per_s: float | None = None
+    samples_per_s_ci: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    num_processes: int = 0
+    tried: tuple[Evaluated, ...] = ()
+    unfinished: str = ""
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other point beats, by increasing memory.
+
+    A point beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal
+    points the first is kept.
+
+    Args:
+        points: (memory, throughput) pairs; less of the first and more of the second is better.
+    """
+    by_memory = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1], index))
+    front: list[int] = []
+    for index in by_memory:
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
+    """The configs that no other beats in both memory and throughput, by increasing memory."""
+    points = list(measured)
+    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
