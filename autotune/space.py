@@ -16,7 +16,8 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Ba
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.world import ALONE, World
-from autotune.techniques import Expectation, Phase, Technique, Techniques
+from autotune.techniques import Phase, Technique, Techniques
+from autotune.techniques.expectation import Expectation
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 

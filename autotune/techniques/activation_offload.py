@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
-from autotune.techniques.block_chains import blocks_of, is_layer, thinned
+from autotune.techniques.block_chains import blocks_of, is_layer, numbers_up_to
 from autotune.techniques.forward import Forward
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.units import plural
@@ -56,7 +56,7 @@ class ActivationOffload(Technique):
         return "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
-        return (0, *thinned(len(_blocks(setting.task, setting.model))))
+        return (0, *numbers_up_to(len(_blocks(setting.task, setting.model))))
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks."""

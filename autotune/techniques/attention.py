@@ -47,7 +47,7 @@ class Attention(Technique):
             {
                 "sdpa": {At.MODEL: "use_implementation(model, {places})"},
                 "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
-                **{kernel: {At.STEP: f"preferring({backend!r})"} for kernel, backend in _BACKENDS.items()},
+                **{kernel: {At.STEP: f"prefer_kernel({backend!r})"} for kernel, backend in _BACKENDS.items()},
             }
         ),
     )
@@ -142,7 +142,7 @@ def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
         module.set_attn_implementation("sdpa")
 
 
-def preferring(backend: str) -> AbstractContextManager[Any]:
+def prefer_kernel(backend: str) -> AbstractContextManager[Any]:
     """A context in which torch tries that kernel of `scaled_dot_product_attention` first, and then the others."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -137,7 +137,7 @@ def _most_layers(chains: list[Chain]) -> int:
     return max(map(_num_layers, chains), default=0)
 
 
-def thinned(num_blocks: int) -> list[int]:
+def numbers_up_to(num_blocks: int) -> list[int]:
     """1 to `num_blocks`; of more than 8 blocks 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `num_blocks` itself."""
     if num_blocks <= _EVERY_CHOICE_UP_TO:
         return list(range(1, num_blocks + 1))

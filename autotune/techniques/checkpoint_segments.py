@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
-from autotune.techniques.block_chains import Chain, blocks_of, is_layer, thinned
+from autotune.techniques.block_chains import Chain, blocks_of, is_layer, numbers_up_to
 from autotune.techniques.frameworks import TRANSFORMERS, At, Lines, Table, Unsaid, words
 from autotune.techniques.recomputation import Checkpointed, Segments
 from autotune.units import plural
@@ -74,7 +74,7 @@ class CheckpointSegments(Technique):
         return "" if ran else "the model does not call its repeated blocks as modules"
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
-        return (0, *thinned(len(blocks_of(setting.task, setting.model).blocks)))
+        return (0, *numbers_up_to(len(blocks_of(setting.task, setting.model).blocks)))
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks, and of the `Sequential` that holds them."""

@@ -134,7 +134,7 @@ class Lines(Words):
 
     lines: Mapping[At, str]
 
-    def write(self, choice: Choice) -> dict[str, Any]:
+    def write(self, choice: Choice) -> dict[str, Any] | None:
         literal = json.dumps(choice) if isinstance(choice, str) else repr(choice)
         return {place: text.replace("{choice}", literal) for place, text in self.lines.items()}
 

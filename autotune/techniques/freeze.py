@@ -23,6 +23,13 @@ _BLOCKS = re.compile(r"blocks:([1-9]\d*)")
 _PARTS = 4  # in which the chain of blocks is offered, where the task names nothing: each ranking takes time of its own
 
 
+class _LinesForNames(Lines):
+    """For what names parts of the model; which the first blocks are, only the model says."""
+
+    def write(self, choice: Choice) -> dict[str, Any] | None:
+        return None if _BLOCKS.search(str(choice)) else super().write(choice)
+
+
 class Freeze(Partition):
     """`requires_grad_(False)` on a part of the model when it is built, and nothing else.
 
@@ -41,18 +48,12 @@ class Freeze(Partition):
     listed_choices = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
     applies = "if included: named modules, or a chain of blocks"
     order = 20
-    frameworks = words(torch=Lines({At.MODEL: "freeze(model, {choice})"}))
+    frameworks = words(torch=_LinesForNames({At.MODEL: "freeze(model, {choice})"}))
 
     def label(self, choice: Choice) -> str:
         blocks = _BLOCKS.fullmatch(str(choice))
         what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
         return f"{what} frozen"
-
-    def write(
-        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
-    ) -> dict[str, Any] | None:
-        """What names parts of the model; which the first blocks are, only the model says."""
-        return None if _BLOCKS.search(str(choice)) else super().write(framework, choice, choices, optimizer=optimizer)
 
     def support(self, setting: Setting) -> Support:
         """What the task names, else up to four leading parts of its chain of blocks."""

@@ -122,7 +122,7 @@ def _safe_in(build: Build, num_samples: int) -> list[Any]:
 
 def _safe(task: Task, model: torch.nn.Module, batches: Sequence[Any], contexts: Contexts = ()) -> list[Any]:
     """The modules that may overwrite their input, by what training passes of `batches` do, each with its own random draws."""
-    from autotune.techniques.tensors.overwriting import overwritable
+    from autotune.techniques.tensors.overwriting import find_overwritable
 
     def train() -> None:
         for batch in batches:
@@ -131,7 +131,7 @@ def _safe(task: Task, model: torch.nn.Module, batches: Sequence[Any], contexts: 
     if not (candidates := _candidates(model)):
         return []
     with copies_stand_in(buffers_of((model,))):
-        return overwritable(candidates, train)
+        return find_overwritable(candidates, train)
 
 
 def _train(task: Task, model: torch.nn.Module, batch: Any, contexts: Contexts = ()) -> None:

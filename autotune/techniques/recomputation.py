@@ -25,16 +25,17 @@ class Recomputed(Forward):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self.keep: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None
-        self.constant: set[Place] = set()  # buffers that forward passes were seen to leave alone
+        self.constant: set[Place] = set()
 
     def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
         """The result of `function`, which calls `modules` and runs again in the backward pass."""
         from torch.utils.checkpoint import checkpoint
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            buffers = _Buffers(modules, self.constant)
+            before: dict[Place, torch.Tensor] = {}
             first, again = (nullcontext(), nullcontext()) if self.keep is None else self.keep()
-            return _within(buffers.recorded(), first), _EachTime(buffers.replayed, again)
+            first = _within(remember_buffers(modules, before, self.constant), first)
+            return first, _EachTime(partial(copies_stand_in, before), again)
 
         # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
         # random state it keeps.
@@ -94,39 +95,30 @@ class Segments(Recomputed):
         return value
 
 
-class _Buffers:
-    """Lets a forward pass that is run twice change the buffers once.
+@contextmanager
+def remember_buffers(
+    modules: tuple[torch.nn.Module, ...], before: dict[Place, torch.Tensor], constant: set[Place]
+) -> Iterator[None]:
+    """Around a first pass: remember what the buffers that it changes were before, so that they change once in two passes.
 
     Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
     the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
     this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
+
+    Args:
+        constant: buffers that passes were seen to leave alone, such as masks; these are not copied. It is kept up to date.
     """
-
-    def __init__(self, modules: tuple[torch.nn.Module, ...], constant: set[Place]) -> None:
-        self.places = list(buffers_of(modules))
-        self.constant = constant
-        self.before: dict[Place, torch.Tensor] = {}
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around the first pass: remember the buffers that it changes. Known constants (masks) are not copied."""
-        originals = [
-            (place, buffer, buffer._version) for place in self.places if (buffer := _buffer(place)) is not None
-        ]
-        copies = {place: buffer.detach().clone() for place, buffer, _ in originals if place not in self.constant}
-        try:
-            yield
-        finally:
-            for place, buffer, version in originals:
-                if _buffer(place) is buffer and buffer._version == version and not _may_be_statistics(buffer):
-                    self.constant.add(place)
-                else:
-                    self.constant.discard(place)
-                    self.before[place] = copies.get(place, buffer)
-
-    def replayed(self) -> AbstractContextManager[None]:
-        """Around the recomputation: the remembered values stand in."""
-        return copies_stand_in(self.before)
+    originals = [(place, buffer, buffer._version) for place, buffer in buffers_of(modules).items()]
+    copies = {place: buffer.detach().clone() for place, buffer, _ in originals if place not in constant}
+    try:
+        yield
+    finally:
+        for place, buffer, version in originals:
+            if _buffer(place) is buffer and buffer._version == version and not _may_be_statistics(buffer):
+                constant.add(place)
+            else:
+                constant.discard(place)
+                before[place] = copies.get(place, buffer)
 
 
 def buffers_of(modules: tuple[torch.nn.Module, ...]) -> dict[Place, torch.Tensor]:

@@ -24,21 +24,27 @@ def config(**choices):
     return techniques.complete({"batch_size": 4, "accumulation_steps": 1, **choices})
 
 
-@pytest.fixture
-def prober(tmp_path):
-    with LocalRunner(source("faulty.py"), logs=tmp_path) as prober:
+@pytest.fixture(scope="module")
+def prober(tmp_path_factory):
+    """Its process lives through what the traces of other tests do to theirs, and imports torch once for all of them."""
+    with LocalRunner(source("faulty.py"), logs=tmp_path_factory.mktemp("faulty")) as prober:
         yield prober
 
 
-def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(tmp_path):
+@pytest.fixture(scope="module")
+def partly_frozen(tmp_path_factory):
+    with LocalRunner(source("partly_frozen.py"), logs=tmp_path_factory.mktemp("partly_frozen")) as prober:
+        yield prober
+
+
+def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(partly_frozen):
     configs = [
         config(batch_size=size, checkpoint_segments=segments, optimizer_impl=implementation)
         for size in (1, 4, 16)
         for segments in (0, 2)
         for implementation in ("default", "foreach")
     ]
-    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
-        traces = prober.trace(configs, "cpu", timeout_s=100)
+    traces = partly_frozen.trace(configs, "cpu", timeout_s=100)
     assert traces.failures == {}
     assert len(traces.models) == len(traces.updates) == 2
     assert all(traces.peak(config, find_techniques()) is not None for config in configs)
@@ -55,24 +61,25 @@ def test_a_group_whose_trace_crashes_and_the_others_are_told_apart(prober):
     assert len(traces.failures) == 1
 
 
-def test_a_technique_says_why_its_memory_is_learned_from_probes(tmp_path):
+def test_a_technique_says_why_its_memory_is_learned_from_probes(partly_frozen):
     configs = [config(), config(optimizer_in_backward=True)]
-    with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
-        traces = prober.trace(configs, "cpu", timeout_s=100)
+    traces = partly_frozen.trace(configs, "cpu", timeout_s=100)
     assert "not traced" in traces.failures["optimizer: optimizer_in_backward=True"]
     assert traces.peak(configs[0], find_techniques()) is not None and traces.peak(configs[1], find_techniques()) is None
 
 
 @pytest.mark.arithmetic
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_what_the_processor_emulates_is_not_traced_and_the_reason_is_said(avx2, tmp_path, amp):
+def test_what_the_processor_emulates_is_not_traced_and_the_reason_is_said(avx2, tmp_path):
+    short = [config(amp="bf16"), config(amp="fp16")]
     with LocalRunner(source("partly_frozen.py"), logs=tmp_path) as prober:
-        traces = prober.trace([config(), config(amp=amp)], "cpu", timeout_s=100)
-        on_gpu = prober.trace([config(amp=amp)], "cuda", timeout_s=100)
+        traces = prober.trace([config(), *short], "cpu", timeout_s=100)
+        on_gpu = prober.trace(short, "cuda", timeout_s=100)
     assert traces.peak(config(), find_techniques()) is not None
-    assert traces.peak(config(amp=amp), find_techniques()) is None
-    assert f"emulates {amp}" in traces.failures[f"model: amp={amp}"]
-    assert on_gpu.peak(config(amp=amp), find_techniques()) is not None  # its arithmetic is not this processor's
+    for each in short:
+        amp = each["amp"]
+        assert traces.peak(each, find_techniques()) is None
+        assert f"emulates {amp}" in traces.failures[f"model: amp={amp}"]
+        assert on_gpu.peak(each, find_techniques()) is not None  # its arithmetic is not this processor's
 
 
 def test_a_time_out_keeps_what_was_found_and_another_call_goes_on(prober):

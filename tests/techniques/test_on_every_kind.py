@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,13 +53,14 @@ COSINE = 0.995  # of 8 significant bits in models as small as these
 
 
 def cases() -> Iterator[Any]:
+    """How the optimizer steps meets ordinary gradients, of whatever model is compiled: on one kind often, on the others slow."""
     for name, choices in CHOICES.items():
-        for choice in choices:
-            for partner, config in PARTNERS.items():
-                if name not in config:
-                    often = partner == "alone" or choice == choices[-1]
-                    marks = () if often else (pytest.mark.slow,)
-                    yield pytest.param(name, choice, partner, id=f"{name}={choice}-{partner}", marks=marks)
+        for choice, (partner, config), kind in product(choices, PARTNERS.items(), KINDS):
+            if name not in config:
+                often = partner == "alone" or choice == choices[-1]
+                alike = partner == "compile" and name in ("optimizer_impl", "optimizer_state") and kind != "transformer"
+                marks = () if often and not alike else (pytest.mark.slow,)
+                yield pytest.param(kind, name, choice, partner, id=f"{name}={choice}-{partner}-{kind}", marks=marks)
 
 
 @cache
@@ -109,8 +111,7 @@ def test_every_technique_that_acts_on_gradients_is_tried() -> None:
     assert acting == CHOICES.keys() | NO_GRADIENT_ON_A_CPU
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "choice", "partner"), list(cases()))
+@pytest.mark.parametrize(("kind", "name", "choice", "partner"), list(cases()))
 def test_it_trains_as_without_it(skip_unsupported: Any, kind: str, name: str, choice: Any, partner: str) -> None:
     technique = TECHNIQUES[name]
     if technique.is_redundant(complete({name: choice, **PARTNERS[partner]})):
