@@ -159,13 +159,7 @@ class _Job:
         return found
 
     def _micro_steps(self, group: Group) -> MicroSteps:
-        """The micro batches of one group: traced, or put together from those of others."""
-        return self._recomputed(group) or self.tracer.micro_steps(
-            self.techniques.complete(dict(group)), *self.sizes, check=not group
-        )
-
-    def _recomputed(self, group: Group) -> MicroSteps | None:
-        """Put together those of a group that recomputes some of the blocks; None where it does not, or where they do not fit."""
+        """The micro batches of one group: put together from those of others where it recomputes some blocks, else traced."""
         for name, choice in group:
             found = self.tracer.recomputation(self.techniques[name], choice)
             if found is None or choice == found.each:
@@ -173,8 +167,10 @@ class _Job:
             none = tuple(pair for pair in group if pair[0] != name)
             each = tuple((other, found.each if other == name else c) for other, c in group)
             with contextlib.suppress(TraceError):
-                return recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
-        return None
+                steps = recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
+                if steps is not None:
+                    return steps
+        return self.tracer.micro_steps(self.techniques.complete(dict(group)), *self.sizes, check=not group)
 
     @cached_property
     def tracer(self) -> Tracer:

@@ -60,18 +60,18 @@ def plan_traces(configs: Iterable[Config], techniques: Techniques) -> Plan:
     with it, then what switches on the least.
     """
     configs = list(configs)
-    models = sorted(dict.fromkeys([(), *(techniques.switched_on(config, Phase.MODEL) for config in configs)]), key=len)
-    updates = sorted(
-        dict.fromkeys([(), *(techniques.switched_on(config, Phase.OPTIMIZER) for config in configs)]), key=len
-    )
-    sizes = sorted({config.batch_size for config in configs})
-    trained = techniques.switched_on(configs[0], Phase.TASK) if configs else ()
+
+    def groups(phase: Phase) -> tuple[Group, ...]:
+        found = dict.fromkeys([(), *(techniques.switched_on(config, phase) for config in configs)])
+        return tuple(sorted(found, key=len))
+
+    updates = groups(Phase.OPTIMIZER)
     return Plan(
-        models=tuple(models),
-        updates=tuple(updates),
-        batch_sizes=tuple(sizes),
-        trained=trained,
-        simulated=tuple(updates),
+        models=groups(Phase.MODEL),
+        updates=updates,
+        batch_sizes=tuple(sorted({config.batch_size for config in configs})),
+        trained=techniques.switched_on(configs[0], Phase.TASK) if configs else (),
+        simulated=updates,
     )
 
 
