@@ -71,10 +71,7 @@ def inspect_task(
         ConfigError: the task has no such thing to train.
         Exception: memory ran out before anything was trained, or because others hold it.
     """
-    opened = open_device(device) if isinstance(device, str) else device
-    opened.enter()  # from here on CUDA itself says which GPU this is
-    if memory_limit_bytes is not None:
-        opened.limit_memory(memory_limit_bytes)
+    opened = _enter(device, memory_limit_bytes)
     info, outside_bytes = opened.info(), opened.outside_bytes()
     techniques = find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
@@ -100,17 +97,7 @@ def inspect_task(
             coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
             report(Progress())
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
-    setting = Setting(
-        task=task,
-        device=opened,
-        model=model,
-        optimizer=task.optimizer(model),
-        batch=few,
-        baseline=baseline.as_dict(),
-        global_batch=task.global_batch,
-        dataset_size=facts.dataset_size,
-        calibration=Calibration.from_dict(calibration or {}),
-    )
+    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
     batch = _batch_support(setting, baseline.plan_in(world), coupling)
     warning = batch.reason if batch.stays_whole else batch.sizes_reason if batch.optional_sizes else ""
     return Inspection(
@@ -130,6 +117,38 @@ def inspect_task(
         world=world,
         signature=signature,
     ).to_dict()
+
+
+def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:
+    """The device, entered by this process and limited."""
+    opened = open_device(device) if isinstance(device, str) else device
+    opened.enter()  # from here on CUDA itself says which GPU this is
+    if memory_limit_bytes is not None:
+        opened.limit_memory(memory_limit_bytes)
+    return opened
+
+
+def _setting(
+    task: Task,
+    device: Device,
+    model: torch.nn.Module,
+    few: Any,
+    baseline: Config,
+    dataset_size: int | None,
+    calibration: dict[str, Any] | None,
+) -> Setting:
+    """What techniques are asked about."""
+    return Setting(
+        task=task,
+        device=device,
+        model=model,
+        optimizer=task.optimizer(model),
+        batch=few,
+        baseline=baseline.as_dict(),
+        global_batch=task.global_batch,
+        dataset_size=dataset_size,
+        calibration=Calibration.from_dict(calibration or {}),
+    )
 
 
 def _coupling(
