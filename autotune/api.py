@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.devices.cards import card_of
@@ -42,23 +41,24 @@ from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.recorded import Table
-from autotune.runners.runner import Runner, Stated
+from autotune.runners.runner import Runner
 from autotune.space import build_space
+from autotune.study.caches import TraceCache
 from autotune.study.place import place_of
-from autotune.study.traces import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques, find_techniques
 from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
-from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.capacity import answer
 from autotune.tuning.events import Listener, Listeners
-from autotune.tuning.inspecting import inspect
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.search import search as run_search
 from autotune.tuning.tracing import Tracing
 from autotune.units import format_seconds
 
 LOGS = Path("studies")
+Asked = TypeVar("Asked", PredictOptions, ExplainOptions)
 
 
 @takes(SearchOptions)
@@ -84,7 +84,7 @@ def search(
         AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
-    total_bytes = _total_bytes if runner is None else lambda device: runner.device().total_bytes
+    total_bytes = _total_bytes if runner is None else lambda device: runner.slots()[0].device.total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
     return run_search(
         TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s
@@ -121,9 +121,8 @@ def search_command(
         global_batch=asked.global_batch,
         baseline=asked.baseline,
     )
-    with techniques.REGISTRY.only(runner.switches):
-        plain = replace(asked, device="auto", global_batch=None)
-        return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
+    plain = replace(asked, device="auto", global_batch=None)
+    return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 
 @takes(ProbeOptions)
@@ -181,42 +180,41 @@ def _run_one(
     logs: Path,
     on_warning: Callable[[str], None],
 ) -> Outcome:
-    techniques.complete(config)  # refuses a typo before anything takes seconds
+    find_techniques().complete(config)  # refuses a typo before anything takes seconds
     source = _source(task, options.global_batch)
     place = logs / source.name
     local = LocalRunner(
         source, device=options.device, logs=place.with_suffix(".logs"), compiled=place.with_suffix(".compiled")
     )
-    free_bytes = local.device().free_bytes  # before a supervisor holds what each probe's limit counts, too
+    free_bytes = local.slots()[0].device.free_bytes  # before a supervisor holds what each probe's limit counts, too
     with local as runner:
         settings = ProbeSettings(
             memory_limit_bytes=options.memory_limit_bytes or free_bytes,
             num_steps=num_steps,
             timeout_s=options.timeout_s,
         )
-        complete = _complete(config, runner.stated)
+        complete = _complete(config, runner)
         job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
-            trained=techniques.trained(complete),
+            trained=runner.techniques.trained(complete),
         )
         with contextlib.suppress(JobFailed):  # why, the probe will tell better
             inspection = runner.run(job)
-            _require_support(complete, inspection)
+            _require_support(complete, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
         return runner.probe(complete, settings)
 
 
-def _require_support(config: Config, inspection: Inspection) -> None:
+def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:
     """Raise ConfigError for a technique of the config that does not apply. A number need not be among those searched."""
     switched = {}
-    for name, technique in techniques.REGISTRY.items():
+    for name, choice in techniques.switched_on(config):
         support = inspection.support_of(name)
-        applies = {*support.choices, *support.optional} - {technique.off}
-        if config[name] != technique.off and not (technique.ordered and applies):
-            switched[name] = config[name]
-    build_space(inspection, fix=switched, include=(), exclude=())
+        if not techniques[name].ordered or not {*support.choices, *support.optional} - {techniques[name].off}:
+            switched[name] = choice
+    build_space(inspection, techniques, fix=switched)
 
 
 @takes(SweepOptions)
@@ -263,33 +261,26 @@ def predict(
             before, or where the host's memory ran out.
     """
     started = time.monotonic()
-    device, gpu = str(options.get("device", "auto")), options.get("gpu")
-    info = _target(gpu, device)
-    asked = PredictOptions.of(options, total_bytes=lambda device: info.total_bytes)
-    limit = asked.memory_limit_bytes or info.free_bytes
-    techniques.complete(config or {})  # refuses a typo before anything takes seconds
+    asked, info = _of_a_target(PredictOptions, options, config)
+    ends = started + asked.timeout_s
     source = _source(task, asked.global_batch)
-
-    def left_s() -> float:
-        return max(0.0, asked.timeout_s - (time.monotonic() - started))
-
-    with _tracing(source, device if gpu is None else "cpu", logs, asked.timeout_s) as runner:
-        only = None if config is None else _complete(config, runner.stated)
-        calibration, _ = calibrate_device(runner, info, logs) if gpu is None else (NOT_MEASURED, "")
+    with _tracing(source, asked.device if asked.gpu is None else "cpu", logs, asked.timeout_s) as runner:
+        only = None if config is None else _complete(config, runner)
+        calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
             memory_limit_bytes=None,
-            timeout_s=left_s(),
+            timeout_s=max(0.0, ends - time.monotonic()),
             calibration=calibration,
-            absent=None if gpu is None else info,
-            trained={} if only is None else techniques.trained(only),
+            absent=None if asked.gpu is None else info,
+            trained={} if only is None else runner.techniques.trained(only),
             trains=False,
         )
         inspection = inspect(runner, job, asked.timeout_s)
-        space, _ = build_space(inspection, fix={}, include=(), exclude=())
+        space, _ = build_space(inspection, runner.techniques)
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
-        cache = TraceCache(logs, inspection.facts, target, sizes, techniques.trained(space.baseline))
-        tracing = Tracing(runner, lambda: configs, target, cache, left_s())
+        cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline))
+        tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()))
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
             return answer(
@@ -297,29 +288,22 @@ def predict(
                 space,
                 traces,
                 only,
-                memory_limit_bytes=limit,
+                memory_limit_bytes=asked.memory_limit_bytes or info.free_bytes,
                 headroom=asked.headroom,
                 ended_after_s=asked.timeout_s if late else None,
                 trace_s=tracing.wall_s,
                 wall_s=time.monotonic() - started,
             )
 
-        tracing.advance(tracing.max_s, _once_plain_is_known(lambda traces: on_first(predicted(traces)), only is None))
+        waiting = [on_first] if only is None else []
+
+        def watch(traces: Traces) -> None:
+            if traces.knows_plain and waiting:
+                waiting.pop()(predicted(traces))
+
+        tracing.advance(tracing.max_s, watch)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")
     return predicted(tracing.traces.merged(Traces(target=target, failures=late)), late=bool(late))
-
-
-def _once_plain_is_known(tell: Callable[[Traces], None], is_asked: bool) -> Callable[[Traces], None]:
-    """Tells once, as soon as plain training is traced, where that is asked for."""
-    waits = is_asked
-
-    def watch(traces: Traces) -> None:
-        nonlocal waits
-        if waits and traces.knows_plain:
-            waits = False
-            tell(traces)
-
-    return watch
 
 
 @takes(ExplainOptions)
@@ -340,39 +324,47 @@ def explain(
     Raises:
         AutotuneError: as `probe` does.
     """
-    device, gpu = str(options.get("device", "auto")), options.get("gpu")
-    info = _target(gpu, device)
-    asked = ExplainOptions.of(options, total_bytes=lambda device: info.total_bytes)
-    techniques.complete(config or {})  # refuses a typo before anything takes seconds
+    asked, info = _of_a_target(ExplainOptions, options, config)
     source = _source(task, asked.global_batch)
-    limit = asked.memory_limit_bytes or info.free_bytes
-    if gpu is None:
-        trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
+    limit, settings = asked.memory_limit_bytes or info.free_bytes, None
+    if asked.gpu is None:
+        trainer: Runner = LocalRunner(source, device=asked.device, logs=logs / f"{source.name}.logs")
+        settings = ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
     else:
         trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
-        complete = None if config is None else _complete(config, runner.stated)
+        complete = None if config is None else _complete(config, runner)
         job = InspectJob(
-            memory_limit_bytes=limit if gpu is None else None,
+            memory_limit_bytes=limit if asked.gpu is None else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
-            absent=None if gpu is None else info,
-            trained={} if complete is None else techniques.trained(complete),
+            absent=None if asked.gpu is None else info,
+            trained={} if complete is None else runner.techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
-            trains=gpu is None,
+            trains=asked.gpu is None,
         )
         inspection = inspect(runner, job)
-        complete = complete or techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
-        _require_support(complete, inspection)
+        complete = complete or runner.techniques.complete(
+            inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
+        )
+        _require_support(complete, inspection, runner.techniques)
         return explaining.explain(
             runner,
             inspection,
             complete,
             target=target_of(info),
-            settings=ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
-            if gpu is None
-            else None,
+            settings=settings,
             timeout_s=asked.timeout_s,
         )
+
+
+def _of_a_target(
+    kind: type[Asked], options: Mapping[str, Any], config: Mapping[str, Choice] | None
+) -> tuple[Asked, DeviceInfo]:
+    """The options of a prediction or an explanation, and the device that it is for. Refuses a typo in `config`, too."""
+    info = _target(options.get("gpu"), str(options.get("device", "auto")))
+    asked = kind.of(options, total_bytes=lambda device: info.total_bytes)
+    find_techniques().complete(config or {})  # before anything takes seconds
+    return asked, info
 
 
 def _target(gpu: str | None, device: str) -> DeviceInfo:
@@ -409,7 +401,7 @@ def _source(task: Task | str | Path, global_batch: int | None) -> TaskSource:
     return source if global_batch is None else source.with_global_batch(global_batch)
 
 
-def _complete(config: Mapping[str, Choice], stated: Stated) -> Config:
+def _complete(config: Mapping[str, Choice], runner: Runner) -> Config:
     """A full config, with the baseline's batch where it names none. Raises ConfigError."""
-    choices = techniques.with_baseline_batch(config, stated.baseline)
-    return techniques.complete(choices, global_batch=stated.global_batch)
+    stated = runner.stated
+    return runner.techniques.complete(config, global_batch=stated.global_batch, baseline=stated.baseline)

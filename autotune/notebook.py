@@ -33,8 +33,9 @@ def _shown(sections: Callable[[Any], Iterable[Any]]) -> Callable[[Any], str]:
 
 def _of_result(result: Any) -> Iterable[Any]:
     from autotune.report.answer import answer_sections
+    from autotune.techniques import find_techniques
 
-    return answer_sections(result, model=result.subject.model)
+    return answer_sections(result, find_techniques(), model=result.subject.model)
 
 
 def _of_study(study: Any) -> Iterable[Any]:
@@ -45,5 +46,6 @@ def _of_study(study: Any) -> Iterable[Any]:
 
 def _of_prediction(prediction: Any) -> Iterable[Any]:
     from autotune.report.capacity import prediction_sections
+    from autotune.techniques import find_techniques
 
-    return prediction_sections(prediction)
+    return prediction_sections(prediction, find_techniques())

@@ -67,3 +67,13 @@ def keep_randomness(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, random and (where it is in use) numpy."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
 from autotune.coupling.buffers import Buffers, version_of
-from autotune.coupling.compare import SamplesOf, TypicalSamples, find_coupling
-from autotune.devices.oom import attempted_bytes, give_back
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import SamplesOf, TypicalSamples
+from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState
 from autotune.records.coupling import Coupling, Verdict
@@ -204,7 +206,12 @@ class Recovery:
             return None
         start = None
         with self._never_failing():
-            start = _Start(self, batch)
+            self._buffers.note()
+            start = _Start(
+                with_gradient=next((p for p in self._parameters if p.grad is not None), None),
+                inputs=[(tensor, version_of(tensor)) for tensor in tensors(batch)],
+                random=RandomState(self._device.torch_device),
+            )
             if start.with_gradient is not None and not self._has_warned:
                 self._has_warned = True
                 _LOG.warning(
@@ -245,7 +252,7 @@ class Recovery:
             parameter.grad = None
         self._buffers.restore()
         start.random.restore()
-        give_back(self._device)
+        self._device.give_back()
 
 
 _CANNOT = "autotune cannot take the step again in smaller micro batches"
@@ -255,20 +262,18 @@ _BATCH_STATISTICS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Start:
     """What a step that begins now can be judged and undone by.
 
     Attributes:
         with_gradient: a parameter that has a gradient already.
         inputs: the tensors of the batch, with their versions.
-        random: the random state.
     """
 
-    def __init__(self, recovery: Recovery, batch: StepBatch) -> None:
-        self.with_gradient = next((p for p in recovery._parameters if p.grad is not None), None)
-        self.inputs = [(tensor, version_of(tensor)) for tensor in tensors(batch)]
-        self.random = RandomState(recovery._device.torch_device)
-        recovery._buffers.note()
+    with_gradient: torch.nn.Parameter | None
+    inputs: Sequence[tuple[torch.Tensor, int | None]]
+    random: RandomState
 
 
 def _bytes_of(micro_batch: Any) -> int:

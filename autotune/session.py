@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 import torch
 
-from autotune import techniques
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
-from autotune.evaluation import Evaluator
+from autotune.evaluator import Evaluator
 from autotune.records.config import Choice, Config
+from autotune.records.world import ALONE, World
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
+from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build
 
 
@@ -33,6 +34,7 @@ class Session:
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
         config: the config that was applied.
         device: the torch device.
+        world: the processes that train the model together, this one among them.
         scaler: GradScaler for fp16, else None.
         evaluator: evaluates single batches; `evaluate` takes a whole loader.
         ready: what a forward pass is given and runs in, as the config says.
@@ -43,6 +45,7 @@ class Session:
         self.task = build.task
         self.config = build.config
         self.device = build.device.torch_device
+        self.world = build.world
         self.model = build.model
         accumulates(build.model, build.config.accumulation_steps)
         self.optimizer = build.optimizer
@@ -89,8 +92,10 @@ class Session:
         plain training: NaN and zero for torch's cross entropy.
         """
         micro_batches = self._micro_batches(batch)
-        if self.task.takes_whole_steps:
-            return self._whole_step(micro_batches)
+        if self.task.takes_whole_steps:  # updates included
+            (whole,) = micro_batches
+            with self.ready(whole) as ready:
+                return self.task.whole_step(self.model, self.optimizer, ready)
         if len(micro_batches) > 1 and self._one_micro_batch:
             raise ConfigError(
                 f"this batch makes {len(micro_batches)} micro batches, but {self._one_micro_batch}; step on at most "
@@ -150,12 +155,6 @@ class Session:
                 for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         return self.evaluator.means(data)
-
-    def _whole_step(self, micro_batches: StepBatch) -> torch.Tensor:
-        """The task's own `train_step`, updates included."""
-        (batch,) = micro_batches
-        with self.ready(batch) as ready:
-            return self.task.whole_step(self.model, self.optimizer, ready)
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
@@ -272,6 +271,7 @@ def prepare(
     device: str | Device = "auto",
     global_batch: int | None = None,
     on_oom: Literal["halve", "raise"] = HALVE,
+    world: World = ALONE,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
 
@@ -287,6 +287,7 @@ def prepare(
             halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
             and 0.1 ms with 800 parameters and 100 buffers.
+        world: the processes that train the model together, this one among them: the global batch is what all of them take.
 
     Raises:
         TaskError: the model file is not valid, or one of its functions returns something unsuitable.
@@ -299,32 +300,33 @@ def prepare(
         task = replace(task, global_batch=global_batch)
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
-    choices = config.as_dict() if isinstance(config, Config) else techniques.with_baseline_batch(config, task.baseline)
-    config = techniques.complete(choices, global_batch=task.global_batch)
+    techniques = find_techniques()
+    config = techniques.complete(config, global_batch=task.global_batch, world=world, baseline=task.baseline)
     if config.accumulation_steps > 1 and task.takes_whole_steps:
-        raise techniques.UnsupportedError(
+        raise UnsupportedError(
             f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
             f"once; give batch_size={config.samples_per_step}"
         )
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
-    build = Build(task=task, device=open_device(device) if isinstance(device, str) else device, config=config)
+    opened = open_device(device) if isinstance(device, str) else device
+    build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
-    _apply(build, techniques.Phase.TASK)
-    _apply(build, techniques.Phase.PROCESS)
+    _apply(build, techniques, Phase.TASK)
+    _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)
-    _apply(build, techniques.Phase.MODEL)
+    _apply(build, techniques, Phase.MODEL)
+    _apply(build, techniques, Phase.SPREAD)
     build.optimizer = build.task.optimizer(build.model)
-    _apply(build, techniques.Phase.OPTIMIZER)
-    _apply(build, techniques.Phase.LOADER)
+    _apply(build, techniques, Phase.OPTIMIZER)
+    _apply(build, techniques, Phase.LOADER)
     return Session(build, Recovery(build) if on_oom == HALVE else None)
 
 
-def _apply(build: Build, phase: techniques.Phase) -> None:
-    for technique in techniques.REGISTRY.values():
-        choice = build.config[technique.name]
-        if technique.phase is phase and choice != technique.off:
-            into_step = technique.reaches_into_step and build.task.takes_whole_steps
-            if reason := techniques.REACHES_INTO_STEP if into_step else technique.conflict(build.config):
-                raise techniques.UnsupportedError(f"{technique.name}={choice}: {reason}")
-            technique.apply(build, choice)
+def _apply(build: Build, techniques: Techniques, phase: Phase) -> None:
+    for name, choice in techniques.switched_on(build.config, phase):
+        technique = techniques[name]
+        into_step = technique.reaches_into_step and build.task.takes_whole_steps
+        if reason := REACHES_INTO_STEP if into_step else technique.conflict(build.config):
+            raise UnsupportedError(f"{name}={choice}: {reason}")
+        technique.apply(build, choice)

@@ -8,19 +8,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
+from autotune.records.world import ALONE, World
+from autotune.techniques import Phase, Technique, Techniques
+from autotune.techniques.expectation import Expectation
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 
-Changes = frozenset[
-    tuple[str, Choice]
-]  # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
+# techniques or `accumulation_steps`, each with the choice that replaces the baseline's
+Changes = frozenset[tuple[str, Choice]]
 CUT = (ACCUMULATION, 2)  # among changes: more micro steps than the baseline takes, however many
 
 
@@ -33,6 +35,7 @@ class Space:
     """The configs that may be probed.
 
     Attributes:
+        techniques: whose choices these are.
         choices: technique -> choices that are searched, in order; a single choice is fixed. With a global batch,
             accumulation is not among them: it follows from the batch size.
         supported: every supported choice of these techniques, including those left out of this search. A study keeps them,
@@ -47,8 +50,10 @@ class Space:
             that is better known than the technique knows by itself.
         barred: sets of changes from the baseline, as `changes` has them. A config with all changes of one of them is not probed
             and is no answer.
+        world: the processes that train each config together; the global batch is that of all of them.
     """
 
+    techniques: Techniques
     choices: Mapping[str, tuple[Choice, ...]]
     supported: Mapping[str, tuple[Choice, ...]]
     baseline: Config
@@ -60,28 +65,29 @@ class Space:
     stays_whole: bool = False
     expected_setup_s: Mapping[tuple[str, Choice], float] = field(default_factory=dict)
     barred: frozenset[Changes] = frozenset()
+    world: World = ALONE
 
     @property
     def ordered(self) -> frozenset[str]:
         """Names of techniques whose choices are numbers on a scale."""
-        return frozenset(filter(techniques.is_ordered, self.choices))
+        return frozenset(filter(self.techniques.is_ordered, self.choices))
 
     @cached_property
     def _usual(self) -> dict[str, Choice]:
-        fixed = {name: options[0] for name, options in self.choices.items() if len(options) == 1}
-        return {**self.baseline, **fixed}
+        return {**self.baseline, **{name: options[0] for name, options in self.choices.items() if len(options) == 1}}
 
     def complete(self, choices: Mapping[str, Choice]) -> Config:
         """Complete a partial config with fixed choices first, then with the baseline's. Accumulation follows from the batch."""
         full = {**self._usual, **choices}
         if self.global_batch is not None:
-            full[ACCUMULATION] = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE])).accumulation_steps
+            plan = BatchPlan.keeping(self.global_batch, int(full[BATCH_SIZE]), self.world)
+            full[ACCUMULATION] = plan.accumulation_steps
         return Config(tuple(full.items()))
 
     @cached_property
-    def _switched(self) -> list[techniques.Technique]:
+    def _switched(self) -> list[Technique]:
         """The techniques that some config of the space has on."""
-        return [t for name, t in techniques.REGISTRY.items() if any(c != t.off for c in self.choices[name])]
+        return [t for name, t in self.techniques.items() if any(c != t.off for c in self.choices[name])]
 
     @cached_property
     def _known(self) -> dict[Config, bool]:
@@ -97,29 +103,21 @@ class Space:
         return (
             all(config[name] in choices for name, choices in self.choices.items())
             and config[ACCUMULATION] in self.accumulations
-            and config.plan.keeps(self.global_batch)
+            and config.plan_in(self.world).keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
-            and not self._is_barred(config)
+            and not any(barred <= self.changes(config) for barred in self.barred)
         )
 
     def changes(self, config: Config) -> Changes:
         """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""
-        changed = {
-            (name, choice) for name, choice in config.differences(self.baseline).items() if name not in BATCH_KEYS
-        }
+        changed = {change for change in config.differences(self.baseline).items() if change[0] not in BATCH_KEYS}
         return frozenset(changed | ({CUT} if config.accumulation_steps > self.baseline.accumulation_steps else set()))
 
     def barring(self, changes: Changes) -> Space:
         """The space without the configs that have all of these changes."""
         return replace(self, barred=self.barred | {changes})
 
-    def _is_barred(self, config: Config) -> bool:
-        if not self.barred:
-            return False
-        changes = self.changes(config)
-        return any(barred <= changes for barred in self.barred)
-
-    def _is_redundant(self, technique: techniques.Technique, config: Config) -> bool:
+    def _is_redundant(self, technique: Technique, config: Config) -> bool:
         choice = config[technique.name]
         if choice == technique.off:
             return False
@@ -141,8 +139,8 @@ class Space:
         memory, and each batch size. Choices that cannot be traced are left out.
         """
         yield self.baseline
-        together: dict[techniques.Phase, list[str]] = {}
-        for name, technique in techniques.REGISTRY.items():
+        together: dict[Phase, list[str]] = {}
+        for name, technique in self.techniques.items():
             if technique.shapes_memory:
                 together.setdefault(technique.phase, []).append(name)
         for names in (*together.values(), [BATCH_SIZE]):
@@ -158,11 +156,15 @@ class Space:
     def _setup_s(self) -> dict[tuple[str, Choice], float]:
         """Seconds that each choice is expected to take before the first step, of those that take any."""
         found = {}
-        for name, technique in techniques.REGISTRY.items():
+        for name, technique in self.techniques.items():
             for choice in {*self.choices[name], self.baseline[name]} - {technique.off}:
                 by_itself = technique.expectation(choice, (technique.off, choice)).setup_s
                 found[name, choice] = self.expected_setup_s.get((name, choice), by_itself)
         return {switch: seconds for switch, seconds in found.items() if seconds}
+
+    def expectation(self, technique: Technique, choice: Choice) -> Expectation:
+        """What a choice is expected to do in this search, before a probe has shown it."""
+        return technique.expectation(choice, self.choices[technique.name])
 
     def setting_up(self, config: Config) -> frozenset[tuple[str, Choice]]:
         """The choices of a config that take seconds before the first step: configs that share all of them compile alike."""
@@ -202,14 +204,14 @@ class Space:
             optimizer: class of the task's optimizer, as in `TaskFacts`.
         """
         choices = dict(self.choices)
-        for name, technique in techniques.REGISTRY.items():
+        for name, technique in self.techniques.items():
             among = choices[name]
             said = [
-                c
-                for c in among
-                if any(technique.write(f, c, among, optimizer=optimizer) is not None for f in frameworks)
+                choice
+                for choice in among
+                if any(technique.write(f, choice, among, optimizer=optimizer) is not None for f in frameworks)
             ]
-            choices[name] = tuple(choice for choice in among if choice in said or choice == self.baseline[name])
+            choices[name] = tuple(choice for choice in among if choice in (*said, self.baseline[name]))
         return replace(self, choices=choices)
 
     def with_smaller_baseline(self) -> Space | None:
@@ -219,10 +221,10 @@ class Space:
         """
         if self.baseline.batch_size == 1 or self.stays_whole:
             return None
-        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch)
+        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch, self.world)
         plan = BatchPlan(half, self.baseline.accumulation_steps)
         if self.global_batch is not None:
-            plan = BatchPlan.keeping(self.global_batch, half)
+            plan = BatchPlan.keeping(self.global_batch, half, self.world)
 
         def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
             sizes = choices.get(BATCH_SIZE, ())
@@ -249,33 +251,32 @@ class Space:
         Raises:
             SpaceExhausted: there is none.
         """
-        snapped = {
-            name: _snap(proposal.get(name, self.baseline[name]), choices) for name, choices in self.choices.items()
-        }
-        start = self.complete(snapped)
+        near = {name: _snap(proposal.get(name, self.baseline[name]), among) for name, among in self.choices.items()}
+        start = self.complete(near)
         seen, queue = {start}, deque([start])
         while queue:
             config = queue.popleft()
             if self.contains(config) and admissible(config):
                 return config
-            for neighbour in self.neighbours(config):
-                if neighbour not in seen:
-                    seen.add(neighbour)
-                    queue.append(neighbour)
+            new = [neighbour for neighbour in dict.fromkeys(self.neighbours(config)) if neighbour not in seen]
+            seen.update(new)
+            queue += new
         raise SpaceExhausted
 
     def neighbours(self, config: Config) -> Iterator[Config]:
         """Configs one step away: the next choice up or down on a scale, any other choice of a category."""
         for name, choices in self.choices.items():
-            if config[name] in choices and techniques.is_ordered(name):
+            if config[name] in choices and self.techniques.is_ordered(name):
                 index = choices.index(config[name])
                 near = choices[max(index - 1, 0) : index] + choices[index + 1 : index + 2]
             else:
                 near = tuple(choice for choice in choices if choice != config[name])
-            yield from (self.complete({**config.as_dict(), name: choice}) for choice in near)
+            yield from (self.complete({**config, name: choice}) for choice in near)
 
 
-def require_possible(fix: Mapping[str, Any], include: Iterable[str], exclude: Iterable[str]) -> dict[str, Choice]:
+def require_possible(
+    techniques: Techniques, fix: Mapping[str, Any], include: Iterable[str], exclude: Iterable[str]
+) -> dict[str, Choice]:
     """What is fixed, if it and the other names are possible for any task. This takes no inspection of one.
 
     Raises:
@@ -290,10 +291,11 @@ def require_possible(fix: Mapping[str, Any], include: Iterable[str], exclude: It
 
 def build_space(
     inspection: Inspection,
+    techniques: Techniques,
     *,
-    fix: Mapping[str, Any],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    fix: Mapping[str, Any] = MappingProxyType({}),
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
     frameworks: Sequence[str] = (),
 ) -> tuple[Space, list[str]]:
     """Build the space of a task from the supported choices and from what the user fixed, included and excluded.
@@ -307,24 +309,26 @@ def build_space(
     Raises:
         ConfigError: an unknown technique or choice, a choice that is not supported here, or contradicting options.
     """
-    fixed = require_possible(fix, include, exclude)
-    baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch)
+    fixed = require_possible(techniques, fix, include, exclude)
+    world = inspection.known_world
+    baseline = techniques.complete(inspection.baseline, global_batch=inspection.global_batch, world=world)
     trained = techniques.trained(baseline)
     choices: dict[str, tuple[Choice, ...]] = {}
     supported: dict[str, tuple[Choice, ...]] = {}
     notes: list[str] = []
     optional_here: list[str] = []
-    for name in (*BATCH_KEYS, *techniques.REGISTRY):
+    for name in (*BATCH_KEYS, *techniques):
         support = inspection.support_of(name)
-        is_asked_for = name in include or (inspection.shortage and techniques.acts_against_shortage(name))
+        fights_shortage = name in techniques and techniques[name].against_shortage
+        is_asked_for = name in include or (inspection.shortage and fights_shortage)
         optional = support.optional if is_asked_for else ()
-        everything = _in_order(name, (*support.choices, *support.optional, baseline[name]))
-        searched = _in_order(name, (*support.choices, *optional, baseline[name]))
+        everything = _in_order(techniques, name, (*support.choices, *support.optional, baseline[name]))
+        searched = _in_order(techniques, name, (*support.choices, *optional, baseline[name]))
         if name in fixed:
-            searched = (_possible(name, fixed[name], everything, inspection),)
+            searched = (_possible(techniques, name, fixed[name], everything, inspection),)
         elif name in exclude:
             searched = (baseline[name],)
-        elif support.optional and not is_asked_for and support.reason and _has_words(name, frameworks):
+        elif support.optional and not is_asked_for and support.reason and _has_words(techniques, name, frameworks):
             others = [f"{name}={choice}" for choice in support.optional if choice not in searched]
             optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:
@@ -336,7 +340,9 @@ def build_space(
             supported[name] = everything
     if optional_here:
         notes.append(f"optional here: {', '.join(optional_here)}; --include NAME adds one (`autotune show` says why)")
-    space = _space_of(inspection, choices, supported, baseline, fixed, stays_whole=ACCUMULATION not in include)
+    space = _space_of(
+        inspection, techniques, choices, supported, baseline, fixed, stays_whole=ACCUMULATION not in include
+    )
     if frameworks:
         space = space.said_in(frameworks, inspection.facts.optimizer)
     return space, notes
@@ -344,6 +350,7 @@ def build_space(
 
 def _space_of(
     inspection: Inspection,
+    techniques: Techniques,
     choices: dict[str, tuple[Choice, ...]],
     supported: dict[str, tuple[Choice, ...]],
     baseline: Config,
@@ -360,14 +367,22 @@ def _space_of(
     if inspection.global_batch is not None:  # accumulation follows from the batch size
         del choices[ACCUMULATION]
         supported.pop(ACCUMULATION, None)
-        if BATCH_SIZE in fixed:
-            _require_accumulation(int(fixed[BATCH_SIZE]), accumulations, inspection)
+        size = fixed.get(BATCH_SIZE)
+        steps = size and BatchPlan.keeping(inspection.global_batch, int(size)).accumulation_steps
+        if steps and steps not in accumulations:
+            raise ConfigError(
+                f"batch_size={size} takes accumulation_steps={steps}, which is not searched: "
+                f"{inspection.batch.reason or 'it is fixed to another'}; fix a larger batch_size, or add "
+                f"--include {ACCUMULATION}"
+            )
     support_of = inspection.support.items()
     return Space(
+        techniques=techniques,
         choices=choices,
         supported=supported,
         baseline=baseline,
         global_batch=inspection.global_batch,
+        world=inspection.known_world,
         accumulations=accumulations,
         fixed=fixed,
         untraceable={(name, choice): reason for name, found in support_of for choice, reason in found.untraceable},
@@ -377,14 +392,19 @@ def _space_of(
     )
 
 
-def _has_words(name: str, frameworks: Sequence[str]) -> bool:
+def _has_words(techniques: Techniques, name: str, frameworks: Sequence[str]) -> bool:
     """Whether one of some frameworks has words for a technique or a key of the batch plan, or nothing needs words."""
-    words = BATCH[name] if name in BATCH else techniques.REGISTRY[name].frameworks
+    words = BATCH[name] if name in BATCH else techniques[name].frameworks
     return not frameworks or any(framework in words for framework in frameworks)
 
 
 def trained_beside(
-    inspection: Inspection, *, fix: Mapping[str, Any], include: tuple[str, ...], exclude: tuple[str, ...]
+    inspection: Inspection,
+    techniques: Techniques,
+    *,
+    fix: Mapping[str, Any],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
 ) -> list[dict[str, Choice]]:
     """What else may be trained than the inspection's baseline trains: one choice changed at a time, each a space of its own."""
     found = []
@@ -398,12 +418,14 @@ def trained_beside(
     return found
 
 
-def _in_order(name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+def _in_order(techniques: Techniques, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     unique = tuple(dict.fromkeys(choices))
     return tuple(sorted(unique)) if techniques.is_ordered(name) else unique
 
 
-def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspection: Inspection) -> Choice:
+def _possible(
+    techniques: Techniques, name: str, choice: Choice, supported: tuple[Choice, ...], inspection: Inspection
+) -> Choice:
     """The choice that the user fixed.
 
     A batch size need not be among those searched, as long as the global batch and the dataset allow it.
@@ -412,7 +434,7 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
         ConfigError: it is not supported for this task on this device.
     """
     if name == BATCH_SIZE:
-        techniques.complete({name: choice}, global_batch=inspection.global_batch)
+        techniques.complete({name: choice}, global_batch=inspection.global_batch, world=inspection.known_world)
         dataset_size = inspection.facts.dataset_size
         if dataset_size is not None and int(choice) > dataset_size:
             raise ConfigError(
@@ -428,18 +450,6 @@ def _possible(name: str, choice: Choice, supported: tuple[Choice, ...], inspecti
             f"{name}={choice} {follows}is not supported for this task on this device{because}; supported: {listed}"
         )
     return choice
-
-
-def _require_accumulation(batch_size: int, accumulations: frozenset[Choice], inspection: Inspection) -> None:
-    """Refuse a fixed batch size whose accumulation steps are not searched."""
-    assert inspection.global_batch is not None
-    steps = BatchPlan.keeping(inspection.global_batch, batch_size).accumulation_steps
-    if steps not in accumulations:
-        raise ConfigError(
-            f"batch_size={batch_size} takes accumulation_steps={steps}, which is not searched: "
-            f"{inspection.batch.reason or 'it is fixed to another'}; fix a larger batch_size, or add "
-            f"--include {ACCUMULATION}"
-        )
 
 
 def _snap(value: Any, choices: tuple[Choice, ...]) -> Choice:

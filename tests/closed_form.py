@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
 from autotune.records.calibration import NOT_MEASURED
@@ -20,17 +19,21 @@ from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts
-from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
+from autotune.runners.runner import InstantRunner
 from autotune.space import Space, build_space
 from autotune.study.history import History
 from autotune.study.place import place_of
 from autotune.study.store import Store
+from autotune.techniques import find_techniques
 from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
+
+techniques = find_techniques()
 
 MIB = 2**20
 LIMIT_BYTES = 1000 * MIB
@@ -54,6 +57,7 @@ class ClosedFormRunner(InstantRunner):
     configs: list[Config] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)  # their batch sizes
     waited_s: float = 0.0  # by which its clock is ahead
+    num_slots: int = 1
 
     task_name = "closed"
 
@@ -64,8 +68,8 @@ class ClosedFormRunner(InstantRunner):
     def now_s(self) -> float:
         return time.monotonic() + self.waited_s
 
-    def device(self) -> DeviceInfo:
-        return inspection().device
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(Slot(name=f"slot {number}", device=inspection().device) for number in range(self.num_slots))
 
     def result_of(self, job: Job[Any]) -> Any:
         match job:
@@ -145,7 +149,7 @@ def measurement(config: Config, samples_per_s: float, peak_bytes: int) -> Measur
 
 def inspection(**changes: object) -> Inspection:
     """What a small task on a CPU would report."""
-    support = {name: Support(choices=(t.off,), reason="not here") for name, t in techniques.REGISTRY.items()} | SUPPORT
+    support = {name: Support(choices=(t.off,), reason="not here") for name, t in techniques.items()} | SUPPORT
     base = {
         "facts": TaskFacts(name="closed", source_hash="abc"),
         "device": DeviceInfo(name="cpu", model="test", total_bytes=2**34, free_bytes=2**33),
@@ -169,7 +173,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         **{name: changes.pop(name) for name in ("num_trials", "seed", "fix", "objective") if name in changes},
         sampler=changes.pop("sampler", "random"),
     )
-    space, _ = build_space(found, fix=options.fix, include=(), exclude=())
+    space, _ = build_space(found, find_techniques(), fix=options.fix)
     objective = OBJECTIVES[options.objective](
         memory_limit_bytes=LIMIT_BYTES,
         headroom=0.05,

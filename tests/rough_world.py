@@ -7,13 +7,15 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from autotune import techniques
 from autotune.prediction.traces import TracedPeak
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
 from autotune.task.lengths import LengthDistribution
+from autotune.techniques import Techniques, find_techniques
 from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection
+
+techniques = find_techniques()
 
 OUTSIDE_BYTES = 200 * MIB
 CHANNELS_LAST = SUPPORT | {"channels_last": Support(choices=(False, True))}
@@ -56,7 +58,7 @@ class RoughRunner(ClosedFormRunner):
 
 def drawn_for(group: Config) -> str:
     """A seed for what is drawn once for a group of techniques, whatever the order and number of those switched off."""
-    on = {name: group[name] for name, technique in techniques.REGISTRY.items() if group[name] != technique.off}
+    on = {name: group[name] for name, technique in techniques.items() if group[name] != technique.off}
     return str(sorted(on.items()))
 
 
@@ -81,7 +83,7 @@ class NoisyPeaks:
     lengths: LengthDistribution | None = None
     target: str = "cpu"
 
-    def peak(self, config: Config) -> TracedPeak:
+    def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
         trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB
         traced = max(MIB, int(trained * traced_share(config)))
         breakdown = Breakdown(

@@ -7,16 +7,26 @@ import json
 import re
 import textwrap
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autotune.devices import Telemetry
 from autotune.export import base as exporters
+from autotune.probe.observers import base as observers
 from autotune.proposers import base as proposers
+from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
+from autotune.runners import runner as runners
+from autotune.runners.in_flight import Host
+from autotune.runners.jobs import ProbeJob
 from autotune.techniques import base as techniques
-from tests.closed_form import ClosedFormRunner, make_search
+from autotune.techniques import find_techniques
+from tests.closed_form import ClosedFormRunner, inspection, make_search, measurement
 from tests.report.sample_study import answer
 
 
@@ -51,3 +61,58 @@ def test_the_proposer_proposes_the_largest_batch_that_is_left(tmp_path: Path) ->
     history = make_search(tmp_path, ClosedFormRunner()).history
     proposal = names["SAMPLERS"]["largest-batch"](None, 0).propose(history)
     assert proposal.config.batch_size == max(config.batch_size for config in history.space)
+
+
+class Line:
+    """What a connection to another machine would bring: its slots, and the answers to the jobs that were sent."""
+
+    task_name = "elsewhere"
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.progress: dict[int, Any] = {}
+
+    def slots(self) -> list[dict[str, Any]]:
+        return [Slot(name=name, device=inspection().device).to_dict() for name in ("first", "second")]
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.sent.append(request)
+
+    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
+        if not self.sent:
+            return None
+        return {"ticket": self.sent.pop(0)["ticket"], "outcome": {"kind": "oom", "cause": "it is full"}}
+
+    def close(self) -> None:
+        self.sent.clear()
+
+
+def test_the_runner_sends_jobs_to_slots_and_reads_what_came_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "Host", Host, raising=False)
+    monkeypatch.setattr(runners, "connect", lambda address: Line(), raising=False)
+    names = example_of(runners.Runner, runners)
+    absent = {"now_s": lambda self: 0.0, "cancel": lambda self, ticket: None, "_address": "elsewhere"}
+    job = ProbeJob(
+        config=find_techniques().complete({"batch_size": 8}), settings=ProbeSettings(memory_limit_bytes=None)
+    )
+    with type("Remote", (names["Remote"],), absent)() as runner:
+        tickets = [runner.submit(job, "second"), runner.submit(job)]
+        with pytest.raises(RuntimeError, match="all 2 slots are taken"):
+            runner.submit(job)
+        found = [runner.collect(), runner.collect()]
+    assert [one.ticket for one in found] == tickets and runner.collect(0) is None
+    assert [(one.result.cause, one.result.slot) for one in found] == [("it is full", "second"), ("it is full", "first")]
+
+
+def test_the_observer_adds_up_the_energy_between_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([0.0, 2.0, 3.0])
+    monkeypatch.setattr(observers, "time", SimpleNamespace(monotonic=lambda: next(now_s)), raising=False)
+    monkeypatch.setattr(observers, "replace", replace, raising=False)
+    energy = example_of(observers.Observer, observers)["Energy"]()
+    device: Any = SimpleNamespace(telemetry=lambda: Telemetry(values={"power_w": 100.0}))
+    energy.start(device)
+    for step in range(2):
+        energy.sample(device, step)
+    measured = measurement(find_techniques().complete({"batch_size": 8}), 100.0, 2**30)
+    assert energy.stop(device, measured).telemetry == {"energy_j": 300.0}
+    assert energy.stop(device, replace(measured, cut_short=True)).telemetry == {}

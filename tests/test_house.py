@@ -16,7 +16,9 @@ import pytest
 
 import autotune
 from autotune.devices import TYPES
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
+
+INSTALLED = find_techniques()
 
 PACKAGE = Path(autotune.__file__).parent
 TECHNIQUES = PACKAGE / "techniques"
@@ -24,10 +26,8 @@ PROTOCOL = {
     "base",
     "build",
     "declared",
-    "discovery",
     "expectation",
     "frameworks",
-    "labels",
     "partition",
 }  # files of the room that are no technique's
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
@@ -54,7 +54,7 @@ def test_every_file_of_the_package_is_looked_at() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_outside_the_techniques_names_one(path: Path) -> None:
-    named = [(line, text) for line, text in strings(ast.parse(path.read_text())) if text in REGISTRY]
+    named = [(line, text) for line, text in strings(ast.parse(path.read_text())) if text in INSTALLED]
     assert not named
 
 
@@ -63,6 +63,41 @@ def test_nothing_outside_the_techniques_imports_ones_file(path: Path) -> None:
     files = {f"autotune.techniques.{file.stem}" for file in TECHNIQUES.glob("*.py")}
     files -= {f"autotune.techniques.{name}" for name in (*PROTOCOL, "__init__", "__main__")}
     assert not [(line, module) for line, module in imports(ast.parse(path.read_text())) if module in files]
+
+
+# What is called from outside (the API, the command line, a notebook, a trainer, an exporter), what a process begins with, and
+# what opens a runner. Everybody else is passed the techniques: a search by command has others.
+MAY_ASK_FOR_TECHNIQUES = {
+    "api.py",
+    "session.py",
+    "notebook.py",
+    "cli/commands.py",
+    "cli/parser.py",
+    "study/reading.py",
+    "report/text.py",
+    "export/arguments.py",
+    "export/torch.py",
+    "integrations/accelerate.py",
+    "integrations/lightning.py",
+    "integrations/loops.py",
+    "integrations/transformers.py",
+    "integrations/words.py",
+    "runners/supervisor.py",
+    "runners/worker.py",
+    "probe/checks.py",
+    "probe/inspection.py",
+    "prediction/fakes.py",
+    "prediction/job.py",
+    "runners/command.py",
+    "runners/runner.py",
+    "tuning/opening.py",
+}
+
+
+def test_outside_the_entry_points_nobody_asks_for_the_installed_techniques() -> None:
+    asked = "autotune.techniques.find_techniques"
+    asking = [path for path in FILES if asked in [name for _, name in imports(ast.parse(path.read_text()))]]
+    assert {str(path.relative_to(PACKAGE)) for path in asking} == MAY_ASK_FOR_TECHNIQUES
 
 
 # whose comparisons are of something else, or who cannot ask: a choice, code that is exported, what runs without the package,
@@ -100,13 +135,8 @@ MODULES = {
 
 
 def imported(module: str) -> set[str]:
-    """The files of the package that a file imports, also inside functions and by strings. A package may name itself."""
+    """The files that a file imports, inside functions, by strings and for a type checker, too. A package may name itself."""
     tree = ast.parse(MODULES[module].read_text())
-    checked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    for node in checked:  # what only a type checker imports
-        node.body = [ast.Pass()]
     named = {text for _, text in strings(tree)} | {name for _, name in imports(tree)}
     parents = {module[:end] for end in range(len(module)) if module[end] == "."}
     return (named & MODULES.keys()) - {module} - parents
@@ -145,23 +175,25 @@ def test_no_string_imports_from_a_room_above() -> None:
 
 
 def test_each_technique_has_a_file_a_test_and_nothing_else_in_it() -> None:
-    for name, technique in REGISTRY.items():
+    for name, technique in INSTALLED.items():
         module = importlib.import_module(type(technique).__module__)
         assert Path(str(module.__file__)).stem == name
     tested = "".join(path.read_text() for path in (PACKAGE.parent / "tests" / "techniques").glob("test_*.py"))
-    assert not [name for name in REGISTRY if f'"{name}"' not in tested and type(REGISTRY[name]).__name__ not in tested]
+    assert not [
+        name for name in INSTALLED if f'"{name}"' not in tested and type(INSTALLED[name]).__name__ not in tested
+    ]
 
 
 def test_the_readmes_table_is_what_the_techniques_say() -> None:
     from autotune.techniques.__main__ import table
 
-    assert table() in (PACKAGE.parent / "README.md").read_text()
+    assert table(INSTALLED) in (PACKAGE.parent / "README.md").read_text()
 
 
 def test_the_process_that_searches_imports_no_torch() -> None:
     """It would take seconds of the two processors on which the processes of the probes import it, too."""
     rooms = "autotune.api, autotune.tuning.search, autotune.runners.local, autotune.export, autotune.report.answer"
-    code = f"import sys, {rooms}; from autotune.techniques import REGISTRY; sys.exit('torch' in sys.modules or not REGISTRY)"
+    code = f"import sys, {rooms}; from autotune.techniques import find_techniques as f; sys.exit('torch' in sys.modules or not f())"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,8 +9,10 @@ from torch.nn import functional
 from autotune import prepare
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import ConfigError, DeviceError
+from autotune.records.inspection import Support
 from autotune.task import Task
 from autotune.task.batches import StepBatch
+from autotune.techniques.base import Phase, Switch
 
 torch.set_num_threads(1)
 
@@ -284,3 +286,25 @@ def test_the_terms_of_a_lone_micro_batch_are_not_counted_which_would_wait_for_th
     task = task_of(loss_weight=loss_weight)
     session = prepare(task, {"batch_size": 4}, device="cpu")
     assert session.step(task.batch(4)).isfinite()
+
+
+def test_a_model_is_spread_once_it_is_changed_and_before_it_has_an_optimizer(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "autotune.session._apply",
+        lambda build, phase: seen.append((phase, hasattr(build, "model"), hasattr(build, "optimizer"))),
+    )
+    prepare(task_of(), {}, device="cpu")
+    phases = [phase for phase, _, _ in seen]
+    assert phases == sorted(Phase) and (Phase.SPREAD, True, False) in seen
+
+    class Spread(Switch):
+        name, phase = "spread", Phase.SPREAD
+
+        def support(self, setting):
+            return Support(choices=self.choices)
+
+        def apply(self, build, choice):
+            pass
+
+    assert Spread().reaches_into_step and Spread().shapes_memory

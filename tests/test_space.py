@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.inspection import BatchSupport, Support
 from autotune.space import SpaceExhausted, build_space
-from autotune.study.distributions import distributions_of
+from autotune.study.store import distributions_of
+from autotune.techniques import find_techniques
 from tests.closed_form import SIZES, inspection
+
+techniques = find_techniques()
 
 # with batch normalisation accumulating more than a baseline of 12 x 8 is optional
 NORMALISED = BatchSupport(
@@ -18,7 +20,7 @@ NORMALISED = BatchSupport(
 
 
 def space_of(*, fix=None, include=(), exclude=(), **changes):
-    return build_space(inspection(**changes), fix=fix or {}, include=include, exclude=exclude)[0]
+    return build_space(inspection(**changes), find_techniques(), fix=fix or {}, include=include, exclude=exclude)[0]
 
 
 def support_with(**changes):
@@ -130,7 +132,7 @@ def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
 
 def test_what_was_asked_for_and_cannot_be_searched_is_told_with_the_reason():
     support = support_with(amp=Support(choices=("off",), reason="a step in it would hardly end here"))
-    _, notes = build_space(inspection(support=support), fix={}, include=("amp",), exclude=())
+    _, notes = build_space(inspection(support=support), find_techniques(), include=("amp",), exclude=())
     assert "amp has nothing to search here: a step in it would hardly end here" in notes
 
 
@@ -138,14 +140,12 @@ def test_what_is_left_out_is_told_with_the_way_to_include_it():
     found = inspection(
         batch=NORMALISED, support=support_with(amp=Support(choices=("off",), optional=("bf16",), reason="slow"))
     )
-    _, notes = build_space(found, fix={}, include=(), exclude=())
+    _, notes = build_space(found, find_techniques())
     assert [note for note in notes if "accumulation_steps, amp; --include NAME" in note]
     more = inspection(support=support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",), reason="slow")))
-    assert [
-        note for note in build_space(more, fix={}, include=(), exclude=())[1] if "here: amp=fp16; --include" in note
-    ]
+    assert [note for note in build_space(more, find_techniques())[1] if "here: amp=fp16; --include" in note]
     assert {"accumulation_steps": "BatchNorm", "amp": "slow"}.items() <= found.unsupported.items()
-    loops = build_space(found, fix={}, include=(), exclude=(), frameworks=("loop", "dataloader"))[1]
+    loops = build_space(found, find_techniques(), frameworks=("loop", "dataloader"))[1]
     assert [note for note in loops if "optional here: amp; --include" in note], "a loop cannot be told to accumulate"
 
 

@@ -20,9 +20,11 @@ from autotune.runners.local import LocalRunner
 from autotune.task import Task, load_task
 from autotune.task.facts import check_task, gather_facts
 from autotune.task.source import TaskSource
-from autotune.techniques import UnsupportedError, complete
+from autotune.techniques import UnsupportedError, find_techniques
 from tests.arithmetic import skip_without_arithmetic
 from tests.models import gan
+
+complete = find_techniques().complete
 
 torch.set_num_threads(1)
 GAN = Path(gan.__file__)
@@ -126,7 +128,7 @@ def test_autocast_lies_around_it():
 
 
 def test_tracing_says_why_it_does_not(task):
-    messages = list(trace_plan(task, plan_traces([complete({"batch_size": 4})]), "cpu"))
+    messages = list(trace_plan(task, plan_traces([complete({"batch_size": 4})], find_techniques()), "cpu"))
     failures = [found for message in messages for found in message.get("traces", {}).get("failures", {}).values()]
     assert set(failures) == {"the task's own step is one unit"}
 

@@ -42,6 +42,7 @@ def search(options: argparse.Namespace) -> int:
     from autotune.report.live import live_listener
     from autotune.runners.command import files_of
     from autotune.task.model_file import find_model_file
+    from autotune.techniques import find_techniques
     from autotune.trackers import tracker
     from autotune.tuning.recommend import Interrupted
 
@@ -73,7 +74,7 @@ def search(options: argparse.Namespace) -> int:
     if options.json:
         print(text)
     elif result is not None:
-        _print(answer_sections(result, model=options.model or ""))
+        _print(answer_sections(result, find_techniques(), model=options.model or ""))
     return code
 
 
@@ -81,10 +82,9 @@ def _runner(options: argparse.Namespace) -> dict[str, Any]:
     """The runner to search with, where it is not this machine."""
     if options.replay is None:
         return {}
-    from autotune.runners import table
     from autotune.runners.replay import ReplayRunner
 
-    return {"runner": ReplayRunner(table.read(options.replay))}
+    return {"runner": ReplayRunner(options.replay)}
 
 
 def probe(options: argparse.Namespace) -> int:
@@ -246,7 +246,7 @@ def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
     from autotune.report.progress import summary
-    from autotune.techniques.labels import describe
+    from autotune.techniques import find_techniques
     from autotune.tuning.sweep import Progress
     from autotune.units import plural
 
@@ -254,7 +254,7 @@ def sweep(options: argparse.Namespace) -> int:
         if options.quiet:
             return
         found = summary(progress.row.outcome, feasible=True)
-        line = f"round {progress.round + 1}, {progress.left:4d} left: {describe(progress.row.config)}: {found}"
+        line = f"round {progress.round + 1}, {progress.left:4d} left: {find_techniques().describe(progress.row.config)}: {found}"
         print(line, file=sys.stderr, flush=True)
 
     asked = read_options(options, SweepOptions)
@@ -273,6 +273,7 @@ def predict(options: argparse.Namespace) -> int:
     """`autotune predict`: the largest batches that fit, before anything has run."""
     from autotune import api
     from autotune.report.capacity import first_words, prediction_sections
+    from autotune.techniques import find_techniques
     from autotune.units import format_seconds, plural
 
     prediction = api.predict(
@@ -288,7 +289,7 @@ def predict(options: argparse.Namespace) -> int:
         "nothing was trained",
         file=sys.stderr,
     )
-    _show(options, prediction.to_dict(), prediction_sections(prediction))
+    _show(options, prediction.to_dict(), prediction_sections(prediction, find_techniques()))
     return ANSWERED if prediction.fits else NOTHING_FEASIBLE
 
 
@@ -297,6 +298,7 @@ def explain(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.report.explanation import explanation_sections
     from autotune.report.explanation_picture import draw, require_form
+    from autotune.techniques import find_techniques
     from autotune.units import format_seconds
 
     picture = None if options.picture is None else Path(options.picture)
@@ -312,11 +314,11 @@ def explain(options: argparse.Namespace) -> int:
         f"explained in {format_seconds(explanation.wall_s)}, {format_seconds(explanation.trace_s)} of it tracing",
         file=sys.stderr,
     )
-    _show(options, explanation.to_dict(), explanation_sections(explanation))
+    _show(options, explanation.to_dict(), explanation_sections(explanation, find_techniques()))
     if picture is not None and explanation.memory is None:
         print("autotune: no picture: the memory could not be traced", file=sys.stderr)
     elif picture is not None and explanation.memory is not None:
-        draw(explanation, explanation.memory, picture)
+        draw(explanation, explanation.memory, find_techniques(), picture)
     return ANSWERED
 
 

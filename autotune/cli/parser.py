@@ -355,9 +355,9 @@ def _reader(kind: Kind) -> Callable[[str], Any]:
 
 
 def _names_of_techniques() -> list[str]:
-    from autotune.techniques import REGISTRY
+    from autotune.techniques import find_techniques
 
-    return sorted(REGISTRY)
+    return sorted(find_techniques())
 
 
 def _names_of_exporters() -> list[str]:

@@ -1,11 +1,13 @@
-"""The buffers of a model and its frozen parameters, noted before forward passes and put back as they were."""
+"""The buffers of a model and its frozen parameters, noted before forward passes and put back as they were; batch statistics held still."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Buffers:
@@ -116,3 +118,32 @@ class _Buffer:
 def version_of(tensor: torch.Tensor | None) -> int | None:
     """Grows with each change in place. Tensors made in inference mode have none."""
     return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def hold_still(model: torch.nn.Module, run: Callable[[], object]) -> Iterator[None]:
+    """Let each batch normalisation take the statistics that it saw last in `run`, a forward pass, for those of every batch.
+
+    What it normalises over is a matter of its own: micro batches of such a model learn otherwise, whatever the loss is.
+    """
+    modules = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    if not modules:
+        yield
+        return
+    before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        for module in modules:
+            like = next(module.parameters(), torch.empty(0, device=next(model.parameters()).device))
+            module.running_mean = torch.zeros(module.num_features, dtype=like.dtype, device=like.device)
+            module.running_var = torch.ones_like(module.running_mean)
+            module.num_batches_tracked = None
+            module.track_running_stats, module.momentum = True, 1.0  # the last batch alone counts
+        with torch.no_grad():
+            run()
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(modules, before, strict=True):
+            vars(module).update(attributes)
+            module._buffers.update(buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,6 +132,10 @@ class Device(Protocol):
         Never on a CPU: the limit is the process's own, and the kernel kills where the machine has no memory left.
         """
         return False
+
+    def give_back(self) -> None:
+        """Free the memory that an attempt took. Call it when the attempt is over, or its error is gone and so its frames."""
+        gc.collect()
 
     def memory_detail(self) -> dict[str, float]:
         """Further figures, in bytes or counts: on CUDA allocated, reserved, context, num_alloc_retries, num_ooms."""

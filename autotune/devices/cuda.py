@@ -183,6 +183,12 @@ class CudaDevice(Device):
         needless_bytes = max(_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE * self._limit_bytes)
         return attempted_bytes <= left_bytes and free_bytes < left_bytes - needless_bytes
 
+    def give_back(self) -> None:
+        """Free it, and what the allocator keeps of it for later."""
+        super().give_back()
+        with contextlib.suppress(RuntimeError):  # a context that an error has broken gives nothing back
+            torch.cuda.empty_cache()
+
     def memory_detail(self) -> dict[str, float]:
         """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`."""
         self._enter()

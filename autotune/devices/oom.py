@@ -7,19 +7,13 @@ limit.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autotune.devices import cgroup
-from autotune.lazy import torch, torch_if_imported
-
-if TYPE_CHECKING:
-    from autotune.devices.base import Device
+from autotune.lazy import torch_if_imported
 
 _ALLOCATION_FAILED = re.compile(
     r"\[enforce fail at [^\]]+\] [^\n]*DefaultCPUAllocator: "
@@ -98,14 +92,6 @@ def attempted_bytes(error: BaseException) -> int:
         if found := _ATTEMPTED.search(str(link)):
             return int(float(found[1]) * _UNITS[found[2].lower()])
     return 0
-
-
-def give_back(device: Device) -> None:
-    """Give the memory that an attempt took back to the device. Called when it is over, or its error is gone and so its frames."""
-    gc.collect()
-    if device.capabilities.own_allocator:
-        with contextlib.suppress(RuntimeError):  # a context that an error has broken gives nothing back
-            torch.cuda.empty_cache()
 
 
 def kernel_oom_kills() -> int:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
@@ -105,7 +104,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
 
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:
-    info = runner.device()
+    info = runner.slots()[0].device
     facts: Facts = {"slow_start": runner.slow_start}
     if task is TASKS[0]:
         try:
@@ -116,13 +115,13 @@ def _facts_of(task: Task, runner: LocalRunner) -> Facts:
         inspection = runner.run(InspectJob(memory_limit_bytes=info.free_bytes, timeout_s=JOB_TIMEOUT_S))
     except JobFailed as failed:
         return {**facts, "failure": f"a training step failed: {failed}"}
-    config = techniques.complete(inspection.baseline)
+    config = runner.techniques.complete(inspection.baseline)
     settings = ProbeSettings(memory_limit_bytes=info.free_bytes, max_timed_s=1.0, timeout_s=JOB_TIMEOUT_S)
     outcomes = [runner.probe(config, settings) for _ in range(2 if task is TASKS[0] else 1)]
     if bad := next((outcome for outcome in outcomes if outcome.kind is not Kind.OK), None):
         return {**facts, "failure": f"a probe ended with {bad.kind}: {bad.cause}"}
     traces = runner.trace([config], target_of(info), JOB_TIMEOUT_S)
-    space, _ = build_space(inspection, fix={}, include=(), exclude=())
+    space, _ = build_space(inspection, runner.techniques)
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = [asdict(outcome.measurement) for outcome in outcomes if outcome.measurement]
     predicted = None if estimate is None else (estimate.peak_bytes, estimate.low_bytes, estimate.high_bytes)

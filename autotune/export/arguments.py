@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.export.base import Space
 from autotune.records.result import Result
-from autotune.techniques import REGISTRY, trained
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
 
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
@@ -36,16 +36,17 @@ def arguments(
     """
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
-    users_own = trained({}).keys() - result.subject.trained.keys()
+    techniques = find_techniques()
+    users_own = techniques.trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
-        words = {framework: _words(framework, name, result, space) for framework in frameworks}
+        words = {framework: _words(techniques, framework, name, result, space) for framework in frameworks}
         for framework, found in words.items():
             said[framework] |= found or {}
         if all(found is None for found in words.values()):
-            if name not in REGISTRY:
+            if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
-            elif choice != REGISTRY[name].off and name not in users_own:
-                unsaid[name] = f"{REGISTRY[name].label(choice)}: {no_words}"
+            elif choice != techniques[name].off and name not in users_own:
+                unsaid[name] = f"{techniques[name].label(choice)}: {no_words}"
     if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
         for framework in EVAL_BATCH.keys() & set(frameworks):
             said[framework] |= EVAL_BATCH[framework].write(size)
@@ -60,12 +61,12 @@ def arguments(
     return said, unsaid
 
 
-def _words(framework: str, name: str, result: Result, space: Space) -> dict[str, Any] | None:
+def _words(techniques: Techniques, framework: str, name: str, result: Result, space: Space) -> dict[str, Any] | None:
     choice = result.config[name]
     if name in BATCH:
         return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
-    if name not in REGISTRY:
+    if name not in techniques:
         return None
     searched = space.get(name, ())
     searched = searched if len(searched) > 1 else ()
-    return REGISTRY[name].write(framework, choice, searched, optimizer=result.subject.optimizer)
+    return techniques[name].write(framework, choice, searched, optimizer=result.subject.optimizer)

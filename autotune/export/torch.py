@@ -13,9 +13,8 @@ from autotune.export.source import Source
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TORCH, At
-from autotune.techniques.labels import describe
 
 # whose functions and imports the script's own lines use
 _MODULES = ("autotune.task.batches", "autotune.task.losses", "autotune.task.adapters", "autotune.session")
@@ -135,16 +134,17 @@ class _Script:
         self.parts = set(result.subject.parts) if self.is_of_file else {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
         self.source = Source()
+        self.techniques = find_techniques()
         self.said: dict[At, list[str]] = {place: [] for place in At}
         self.unsaid: dict[str, str] = {}
         for name, choice in result.config.items():
-            if name in REGISTRY and choice != REGISTRY[name].off:
+            if name in self.techniques and choice != self.techniques[name].off:
                 self._say(name, choice)
-            elif name not in REGISTRY and name not in BATCH_KEYS:
+            elif name not in (*self.techniques, *BATCH_KEYS):
                 self.unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
 
     def _say(self, name: str, choice: Choice) -> None:
-        technique = REGISTRY[name]
+        technique = self.techniques[name]
         lines = technique.write(TORCH, choice, optimizer=technique.said_of)
         why = ""
         if lines is None:
@@ -175,7 +175,7 @@ class _Script:
     def _comment(self) -> Iterator[str]:
         result = self.result
         lines = [
-            f"The answer of the search {result.study} as a training script in plain torch: {describe(result.config)}.",
+            f"The answer of the search {result.study} as a training script in plain torch: {self.techniques.describe(result.config)}.",
             "Run it in the folder of the search. `step`, at its end, takes an optimizer step.",
             f"It seeds nothing. It ends after {self._end()}.",
         ]

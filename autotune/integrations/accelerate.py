@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from autotune import techniques
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.integrations.words import read, search
@@ -30,6 +29,7 @@ from autotune.records.config import Choice
 from autotune.records.coupling import Coupling
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
 
@@ -55,12 +55,12 @@ class Executable(dict[str, Any]):
         return self._said(DATALOADER)
 
     def _said(self, framework: str) -> dict[str, Any]:
-        said: dict[str, Any] = {}
+        said, techniques = dict[str, Any](), find_techniques()
         for name, choice in self.items():
             if name in BATCH_KEYS:
                 said |= BATCH[name][framework].write(choice) if framework in BATCH[name] else {}
             else:
-                said |= techniques.REGISTRY[name].write(framework, choice) or {}
+                said |= techniques[name].write(framework, choice) or {}
         return said
 
 

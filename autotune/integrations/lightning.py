@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from autotune import techniques
 from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.arguments import arguments
@@ -39,6 +38,7 @@ from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
 from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
 
@@ -349,7 +349,7 @@ def _device(trainer: Trainer) -> str:
 def _not_reached(module: LightningModule) -> Iterable[str]:
     """Techniques of the loader for which there is no attribute to set."""
     lightning_hasattr = _part(module, "utilities.parsing").lightning_hasattr
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in find_techniques().items():
         words = technique.frameworks.get(DATALOADER)
         if words is not None and not any(
             lightning_hasattr(module, argument) for argument in technique.write(DATALOADER, technique.off) or {}

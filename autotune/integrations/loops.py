@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from autotune import techniques
 from autotune.errors import TaskError
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
 from autotune.integrations.live import LiveModel
@@ -37,6 +36,7 @@ from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
 from autotune.task.describe import describe
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import DATALOADER, LOOP
 from autotune.tuning.events import Listener
 
@@ -105,10 +105,9 @@ def tune(
         raise TaskError(
             "this model was tuned before, and would be compared with itself; make it and its optimizer anew"
         )
+    techniques = find_techniques()
     own = {
-        name: today[name]
-        for name, technique in techniques.REGISTRY.items()
-        if today.get(name, technique.off) != technique.off
+        name: today[name] for name, technique in techniques.items() if today.get(name, technique.off) != technique.off
     }
     options["fix"] = _fixed(own, options.get("fix", {}), options.get("exclude", ()))
     # a loader of another class may be made by other arguments
@@ -120,7 +119,7 @@ def tune(
     found = {
         name: choice
         for name, choice in find_changes(task, result).items()
-        if name not in own and LOOP in techniques.REGISTRY[name].frameworks
+        if name not in own and LOOP in techniques[name].frameworks
     }
     if found:
         _switch_on(found, task, model, optimizer, device)
@@ -130,7 +129,7 @@ def tune(
 def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequence[str]) -> dict[str, Choice]:
     """What the search may not change: what the loop itself does, and what the user fixed beside it."""
     for name in own.keys() & fix.keys():
-        if techniques.validate(name, fix[name]) != own[name]:
+        if find_techniques().validate(name, fix[name]) != own[name]:
             raise TaskError(
                 f"fix={{{name!r}: {fix[name]!r}}}, but the loop itself has {own[name]!r}; change the loop, or leave it out"
             )
@@ -165,7 +164,7 @@ def _switch_on(
     finally:
         for module, was_training in modes:
             module.training = was_training
-        if any(techniques.REGISTRY[name].phase is techniques.Phase.OPTIMIZER for name in found) and state:
+        if any(find_techniques()[name].phase is Phase.OPTIMIZER for name in found) and state:
             # each implementation keeps it in its own place
             optimizer.load_state_dict({**optimizer.state_dict(), "state": packed})
         else:

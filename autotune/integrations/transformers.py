@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from autotune import techniques
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.integrations.live import LiveModel
@@ -28,6 +27,7 @@ from autotune.integrations.words import plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS
 from autotune.tuning.events import Listener
 
@@ -64,7 +64,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
     """
     task = task_of(trainer)
     if _own_optimizer(trainer):  # which `optim` does not choose
-        said_of_others = [technique.name for technique in techniques.REGISTRY.values() if technique.said_of]
+        said_of_others = [technique.name for technique in find_techniques().values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     result = search(task, (TRANSFORMERS,), options, listeners, device=str(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
@@ -258,7 +258,7 @@ def _given(trainer: Trainer) -> dict[str, Any]:
 def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for a trainer whose techniques the session applies."""
     said = {**plain(TRANSFORMERS), **_IN_PROBES}
-    for technique in techniques.REGISTRY.values():
+    for technique in find_techniques().values():
         if technique.said_of and technique.read(TRANSFORMERS, given) not in (None, technique.off):
             said["optim"] = _PLAIN_OPTIMIZERS[technique.said_of]
     return said

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune import api, techniques
+from autotune import api
 from autotune.errors import ConfigError
 from autotune.export.arguments import arguments
 from autotune.integrations.live import refuse_several_processes
@@ -15,6 +15,7 @@ from autotune.records.result import Result
 from autotune.report.gain import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners, Note
 
@@ -33,7 +34,7 @@ def read(
     found: dict[str, Choice | None] = {}
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in find_techniques().items():
         found[name] = technique.read(framework, given)
         if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
             whole = technique.recomputation(task, model, technique.off)
@@ -44,7 +45,7 @@ def read(
 def plain(framework: str) -> dict[str, Any]:
     """The framework's arguments for plain training: every technique off that they can say."""
     said: dict[str, Any] = {}
-    for technique in techniques.REGISTRY.values():
+    for technique in find_techniques().values():
         said |= technique.write(framework, technique.off) or {}
     return said
 
@@ -112,4 +113,4 @@ def require_said(unsaid: Mapping[str, str]) -> None:
 def _before(task: Task, result: Result) -> Mapping[str, Choice]:
     if result.baseline is not None:
         return result.baseline.config
-    return techniques.complete(task.baseline or {}, global_batch=task.global_batch).as_dict()
+    return find_techniques().complete(task.baseline or {}, global_batch=task.global_batch).as_dict()

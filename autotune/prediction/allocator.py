@@ -24,14 +24,12 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from autotune.devices.kernels.rules import Stepped
 from autotune.prediction import Array
-from autotune.prediction.fit import are_aligned
-from autotune.prediction.passes import Event, MicroSteps, Pass, Updates
+from autotune.prediction.passes import Event, MicroSteps, Updates, are_aligned
 from autotune.prediction.traces import Group, Reserved
 from autotune.units import MIB
 
@@ -101,28 +99,22 @@ def _programs_by_size(
     micro: MicroSteps, updates: Updates, batch_sizes: Sequence[int], held_bytes: Sequence[int]
 ) -> dict[int, list[_Program]]:
     """Batch size -> programs with one micro batch a step, and with more."""
+
+    def programs(alone_and_beside: Sequence[Sequence[Event]]) -> list[_Program]:
+        steps = (_two_steps(micro.before, alone_and_beside[:number], updates) for number in (1, 2))
+        return [_Program.of(events, held_bytes) for events in steps]
+
     small, large = (micro.alone[0], micro.beside[0]), (micro.alone[-1], micro.beside[-1])
-    programs = partial(_programs, micro.before, updates=updates, held_bytes=held_bytes)
     of_small = programs([traced.events for traced in small])
+    low, high = small[0].batch_size, large[0].batch_size
     if not all(map(are_aligned, small, large)):
-        of_large = programs([traced.events for traced in large])
-        return {small[0].batch_size: of_small, large[0].batch_size: of_large}
-    of_large = programs(list(map(_in_the_sizes_of, small, large)))  # the same storages in other sizes
-    step = large[0].batch_size - small[0].batch_size
-    shares = {size: (size - small[0].batch_size) / step for size in batch_sizes}
-    return {size: list(map(partial(_Program.towards, share=shares[size]), of_small, of_large)) for size in shares}
-
-
-def _in_the_sizes_of(small: Pass, large: Pass) -> list[Event]:
-    """The events of one pass in the sizes of another that is aligned with it."""
-    return [Event(a.key, b.size_bytes, a.allocates) for a, b in zip(small.events, large.events, strict=True)]
-
-
-def _programs(
-    before: Sequence[Event], alone_and_beside: Sequence[Sequence[Event]], updates: Updates, held_bytes: Sequence[int]
-) -> list[_Program]:
-    """With one micro batch a step, and with more."""
-    return [_Program.of(_two_steps(before, alone_and_beside[:number], updates), held_bytes) for number in (1, 2)]
+        return {low: of_small, high: programs([traced.events for traced in large])}
+    pairs = [zip(a.events, b.events, strict=True) for a, b in zip(small, large, strict=True)]
+    of_large = programs([[a._replace(size_bytes=b.size_bytes) for a, b in pair] for pair in pairs])  # the same storages
+    shares = {size: (size - low) / (high - low) for size in batch_sizes}
+    return {
+        size: [a.towards(b, share) for a, b in zip(of_small, of_large, strict=True)] for size, share in shares.items()
+    }
 
 
 def _two_steps(before: Iterable[Event], micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
@@ -226,11 +218,11 @@ class Settings:
 
 
 def settings_of(environment: Mapping[str, str], added: str = "") -> Settings:
-    """What PYTORCH_ALLOC_CONF, or its older name, says, and what is added to it."""
+    """Read the settings in PYTORCH_ALLOC_CONF, or in its older name, and those that are added to them."""
     text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     text = ",".join(filter(None, (text, added)))
-    said = dict(re.findall(r"(\w+):(\w+)", text))
-    split_mib, divisions = said.get("max_split_size_mb", ""), said.get("roundup_power2_divisions", "")
+    given = dict(re.findall(r"(\w+):(\w+)", text))
+    split_mib, divisions = given.get("max_split_size_mb", ""), given.get("roundup_power2_divisions", "")
     return Settings(
         expandable="expandable_segments:True" in text.replace(" ", ""),
         max_split_bytes=int(split_mib) * MIB if split_mib.isdigit() else None,
@@ -242,7 +234,7 @@ class _Pool:
     """The free blocks of the small or of the large pool, ordered by size and then by address.
 
     Attributes:
-        page_bytes: by which an expandable segment grows.
+        page_bytes: of a segment for requests that get none of their own, and by which an expandable one grows.
         last: the block at the end of an expandable segment.
         end: its end; segments that do not grow lie behind each other.
     """
@@ -269,19 +261,13 @@ class _Pool:
             return None
         if self._free[index][2] is self.last and index + 1 < len(self._free):
             index += 1  # the end of a segment that grows counts as large as that may become
-        block = self._free[index][2]
-        limit = self.max_split_bytes
-        if limit is not None:
-            too_large = limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES
-            if block.size_bytes >= too_large:
-                return None
+        block, limit = self._free[index][2], self.max_split_bytes
+        if limit is not None and block.size_bytes >= (
+            limit if size_bytes < limit else size_bytes + _LARGE_SEGMENT_BYTES
+        ):
+            return None
         self.take(block)
         return block
-
-    def may_split(self, block: _Block, size_bytes: int) -> bool:
-        """Whether what is left of a block, of which so much is used, becomes a block of its own."""
-        kept_whole = self.max_split_bytes is not None and size_bytes >= self.max_split_bytes
-        return not kept_whole and block.size_bytes - size_bytes >= self.smallest_rest_bytes
 
 
 class _CachingAllocator:
@@ -305,14 +291,16 @@ class _CachingAllocator:
         block = pool.take_best_fit(size_bytes)
         if block is None:
             block = self._reserve(pool, size_bytes)
-        if pool.may_split(block, size_bytes):
+        kept_whole = pool.max_split_bytes is not None and size_bytes >= pool.max_split_bytes
+        if not kept_whole and block.size_bytes - size_bytes >= pool.smallest_rest_bytes:
             _split(block, size_bytes)
         return block
 
     def _reserve(self, pool: _Pool, size_bytes: int) -> _Block:
         """A new segment, or the end of the pool's only one, which grows by as much as it is too small."""
         block = _Block(pool.end, 0, pool)
-        more_bytes = _segment_bytes(size_bytes)
+        is_large = size_bytes >= _OWN_SEGMENT_BYTES
+        more_bytes = _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES) if is_large else pool.page_bytes
         if self._settings.expandable:
             if pool.last is not None and pool.last.free:
                 block = pool.last
@@ -359,14 +347,6 @@ def _link(before: _Block | None, after: _Block | None) -> None:
         before.after = after
     if after is not None:
         after.before = before
-
-
-def _segment_bytes(size_bytes: int) -> int:
-    if size_bytes <= _SMALL_BYTES:
-        return _SMALL_SEGMENT_BYTES
-    if size_bytes < _OWN_SEGMENT_BYTES:
-        return _LARGE_SEGMENT_BYTES
-    return _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES)
 
 
 def _rounded(request_bytes: int, divisions: int) -> int:

@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.devices import capabilities_of
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of
 from autotune.prediction.allocator import reserved_bytes
-from autotune.prediction.passes import Event, Purpose
-from autotune.prediction.tracing import Run, TraceError, Tracer
-from autotune.probe.module_scopes import Scopes, Stretch
+from autotune.prediction.fake_steps import Run, TraceError, Tracer
+from autotune.prediction.passes import Event
+from autotune.prediction.traces import Purpose
+from autotune.probe.module_scopes import Scopes
 from autotune.records.calibration import Work
 from autotune.records.config import Config
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
 from autotune.task import Task
 from autotune.task.batches import tensors
-from autotune.techniques import allocator_settings
+from autotune.techniques import Techniques
 
 NUM_STEPS = 2  # the first one allocates the optimizer's state
 NUM_MOMENTS = 200  # of the timeline
@@ -38,7 +39,7 @@ class _Began(NamedTuple):
 
 
 def anatomies(
-    task: Task, configs: Iterable[Config], target: Target, host_bytes: int | None = None
+    task: Task, configs: Iterable[Config], target: Target, techniques: Techniques, host_bytes: int | None = None
 ) -> Iterable[Anatomy | str]:
     """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone.
 
@@ -48,7 +49,7 @@ def anatomies(
     tracer: Tracer | None = None
     for place, config in enumerate(configs):
         try:
-            tracer = tracer or Tracer(task, target, host_bytes)
+            tracer = tracer or Tracer(task, target, techniques, host_bytes)
             yield anatomy(tracer, config, target)
         except TraceError as error:
             yield str(error)
@@ -72,7 +73,11 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     num_further = 0 if device.own_memory else config.accumulation_steps - 1
     further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
     simulated = (
-        partial(reserved_bytes, added=allocator_settings(config), held_bytes=workspaces(gpu_of(target)))
+        partial(
+            reserved_bytes,
+            added=tracer.techniques.allocator_settings(config),
+            held_bytes=cublas_workspaces(gpu_of(target)),
+        )
         if device.own_allocator
         else None
     )
@@ -80,15 +85,24 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
 
 
 class _Found:
-    """A run's storages with their kinds and modules."""
+    """A run's storages with their kinds and modules.
+
+    Attributes:
+        kinds: key of a storage -> place in `KINDS`, as far as passes tell.
+        made_in: key of a storage -> the module under whose code it was made.
+        owners: key of what belongs to a parameter -> the module that owns it.
+        steps: number of events at the beginning of each step.
+        micro_batch: number of stretches before the last micro batch.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.scopes = Scopes(run.session, self._begin)
-        self.kinds: dict[int, int] = {}  # key of a storage -> place in `KINDS`
-        self.owners: dict[int, str] = {}  # key of what belongs to a parameter -> the module that owns it
-        self.steps: list[int] = []  # number of events at the beginning of each step
-        self.micro_batch = 0  # number of stretches before the last micro batch
+        self.kinds: dict[int, int] = {}
+        self.made_in: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
+        self.steps: list[int] = []
+        self.micro_batch = 0
         self.owner_of: dict[int, str] = {}
         for name, module in run.session.model.named_modules(remove_duplicate=False):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -127,9 +141,14 @@ class _Found:
                         self.kinds |= dict.fromkeys(run.tracker.keys_of(kept), int(Purpose.OPTIMIZER))
         run.tracker.work = None
         self.kinds |= dict.fromkeys(batch_keys, _BATCH_KIND)
+        firsts = [stretch.note.last_key + 1 for stretch in self.scopes.stretches]
+        for stretch, (first, end) in zip(
+            self.scopes.stretches, pairwise([*firsts, run.tracker.last_key + 1]), strict=True
+        ):
+            self.made_in |= dict.fromkeys(range(first, end), stretch.module)
 
     def _take(self, purposes: Any) -> None:
-        """Of a storage that several passes see, the one that knows most tells."""
+        """Take over purposes. What a pass takes for a temporary may be known better from another pass."""
         for key, purpose in purposes.items():
             if purpose is not Purpose.TEMPORARIES or key not in self.kinds:
                 self.kinds[key] = int(purpose)
@@ -140,11 +159,10 @@ class _Found:
         start = self.steps[0]
         peak = max(range(start, len(events)), key=totals.__getitem__)
         stretches = self.scopes.stretches
-        made_in = self._makers(stretches)
         held: dict[str, Counter[str]] = defaultdict(Counter)
         for key, size_bytes in _living(events[: peak + 1]).items():
-            kind = self._kind(key, made_in)
-            owner = "" if kind == _BATCH_KIND else self.owners.get(key, made_in.get(key, MODEL))
+            kind = self._kind(key)
+            owner = "" if kind == _BATCH_KIND else self.owners.get(key, self.made_in.get(key, MODEL))
             held[owner][KINDS[kind]] += size_bytes
         held[BATCH] += held.pop("", Counter()) + Counter({KINDS[_BATCH_KIND]: further_bytes})
         flops, moved = self._work()
@@ -168,22 +186,13 @@ class _Found:
             module=at_peak.module,
             last_layer=self.scopes.last_layer,
             modules=tuple(sorted(modules, key=lambda module: (-module.total_bytes, module.name))),
-            timeline=self._timeline(first, last, peak, further_bytes, made_in),
+            timeline=self._timeline(first, last, further_bytes),
         )
 
-    def _makers(self, stretches: list[Stretch]) -> dict[int, str]:
-        """Key of a storage -> the module under whose code it was made."""
-        ends = [*(stretch.note.last_key for stretch in stretches[1:]), self.run.tracker.last_key]
-        return {
-            key: stretch.module
-            for stretch, end in zip(stretches, ends, strict=True)
-            for key in range(stretch.note.last_key + 1, end + 1)
-        }
-
-    def _kind(self, key: int, made_in: dict[int, str]) -> int:
+    def _kind(self, key: int) -> int:
         """Place in `KINDS`. What is made of a batch before the first layer belongs to the batch, as its copy on a GPU does."""
         kind = self.kinds.get(key, int(Purpose.TEMPORARIES))
-        return _BATCH_KIND if kind >= Purpose.ACTIVATIONS and made_in.get(key) == BATCH else kind
+        return _BATCH_KIND if kind >= Purpose.ACTIVATIONS and self.made_in.get(key) == BATCH else kind
 
     def _work(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """FLOPs and bytes moved, by module and phase, of the last micro batch and the update after it."""
@@ -196,14 +205,12 @@ class _Found:
                 moved[stretch.module][stretch.phase] += work.moved_bytes
         return flops, moved
 
-    def _timeline(
-        self, first: int, last: int, peak: int, further_bytes: int, made_in: dict[int, str]
-    ) -> tuple[Moment, ...]:
+    def _timeline(self, first: int, last: int, further_bytes: int) -> tuple[Moment, ...]:
         """The largest moment of each of some equal parts of the events from `first` to `last`."""
         events = self.run.tracker.events
         held = [0] * len(KINDS)
         for key, size_bytes in _living(events[:first]).items():
-            held[self._kind(key, made_in)] += size_bytes
+            held[self._kind(key)] += size_bytes
         held[_BATCH_KIND] += further_bytes
         edges = [s.note.num_events for s in self.scopes.stretches]
         places, stretch = [first + (last - first) * n // NUM_MOMENTS for n in range(NUM_MOMENTS + 1)], 0
@@ -212,7 +219,7 @@ class _Found:
             best: Moment | None = None
             for position in range(low, high):
                 event = events[position]
-                held[self._kind(event.key, made_in)] += event.change_bytes
+                held[self._kind(event.key)] += event.change_bytes
                 while stretch + 1 < len(edges) and edges[stretch + 1] <= position:
                     stretch += 1
                 if best is None or sum(held) > sum(best.held_bytes):

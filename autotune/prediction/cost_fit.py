@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autotune.prediction import Array
-from autotune.prediction.cost_terms import Design, Layout, Residual
+from autotune.prediction.cost_terms import Layout, Residual
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 
@@ -50,23 +50,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The posterior of the log cost of a list of configs: means, and factors of their covariance.
+    """The posterior of the log cost of a list of configs.
 
-    `covariance[i, j] = kernel[i, j] - explained[i] @ explained[j] + effects[i] @ effects[j]`.
+    Attributes:
+        covariance_with: returns the covariance of every config with the one at an index.
     """
 
     mean: Array
     variance: Array
-    _layout: Layout
-    _residual: Residual
-    _design: Design
-    _explained: Array
-    _effects: Array
-
-    def covariance_with(self, index: int) -> Array:
-        """Covariance of every config with the one at `index`, (m,)."""
-        kernel = self._layout.kernel(self._residual, self._design, self._design.row(index))[:, 0]
-        return np.asarray(kernel - self._explained @ self._explained[index] + self._effects @ self._effects[index])
+    covariance_with: Callable[[int], Array]
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,12 @@ class CostModel:
         effects = slopes @ self._spread
         prior = self._layout.variance(self.residual, design)
         variance = prior - (explained**2).sum(axis=1) + (effects**2).sum(axis=1)
-        return Posterior(value, variance, self._layout, self.residual, design, explained, effects)
+
+        def covariance_with(index: int) -> Array:
+            kernel = self._layout.kernel(self.residual, design, design.row(index))[:, 0]
+            return np.asarray(kernel - explained @ explained[index] + effects @ effects[index])
+
+        return Posterior(value, variance, covariance_with)
 
     def with_bound(self, config: Config, least: float) -> CostModel:
         """The model that knows, too, that a config's log cost is more than `least`."""
@@ -123,8 +120,8 @@ class CostModel:
         value, noise = beyond(float(posterior.mean[0]), float(posterior.variance[0]) + self.noise**2, least)
         if not math.isfinite(noise):
             return self
-        said = Observation(config=config, value=value, noise=math.sqrt(noise))
-        return CostModel(self._layout, self._prior_residual, self._scales, [*self._observations, said])
+        bound = Observation(config=config, value=value, noise=math.sqrt(noise))
+        return CostModel(self._layout, self._prior_residual, self._scales, [*self._observations, bound])
 
     def reach(self, config: Config, name: str) -> float:
         """Share of a config's cost in terms on which a technique acts."""
@@ -218,7 +215,7 @@ def beyond(mean: float, variance: float, least: float) -> tuple[float, float]:
     """A normal observation (value, variance) that says the same as `the figure is more than least`.
 
     The moments of the truncated normal are matched, as in expectation propagation: Rasmussen and Williams (2006),
-    section 3.6. The variance is infinite where nothing new is said.
+    section 3.6. The variance is infinite where that is nothing new.
     """
     from scipy.special import erfcx
 

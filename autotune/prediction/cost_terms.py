@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autotune import techniques
 from autotune.prediction import Array
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice, Config
@@ -54,7 +53,7 @@ class Residual:
         trend: per doubling of the batch size, the same for all techniques.
         bend: departures from that trend, the same for all techniques.
         group: departures of one combination of techniques, at one batch size or all.
-        own: departures of one config alone, which no other config tells of.
+        own: departures of one config alone, which no other config shares.
     """
 
     trend: float
@@ -131,9 +130,9 @@ class Layout:
         for name in self._searched:
             if name in BATCH_KEYS:  # acts through the terms' scales
                 continue
-            technique = techniques.REGISTRY[name]
+            technique = space.techniques[name]
             active = [choice for choice in space.choices[name] if choice != technique.off]
-            expected = [technique.expectation(choice, space.choices[name]) for choice in active]
+            expected = [space.expectation(technique, choice) for choice in active]
             known = [compute.get(technique.arithmetic(choice)) for choice in active]
             expected = [replace(e, compute=k) if k else e for e, k in zip(expected, known, strict=True)]
             spreads = {(name, c): math.log(e.untraced.spread) for c, e in zip(active, expected, strict=True)}
@@ -170,7 +169,9 @@ class Layout:
         batch = np.array([choices["batch_size"] for choices in rows], dtype=float)
         samples = batch * np.array([choices["accumulation_steps"] for choices in rows], dtype=float)
         untraced = np.zeros((count, len(self._untraced)))
-        places = [_places(self.space.choices[name], ordered=techniques.is_ordered(name)) for name in self._searched]
+        places = [
+            _places(self.space.choices[name], ordered=self.space.techniques.is_ordered(name)) for name in self._searched
+        ]
         for row, choices in enumerate(rows):
             untraced[row] = [std * (choices[name] == choice) for (name, choice), std in self._untraced.items()]
             for column, name in enumerate(self._searched):
@@ -202,7 +203,7 @@ class Layout:
             if name in BATCH_KEYS:
                 continue
             distance = np.abs(a.ranks[:, None, column] - b.ranks[None, :, column])
-            unlike += self._reach[name] * (distance if techniques.is_ordered(name) else distance > 0)
+            unlike += self._reach[name] * (distance if self.space.techniques.is_ordered(name) else distance > 0)
         # half of a group's departure is the same at every batch size
         return np.asarray(UNLIKE**unlike * (0.5 + 0.5 * _nearness(a, b)))
 

@@ -1,4 +1,4 @@
-"""What makes a session run on fake tensors."""
+"""What makes a model build and a session run on fake tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.targets import Target, gpu_of
-from autotune.prediction.small_values import MOST_ELEMENTS
+from autotune.techniques import Techniques
+
+MOST_ELEMENTS = 4096  # of a tensor whose values are kept while a model is built
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class OneFakeMode(FakeTensorMode):
@@ -55,8 +60,59 @@ def without_filling() -> Iterator[None]:
         yield
 
 
+class SmallValues(TorchDispatchMode):
+    """Computes for real, too, what follows from small tensors alone: a constructor may read drop-path rates, sizes, switches.
+
+    Entered inside a `FakeTensorMode`. What is small and depends on a tensor whose values are not known has none either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakTensorKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of `StorageTracker`
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        known = all(tensor in self._values for tensor in given)
+        if func is _READ and known:
+            return self._really(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not known:
+            self._forget(func, args, kwargs)
+            return result
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        if made and all(tensor.numel() <= MOST_ELEMENTS for tensor in made):
+            real = [leaf for leaf in tree_leaves(self._really(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            for fake, value in zip(made, real, strict=True):
+                self._values[fake] = value
+        return result
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator does with the values."""
+        args, kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+    def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Drop the values of what an operator writes to, and of what shares its memory."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            tensor = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(tensor, FakeTensor) and (value := self._values.get(tensor)) is not None:
+                storage = value.untyped_storage()._cdata
+                for other in [t for t, v in self._values.items() if v.untyped_storage()._cdata == storage]:
+                    del self._values[other]
+
+
 @contextmanager
-def fake_run(mode: FakeTensorMode, target: Target) -> Iterator[None]:
+def fake_run(mode: FakeTensorMode, target: Target, techniques: Techniques) -> Iterator[None]:
     """Run on fake tensors, as on a device of the kind `target`. Puts torch back at the end."""
     on_gpu = capabilities_of(target).own_processors
     with (

@@ -13,16 +13,17 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.devices import capabilities_of
+from autotune.devices import Device, capabilities_of
 from autotune.devices.kernels.workspaces import hidden_allocations
-from autotune.devices.targets import Target
+from autotune.devices.targets import Target, target_of
 from autotune.errors import AutotuneError, TaskError, first_line, in_one_line
-from autotune.prediction.fake_run import OneFakeMode, fake_build, fake_run, to_fake, without_filling
-from autotune.prediction.small_values import SmallValues
+from autotune.prediction.fake_run import OneFakeMode, SmallValues, fake_build, fake_run, to_fake, without_filling
 from autotune.prediction.storages import StorageTracker
+from autotune.probe.inspection import Untrained, inspect_task
 from autotune.task import Task
 from autotune.task.batches import map_tensors
 from autotune.task.usercode import is_allocation_failure, user_place
+from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes
 
 _NO_DATA = ("its data is not allocated yet", "doesn't have storage")  # what torch says of a fake tensor's values
@@ -37,6 +38,7 @@ class Fakes:
     Args:
         task: the user's task.
         target: the kind of device to behave like.
+        techniques: whose settings are put back after each run.
         host_bytes: what this process may take of the host's memory; None where nothing bounds it.
 
     Attributes:
@@ -45,7 +47,7 @@ class Fakes:
         why_real: why the model was built for real, and at which line; empty where it was not.
     """
 
-    def __init__(self, task: Task, target: Target, host_bytes: int | None = None) -> None:
+    def __init__(self, task: Task, target: Target, techniques: Techniques, host_bytes: int | None = None) -> None:
         moves = capabilities_of(target).own_memory
 
         @functools.wraps(task.build_model)
@@ -59,6 +61,7 @@ class Fakes:
         self.mode = OneFakeMode(allow_non_fake_inputs=True)
         self.why_real = ""
         self._target = target
+        self._techniques = techniques
         self._host_bytes = host_bytes
         self._build_model = task.build_model
         self._tracker: StorageTracker | None = None  # while something runs
@@ -69,7 +72,7 @@ class Fakes:
     def run(self) -> Iterator[StorageTracker]:
         """Run on fake tensors, as on a device of the kind `target`. Where values are read, plausible ones stand in."""
         tracker = StorageTracker(hidden_allocations(self._target))
-        with fake_run(self.mode, self._target), tracker:
+        with fake_run(self.mode, self._target, self._techniques), tracker:
             self._tracker = tracker
             try:
                 yield tracker
@@ -122,6 +125,18 @@ class Fakes:
         )
 
 
+def inspect_untrained(task: Task, *, device: Device, host_bytes: int, **arguments: Any) -> dict[str, Any]:
+    """Inspect a task without training it: as `inspect_task`, but no model is built for real unless its code needs values.
+
+    Args:
+        device: this machine's CPU, or an `AbsentGpu`.
+        host_bytes: what this process may take of the host's memory.
+    """
+    fakes = Fakes(task, target_of(device.info()), find_techniques(), host_bytes)
+    found = inspect_task(fakes.task, device=device, untrained=Untrained(fakes.run, fakes.inputs), **arguments)
+    return found | {"built_for_real": fakes.why_real}
+
+
 def _as_moved(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers in the order in which `Module.to` moves them."""
     for child in model.children():
@@ -130,10 +145,10 @@ def _as_moved(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def why_values_are_needed(error: Exception) -> str:
-    """What an exception on fake tensors says, in one line and without a full stop."""
+    """Why code on fake tensors raised an exception, in one line and without a full stop."""
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
         return f"what {error.func} returns depends on the values of a tensor"
     if any(sign in first_line(error) for sign in _NO_DATA):
         return "an operator of it reads the values of a tensor"
-    told = first_line(error) if isinstance(error, AutotuneError) else in_one_line(error)
-    return f"without the values of tensors it raises {told}"[:300].removesuffix(".")
+    message = first_line(error) if isinstance(error, AutotuneError) else in_one_line(error)
+    return f"without the values of tensors it raises {message}"[:300].removesuffix(".")

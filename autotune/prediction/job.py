@@ -8,18 +8,27 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from autotune import techniques
 from autotune.devices import capabilities_of
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, kind_of
 from autotune.prediction.allocator import reserved_factors
-from autotune.prediction.fit import excess_at_peak, fit_peak, fit_start, fit_volume, fit_work, line
-from autotune.prediction.passes import MicroSteps, Purpose, Updates
+from autotune.prediction.fake_steps import TraceError, Tracer
+from autotune.prediction.partial_recomputation import recompute
+from autotune.prediction.passes import (
+    MicroSteps,
+    Updates,
+    excess_at_peak,
+    fit_peak,
+    fit_start,
+    fit_volume,
+    fit_work,
+    line,
+)
 from autotune.prediction.plan import Plan, allocator_sizes, traced_sizes
-from autotune.prediction.recomputed import recompute
 from autotune.prediction.traces import (
     Group,
     ModelTrace,
+    Purpose,
     Reserved,
     Traces,
     UpdateTrace,
@@ -27,11 +36,11 @@ from autotune.prediction.traces import (
     model_label,
     update_label,
 )
-from autotune.prediction.tracing import TraceError, Tracer
 from autotune.records.calibration import Work
 from autotune.task import Task
 from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
+from autotune.techniques import Techniques, find_techniques
 
 
 def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -44,7 +53,8 @@ def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = 
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
         the lengths of the samples, if the plan asks for them.
     """
-    job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, host_bytes)
+    techniques = find_techniques()
+    job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, techniques, host_bytes)
     plain = [group for group in plan.models if not group]  # which all others need
     work: list[tuple[str, Callable[[], Traces]]] = [
         *((model_label(group), partial(job.model, group)) for group in plain),
@@ -67,10 +77,11 @@ def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = 
 
 
 class _Job:
-    def __init__(self, task: Task, plan: Plan, target: Target, host_bytes: int | None) -> None:
+    def __init__(self, task: Task, plan: Plan, target: Target, techniques: Techniques, host_bytes: int | None) -> None:
         self.task = task
         self.plan = plan
         self.target = target
+        self.techniques = techniques
         self.host_bytes = host_bytes
         self.updates = cache(self._updates)  # groups need each other's
         self.update_trace = cache(self._update_trace)
@@ -95,7 +106,7 @@ class _Job:
         )
 
     def _updates(self, group: Group) -> Updates:
-        return self.tracer.updates(techniques.complete(dict(group)), self.sizes[0])
+        return self.tracer.updates(self.techniques.complete(dict(group)), self.sizes[0])
 
     def model(self, group: Group) -> Traces:
         """Trace the micro batches of one group, or of one that takes the same memory.
@@ -104,10 +115,10 @@ class _Job:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
         self._require_traceable(group)
-        return Traces(target=self.target, models={group: self.model_trace(_traced_as(group))})
+        return Traces(target=self.target, models={group: self.model_trace(self._traced_as(group))})
 
     def _require_traceable(self, group: Group) -> None:
-        if reason := techniques.untraceable(techniques.complete(dict(group)), kind_of(self.target)):
+        if reason := self.techniques.untraceable(self.techniques.complete(dict(group)), kind_of(self.target)):
             raise TraceError(reason)
 
     def _model_trace(self, group: Group) -> ModelTrace:
@@ -132,8 +143,10 @@ class _Job:
             _, _, parts, _ = largest(trace, self.update_trace(update), batch_size, accumulates=accumulates)
             return sum(parts)
 
-        sizes, added = allocator_sizes(self.plan.batch_sizes), techniques.all_allocator_settings()
-        return reserved_factors(micro, self.simulated, living_bytes, sizes, added, workspaces(gpu_of(self.target)))
+        sizes, added = allocator_sizes(self.plan.batch_sizes), self.techniques.all_allocator_settings()
+        return reserved_factors(
+            micro, self.simulated, living_bytes, sizes, added, cublas_workspaces(gpu_of(self.target))
+        )
 
     @cached_property
     def simulated(self) -> dict[Group, Updates]:
@@ -146,26 +159,22 @@ class _Job:
         return found
 
     def _micro_steps(self, group: Group) -> MicroSteps:
-        """The micro batches of one group: traced, or put together from those of others."""
-        return self._recomputed(group) or self.tracer.micro_steps(
-            techniques.complete(dict(group)), *self.sizes, check=not group
-        )
-
-    def _recomputed(self, group: Group) -> MicroSteps | None:
-        """Those of a group that recomputes some of the blocks; None where they are not to be had so."""
+        """The micro batches of one group: put together from those of others where it recomputes some blocks, else traced."""
         for name, choice in group:
-            found = self.tracer.recomputation(techniques.REGISTRY[name], choice)
+            found = self.tracer.recomputation(self.techniques[name], choice)
             if found is None or choice == found.each:
                 continue
             none = tuple(pair for pair in group if pair[0] != name)
             each = tuple((other, found.each if other == name else c) for other, c in group)
             with contextlib.suppress(TraceError):
-                return recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
-        return None
+                steps = recompute(self.micro_steps(none), self.micro_steps(each), found.segments, len(found.blocks))
+                if steps is not None:
+                    return steps
+        return self.tracer.micro_steps(self.techniques.complete(dict(group)), *self.sizes, check=not group)
 
     @cached_property
     def tracer(self) -> Tracer:
-        return Tracer(self.task, self.target, self.host_bytes)
+        return Tracer(self.task, self.target, self.techniques, self.host_bytes)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -174,8 +183,7 @@ class _Job:
         sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
 
-
-def _traced_as(group: Group) -> Group:
-    """The group that stands for this one in tracing."""
-    alike = [(name, techniques.REGISTRY[name].traced_as(choice)) for name, choice in group]
-    return tuple((name, choice) for name, choice in alike if choice != techniques.REGISTRY[name].off)
+    def _traced_as(self, group: Group) -> Group:
+        """The group that stands for this one in tracing."""
+        alike = [(name, self.techniques[name].traced_as(choice)) for name, choice in group]
+        return tuple((name, choice) for name, choice in alike if not self.techniques.is_off(name, choice))

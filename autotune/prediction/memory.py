@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from autotune.techniques import Factor
 from autotune.units import MIB
 
 PeakBytes = Sequence[tuple[Config, int]]
+Seen = tuple[
+    tuple[Config, TracedPeak], float, float
+]  # config and trace, bytes less what is outside, variance of the noise
 
 SHARE_STD = 0.06  # of the traced peak
 # of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
@@ -42,7 +46,7 @@ UNTRACED_STDS = ((0.03, 0.6), (0.3, 0.2), (1.0, 0.1), (3.0, 0.1), (9.0, 0.05))
 PROBE_STD = 0.04
 PROBE_STD_BYTES = 4 * MIB
 
-# Of an untraced one: what does not depend on the batch size, and what does.
+# An untraced peak consists of what grows with the batch size, and what does not.
 TERMS = (
     CostTerm(name="activations", scale=lambda b, s, w: b, share=Factor(spread=1e3)),
     CostTerm(name="state", scale=lambda b, s, w: np.ones_like(b), share=Factor(typical=0.5, spread=4.0)),
@@ -101,15 +105,20 @@ class MemoryModel:
 
     def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
         measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
-        # what a config needs at the least, where it was told
+        # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None
-        if peaks is not None and not _are_refuted(peaks, measured):
-            self._traced = _Traced(peaks, outside_bytes, space, measured, failed)
+        if peaks is not None:
+            line = ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
+            peak_of = partial(peaks.peak, techniques=space.techniques)
+            traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
+            # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
+            if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
+                self._traced = _Traced(peak_of, line, outside_bytes, space, measured, failed)
         self._untraced = _Untraced(outside_bytes, space, measured, failed)
 
     def estimate(self, config: Config) -> MemoryEstimate | None:
-        """The peak of a config; None where it was not traced and no probe has told anything yet."""
+        """The peak of a config; None where it was not traced and no probe has ended yet."""
         return self.estimates([config])[0]
 
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
@@ -147,9 +156,8 @@ class _Line:
 
 
 ON_CPU = _Line(fixed_bytes=32 * MIB, fixed_std_bytes=24 * MIB, share=0.02)
-ON_GPU = _Line(
-    fixed_bytes=0, fixed_std_bytes=128 * MIB, share=0.0
-)  # torch's allocator is simulated, workspaces included
+# torch's allocator is simulated, workspaces included
+ON_GPU = _Line(fixed_bytes=0, fixed_std_bytes=128 * MIB, share=0.0)
 
 
 class _Rows:
@@ -172,17 +180,22 @@ class _Rows:
 class _Traced:
     """A line from traced peaks to the process's, and departures from it that similar configs share in part."""
 
-    def __init__(self, peaks: Traces, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
-        self._peaks = peaks
-        self._outside_bytes = outside_bytes
-        line = self._line = _line_of(peaks)
+    def __init__(
+        self,
+        peak_of: Callable[[Config], TracedPeak | None],
+        line: _Line,
+        outside_bytes: int,
+        space: Space,
+        measured: PeakBytes,
+        failed: PeakBytes,
+    ) -> None:
+        self._peak_of, self._line, self._outside_bytes = peak_of, line, outside_bytes
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
-        exact = [((c, t), float(held - outside_bytes), line.noise(t)) for c, held in measured if (t := peaks.peak(c))]
+        exact = self._seen_of(measured)
         out_of_memory = [
-            ((c, t), min(least - outside_bytes, LARGEST_SURPRISE * line.total_bytes(t)), line.noise(t))
-            for c, least in failed
-            if (t := peaks.peak(c))
+            (known, min(least, LARGEST_SURPRISE * line.total_bytes(known[1])), noise)
+            for known, least, noise in self._seen_of(failed)
         ]
         surprises = [row for row in out_of_memory if row[1] > line.total_bytes(row[0][1])]
         self._take([*exact, *surprises])
@@ -196,7 +209,7 @@ class _Traced:
                 self._take(exact)
 
     def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
-        known = [(config, trace) for config in configs if (trace := self._peaks.peak(config)) is not None]
+        known = [(config, trace) for config in configs if (trace := self._peak_of(config))]
         found = {}
         for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
             least = self._outside_bytes + trace.breakdown.parameters_bytes
@@ -205,8 +218,11 @@ class _Traced:
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std, breakdown=trace.breakdown)
         return found
 
-    def _take(self, found: Sequence[tuple[tuple[Config, TracedPeak], float, float]]) -> None:
-        """Take (config and trace, value, variance of the noise) for what is known."""
+    def _seen_of(self, found: PeakBytes) -> list[Seen]:
+        traced = ((config, peak_bytes, self._peak_of(config)) for config, peak_bytes in found)
+        return [((c, t), float(held - self._outside_bytes), self._line.noise(t)) for c, held, t in traced if t]
+
+    def _take(self, found: Sequence[Seen]) -> None:
         self._seen = _Rows(self._layout, [known for known, _, _ in found], self._line)
         self._departures = np.array([value for _, value, _ in found]) - self._seen.line
         self._noise = np.array([noise for _, _, noise in found])
@@ -232,15 +248,11 @@ class _Traced:
             + self._untraced_std_bytes**2 * (rows.design.untraced**2).sum(axis=1)
         )
         if len(self._noise):
-            root = self._root()
+            root = np.linalg.cholesky(self._kernel(self._seen, self._seen) + np.diag(self._noise))
             across = np.linalg.solve(root, self._kernel(self._seen, rows))
             mean = mean + across.T @ np.linalg.solve(root, self._departures)
             variance = variance - (across**2).sum(axis=0)
         return mean, variance
-
-    def _root(self) -> Array:
-        """Cholesky factor of the covariance of what was seen."""
-        return np.asarray(np.linalg.cholesky(self._kernel(self._seen, self._seen) + np.diag(self._noise)))
 
     def _kernel(self, a: _Rows, b: _Rows) -> Array:
         of_line, of_groups, of_choices = self._kernels(a, b)
@@ -256,19 +268,6 @@ def _least_bytes(outcome: Outcome) -> int:
     """What a config needs at the least that ran out of memory, or was killed; 0 where that is not known."""
     attempted = outcome.peak_bytes + outcome.attempted_bytes if outcome.kind is Kind.OOM else 0
     return max(attempted, outcome.bound.peak_bytes_low if outcome.bound else 0)
-
-
-def _are_refuted(peaks: Traces, measured: PeakBytes) -> bool:
-    """Whether a probe took so much less than was traced that traces tell nothing: they are interpolated in the batch."""
-    line = _line_of(peaks)
-    return any(
-        (peak := peaks.peak(config)) is not None and LARGEST_SURPRISE * peak_bytes < line.total_bytes(peak)
-        for config, peak_bytes in measured
-    )
-
-
-def _line_of(peaks: Traces) -> _Line:
-    return ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
 
 
 class _Untraced:

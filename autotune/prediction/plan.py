@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.prediction.traces import Group, Traces, group_of, model_label, update_label
+from autotune.prediction.traces import Group, Traces, model_label, update_label
 from autotune.records.config import Config
 from autotune.records.formats import Record
-from autotune.techniques import Phase
+from autotune.techniques import Phase, Techniques
 
 # Samples: of a dataset, which are read one by one, and of what `make_batch` makes at once. The fit is exact beyond them, too, unless
 # the check shows otherwise, or an operator takes another kernel for many rows.
@@ -55,21 +55,23 @@ class Plan(Record):
         return [*map(model_label, self.models), *map(update_label, self.updates)]
 
 
-def plan_traces(configs: Iterable[Config]) -> Plan:
+def plan_traces(configs: Iterable[Config], techniques: Techniques) -> Plan:
     """What to trace for `configs`, which all train the same: with nothing switched on first, since all others are compared
     with it, then what switches on the least.
     """
     configs = list(configs)
-    models = sorted(dict.fromkeys([(), *(group_of(config, Phase.MODEL) for config in configs)]), key=len)
-    updates = sorted(dict.fromkeys([(), *(group_of(config, Phase.OPTIMIZER) for config in configs)]), key=len)
-    sizes = sorted({config.batch_size for config in configs})
-    trained = group_of(configs[0], Phase.TASK) if configs else ()
+
+    def groups(phase: Phase) -> tuple[Group, ...]:
+        found = dict.fromkeys([(), *(techniques.switched_on(config, phase) for config in configs)])
+        return tuple(sorted(found, key=len))
+
+    updates = groups(Phase.OPTIMIZER)
     return Plan(
-        models=tuple(models),
-        updates=tuple(updates),
-        batch_sizes=tuple(sizes),
-        trained=trained,
-        simulated=tuple(updates),
+        models=groups(Phase.MODEL),
+        updates=updates,
+        batch_sizes=tuple(sorted({config.batch_size for config in configs})),
+        trained=techniques.switched_on(configs[0], Phase.TASK) if configs else (),
+        simulated=updates,
     )
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.prediction.traces import Traces, UpdateTrace, WorkTrace, group_of
+from autotune.prediction.traces import Traces, UpdateTrace, WorkTrace
 from autotune.records.calibration import BF16, FP16, FP32, MATMUL, Calibration
 from autotune.records.config import Config
 from autotune.records.result import DeviceUse
-from autotune.techniques import Phase, arithmetic_of
+from autotune.techniques import Phase, Techniques
 
 SHORT_TYPES = (BF16, FP16)
 SHORTENED = 0.75  # of the bytes of other operators, where autocast makes about half of their tensors short
-# of a step's computing that no rate tells of, and that no type changes: the mean of the three studies on a CPU (0, 0.6, 0.65)
+# share of a step's computing that no measured rate explains and no type changes: the mean of the three studies on a CPU (0, 0.6, 0.65)
 UNACCOUNTED = 0.4
 HOST_PER_LAUNCH = 3.0  # what Python and autograd add to launching an operator, in units of it
 
@@ -75,13 +75,13 @@ class Roofline:
         plain_s, other_s = self.compute_s(batch_size, FP32), self.compute_s(batch_size, arithmetic)
         return UNACCOUNTED + (1 - UNACCOUNTED) * other_s / plain_s if plain_s and other_s else None
 
-    def use(self, config: Config, samples_per_s: float) -> DeviceUse | None:
+    def use(self, config: Config, samples_per_s: float, techniques: Techniques) -> DeviceUse | None:
         """How far from the device's limits a config runs at a speed; None where the rates of its type are not known."""
-        size, arithmetic = config.batch_size, arithmetic_of(config)
+        size, arithmetic = config.batch_size, techniques.arithmetic_of(config)
         fastest_s = self._arithmetic_s(size, arithmetic)
         if not fastest_s or not self.calibration.bytes_per_s:
             return None
-        own = self.traces.models.get(group_of(config, Phase.MODEL))
+        own = self.traces.models.get(techniques.switched_on(config, Phase.MODEL))
         constant, slope = (own.work if own is not None and own.work is not None else self.work).moved_bytes
         bytes_per_s = self._width(size) * (constant / size + slope) * samples_per_s
         return DeviceUse(

@@ -6,16 +6,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from autotune.prediction.passes import Purpose
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Choice, Config
 from autotune.records.formats import decode
 from autotune.task.lengths import LengthDistribution
-from autotune.techniques import REGISTRY, Phase, allocator_settings
+from autotune.techniques import Phase, Techniques
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off
 
@@ -24,9 +24,14 @@ LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see ma
 FORMAT = 6  # of the JSON; counts up when its meaning changes
 
 
-def group_of(config: Config, phase: Phase) -> Group:
-    """What `config` switches on of the techniques that are applied in `phase`."""
-    return tuple((t.name, config[t.name]) for t in REGISTRY.values() if t.phase is phase and config[t.name] != t.off)
+class Purpose(IntEnum):
+    """What a storage is for; `Breakdown` describes each."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER = 2
+    ACTIVATIONS = 3
+    TEMPORARIES = 4
 
 
 def model_label(group: Group) -> str:
@@ -257,13 +262,13 @@ class Traces:
     failures: Mapping[str, str] = field(default_factory=dict)
     lengths: LengthDistribution | None = None
 
-    def peak(self, config: Config) -> TracedPeak | None:
+    def peak(self, config: Config, techniques: Techniques) -> TracedPeak | None:
         """The allocator's peak over whole steps of `config`; None when its techniques were not traced.
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
         """
-        model = self.models.get(group_of(config, Phase.MODEL))
-        on_optimizer = group_of(config, Phase.OPTIMIZER)
+        model = self.models.get(techniques.switched_on(config, Phase.MODEL))
+        on_optimizer = techniques.switched_on(config, Phase.OPTIMIZER)
         update = self.updates.get(on_optimizer)
         if model is None or update is None:
             return None
@@ -272,7 +277,7 @@ class Traces:
         parts[Purpose.TEMPORARIES] += (config.accumulation_steps - 1) * (
             model.input_bytes[0] + model.input_bytes[1] * size
         )
-        added = allocator_settings(config)
+        added = techniques.allocator_settings(config)
         factor, factor_deviation = model.reserved_factor(size, on_optimizer, accumulates=accumulates, added=added)
         modules = piece.modules if in_micro_batch else ()
         held_by = [(name, round(constant + slope * size)) for name, constant, slope in modules]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan, divisors
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan, divisors, share_of
 from autotune.records.coupling import Coupling, Verdict
 from autotune.records.inspection import BatchSupport
 from autotune.units import plural
@@ -25,9 +25,11 @@ def batch_support(
     whole_step: str = "",
     coupling: Coupling | None = None,
 ) -> BatchSupport:
-    """Which batch sizes and accumulation steps to search: the exact divisors of the global batch, or steps of about 1.25x.
+    """Which batch sizes and accumulation steps to search: the exact divisors of a process's share of the global batch, or steps of
+    about 1.25x.
 
     Args:
+        global_batch: of all processes of the baseline's world together.
         normalises: the model has batch normalisation.
         fixed_accumulation: of the task.
         whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
@@ -37,6 +39,8 @@ def batch_support(
     micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice. Where the loss couples the samples
     of a batch, every other micro batch than the baseline's is one; where nobody knows whether it does, every smaller one.
     """
+    if global_batch is not None:
+        global_batch = share_of(global_batch, baseline.world)
     if whole_step and global_batch is not None:
         return BatchSupport(sizes=(global_batch,), sizes_reason=whole_step, reason=whole_step)
     if global_batch is not None:

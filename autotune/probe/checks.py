@@ -8,19 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
-from autotune.probe.differences import Difference, Run, difference, worst
-from autotune.probe.runs import SEED, Runs
-from autotune.probe.seed import seed_everything
-from autotune.randomness import keep_randomness
+from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
+from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.check import Check
 from autotune.records.config import Choice, Config
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import MANTISSA_BITS
 
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
@@ -64,57 +62,43 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         TaskError: the task is not valid.
         ConfigError: the config is not valid.
     """
-    config = techniques.complete(config.as_dict() if isinstance(config, Config) else config)
+    techniques = find_techniques()
+    config = techniques.complete(config)
     task = techniques.narrow_task(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
-    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size).check()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Judged:
-    """What a difference means.
-
-    Attributes:
-        complaints: none where the config passes.
-        notes: what the user should know besides.
-        noise: the model's own, with other random draws where those count.
-        undecided: the model magnifies rounding so far that the comparison tells little.
-        cause: keys of the config that make it fail.
-    """
-
-    complaints: list[str]
-    notes: list[str]
-    noise: Difference
-    undecided: bool
-    cause: tuple[str, ...]
+    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques).check()
 
 
 class _Comparison:
     """Runs a config and plain training one after the other, from the same weights on the same batch."""
 
-    def __init__(self, task: Task, config: Config, device: str | Device, batch_size: int) -> None:
+    def __init__(
+        self, task: Task, config: Config, device: str | Device, batch_size: int, techniques: Techniques
+    ) -> None:
         self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
         self.device = open_device(device) if isinstance(device, str) else device
         self.batch_size = batch_size
-        changes = {name: config[name] for name, t in techniques.REGISTRY.items() if config[name] != t.off}
+        self.techniques = techniques
+        changes = dict(techniques.switched_on(config))
         accumulation: dict[str, Choice] = {ACCUMULATION: config.accumulation_steps}
         self.switched = (accumulation if config.accumulation_steps > 1 else {}) | changes
         self.asked_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
         self.micro_steps = self.asked_steps if _can_be_cut(task) else 1
         self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
-        used = [techniques.REGISTRY[name] for name in changes]
+        used = [techniques[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
         # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
         self.same_masks = self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
         self.num_steps = max((technique.check_steps for technique in used), default=1) if self.exact else 1
         self.mantissa_bits = MANTISSA_BITS[techniques.arithmetic_of(config)]
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
+        self.notes: list[str] = []  # what the user should know besides
 
     def check(self) -> Check:
         """Run everything and judge."""
         with keep_randomness(self.device.torch_device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
-            runs = Runs(self.task, self.device, batch, self.num_steps, self.same_masks)
+            runs = Runs(self.task, self.device, batch, self.techniques, self.num_steps, self.same_masks)
             plain = runs.run(self.plain)
             noise = worst(
                 difference(plain, runs.run(self.plain)),
@@ -122,8 +106,9 @@ class _Comparison:
             )
             candidate = runs.run(self.config)
             found = difference(plain, candidate)
-            judged = self._judge(runs, plain, candidate, found, noise)
-        complaints, notes, noise = judged.complaints, judged.notes, judged.noise
+            complaints, noise, undecided = self._judge(runs, plain, found, noise)
+            cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
+        notes = self.notes
         names_equal = plain.names == candidate.names
         if self.micro_steps < self.asked_steps:
             notes.append("accumulation is not compared: only the task itself can make smaller batches")
@@ -135,8 +120,8 @@ class _Comparison:
             )
         if noise.gradient > REDUCED_GRADIENT_ERROR:
             notes.append("two plain runs differ as much, so this comparison says little about the technique")
-        if judged.cause and len(self.switched) > 1:
-            complaints.insert(0, self.blamed(judged.cause))
+        if cause and len(self.switched) > 1:
+            complaints.insert(0, self.blamed(cause))
         return Check(
             technique="config",
             choice=", ".join(f"{name}={choice}" for name, choice in self.switched.items()) or "nothing switched on",
@@ -147,13 +132,20 @@ class _Comparison:
             buffer_error=found.buffers,
             names_equal=names_equal,
             noise=noise.gradient,
-            passed=None if judged.undecided and names_equal else not complaints,
-            cause=judged.cause,
+            passed=None if undecided and names_equal else not complaints,
+            cause=cause,
             reason="; ".join([*complaints, *notes]),
         )
 
-    def _judge(self, runs: Runs, plain: Run, candidate: Run, found: Difference, noise: Difference) -> _Judged:
-        """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it."""
+    def _judge(
+        self, runs: Runs, plain: Values, found: Difference, noise: Difference
+    ) -> tuple[list[str], Difference, bool]:
+        """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it.
+
+        Returns:
+            The complaints, none where the config passes; the noise, with other random draws where those count; and whether the
+            model magnifies rounding so far that the comparison says little.
+        """
         complaints = self.complaints(found, noise)
         if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
             draws = RandomDraws()
@@ -161,7 +153,7 @@ class _Comparison:
             if draws.seen or self.micro_steps > 1:
                 noise = worst(noise, others)
                 complaints = self.complaints(found, noise)
-        notes, undecided = [], False
+        notes, undecided = self.notes, False
         if complaints and self.micro_steps > 1 and runs.batch_statistics:
             notes.append(
                 "expected: batch normalisation sees one micro batch at a time, so accumulation learns otherwise"
@@ -182,10 +174,9 @@ class _Comparison:
             )
             if undecided:
                 notes.append("so this comparison tells little in this model")
-        cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
-        return _Judged(complaints=complaints, notes=notes, noise=noise, undecided=undecided, cause=cause)
+        return complaints, noise, undecided
 
-    def causes(self, runs: Runs, plain: Run, candidate: Run, noise: Difference) -> Iterator[str]:
+    def causes(self, runs: Runs, plain: Values, candidate: Values, noise: Difference) -> Iterator[str]:
         """The keys of the config that make it differ: its micro batches, its exact techniques or its reduced precision."""
         reference = plain
         if self.micro_steps > 1:
@@ -195,25 +186,25 @@ class _Comparison:
                 yield ACCUMULATION
             if not rest:
                 return
-        names = [name for name in self.switched if name in techniques.REGISTRY]
-        reduced = [name for name in names if not techniques.REGISTRY[name].exact]
-        exact = [name for name in names if techniques.REGISTRY[name].exact]
+        names = [name for name in self.switched if name in self.techniques]
+        reduced = [name for name in names if not self.techniques[name].exact]
+        exact = [name for name in names if self.techniques[name].exact]
         if reduced and exact:
-            off = {name: techniques.REGISTRY[name].off for name in exact}
+            off = {name: self.techniques[name].off for name in exact}
             alone = difference(reference, runs.run(self.config.replace(**off)))
             names = reduced if self.complaints(alone, noise) else exact
         yield from names
 
     def blamed(self, cause: Sequence[str]) -> str:
         """What makes the config differ, in words."""
-        said = []
-        for name in cause:
+
+        def words(name: str) -> str:
             if name == ACCUMULATION:
-                said.append("cutting the batch into micro batches, which plain fp32 does not bear either")
-            else:
-                kind = "" if techniques.REGISTRY[name].exact else ", whose precision is reduced"
-                said.append(f"{name}={self.switched[name]}{kind}")
-        return f"the cause is {' and '.join(said)}"
+                return "cutting the batch into micro batches, which changes the gradient of plain fp32 as well"
+            kind = "" if self.techniques[name].exact else ", whose precision is reduced"
+            return f"{name}={self.switched[name]}{kind}"
+
+        return f"the cause is {' and '.join(map(words, cause))}"
 
     def error_in_double(self, runs: Runs) -> float:
         """The largest error when model and data are double precision; infinite where the model does not run in it.
@@ -261,11 +252,8 @@ class _Comparison:
             ("buffers differ", found.buffers, least_buffers, noise.buffers),
             ("the parameters' movement differs", found.movement, MOVEMENT_ERROR, noise.movement),
         )
-        out = []
-        for what, error, least, floor in bounds:
-            bound = max(least, NOISE_FACTOR * floor)
-            if not error <= bound:
-                out.append(f"{what} by {error:.1e} from plain fp32 (bound {bound:.1e})")
+        allowed = [(what, error, max(least, NOISE_FACTOR * floor)) for what, error, least, floor in bounds]
+        out = [f"{what} by {e:.1e} from plain fp32 (bound {bound:.1e})" for what, e, bound in allowed if not e <= bound]
         if not self.exact and not found.cosine >= lowest:
             out.append(f"the gradient's cosine with plain fp32 is {found.cosine:.5f} (bound {lowest:.3f})")
         return out

@@ -6,27 +6,44 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import TypicalSamples
+from autotune.devices import Device, open_device
+from autotune.devices.oom import attempted_bytes
 from autotune.errors import ConfigError, TaskError, in_one_line
-from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
+from autotune.probe.batch_support import batch_support
+from autotune.probe.signature import signature_of
+from autotune.records.batch_plan import (
+    ACCUMULATION,
+    BATCH_SIZE,
+    DEFAULT_BATCH_SIZE,
+    BatchPlan,
+    largest_batch_size,
+    share_of,
+)
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice, Config
 from autotune.records.coupling import Coupling
 from autotune.records.inspection import BatchSupport, Inspection, Support
 from autotune.records.progress import COMPARING, Progress
+from autotune.records.world import ALONE, World
+from autotune.task import Task, samples
+from autotune.task.batches import to_device
+from autotune.task.facts import check_task, gather_facts, uses_batch_statistics
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
-
-if TYPE_CHECKING:
-    from autotune.devices import Device
 
 CHANGES_LEARNING = "it changes what is learned"
 
 
 def inspect_task(
-    task: Any,
+    task: Task,
     *,
     device: str | Device,
     memory_limit_bytes: int | None,
@@ -35,6 +52,7 @@ def inspect_task(
     comparing_s: float = 0.0,
     untrained: Untrained | None = None,
     not_compared: str = "",
+    world: World = ALONE,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Validate `task` on `device`, gather its facts, and ask every technique what it supports. Returns plain data.
@@ -45,6 +63,7 @@ def inspect_task(
         comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
         untrained: how techniques are tried on a task whose models have no values; no step is tried then.
         not_compared: why that failed in another process.
+        world: the processes that are to train the task together.
         report: is told when that begins and ends.
 
     Raises:
@@ -52,21 +71,23 @@ def inspect_task(
         ConfigError: the task has no such thing to train.
         Exception: memory ran out before anything was trained, or because others hold it.
     """
-    from autotune import techniques
-    from autotune.probe.signature import signature_of
-    from autotune.probe.whole_batch import uncut, warnings_of
-    from autotune.task.batches import to_device
-    from autotune.task.facts import gather_facts
-
-    opened = _enter(device, memory_limit_bytes)
+    opened = open_device(device) if isinstance(device, str) else device
+    opened.enter()  # from here on CUDA itself says which GPU this is
+    if memory_limit_bytes is not None:
+        opened.limit_memory(memory_limit_bytes)
     info, outside_bytes = opened.info(), opened.outside_bytes()
+    techniques = find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
-    first = _first_step(task, opened) if untrained is None else FirstStep(samples=_fewest(task))
+    first = (
+        _first_step(task, opened, techniques, world)
+        if untrained is None
+        else FirstStep(samples=_fewest(task, techniques, world))
+    )
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
-    baseline = _baseline(task, facts.dataset_size).replace(**chosen)
+    baseline = _baseline(task, techniques, facts.dataset_size, world).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
     coupling = Coupling.unknown(not_compared) if not_compared else None
@@ -75,95 +96,87 @@ def inspect_task(
     else:
         model, few = model.to(opened.torch_device), to_device(few, opened.torch_device)
         if comparing_s:
-            coupling = _compare(task, model, opened, baseline, first, comparing_s, report)
-    baseline = uncut(task, baseline, coupling, facts.dataset_size)
-    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
-    batch = _batch_support(setting, baseline, coupling)
+            report(Progress(stage=COMPARING))
+            coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
+            report(Progress())
+    baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
+    setting = Setting(
+        task=task,
+        device=opened,
+        model=model,
+        optimizer=task.optimizer(model),
+        batch=few,
+        baseline=baseline.as_dict(),
+        global_batch=task.global_batch,
+        dataset_size=facts.dataset_size,
+        calibration=Calibration.from_dict(calibration or {}),
+    )
+    batch = _batch_support(setting, baseline.plan_in(world), coupling)
+    warning = batch.reason if batch.stays_whole else batch.sizes_reason if batch.optional_sizes else ""
     return Inspection(
-        facts=replace(facts, warnings=(*facts.warnings, *warnings_of(batch))),
+        facts=replace(facts, warnings=(*facts.warnings, *filter(None, (warning,)))),
         device=info,
         global_batch=task.global_batch,
         baseline=baseline.as_dict(),
         baseline_given=BATCH_SIZE in (task.baseline or {}),
         batch=batch,
-        support={name: _supported(t, setting, untrained) for name, t in techniques.REGISTRY.items()},
+        support={name: _supported(t, setting, untrained) for name, t in techniques.items()},
         outside_bytes=outside_bytes,
         step_s=first.seconds,
         step_samples=first.samples,
         shortage=first.shortage,
         comparable=not task.takes_whole_steps,
         coupling=coupling,
+        world=world,
         signature=signature,
     ).to_dict()
 
 
-def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:
-    """The device, entered by this process and limited."""
-    from autotune.devices import open_device
-
-    opened = open_device(device) if isinstance(device, str) else device
-    opened.enter()  # from here on CUDA itself says which GPU this is
-    if memory_limit_bytes is not None:
-        opened.limit_memory(memory_limit_bytes)
-    return opened
-
-
-def _compare(
-    task: Any,
-    model: Any,
-    device: Device,
-    baseline: Config,
-    first: FirstStep,
-    comparing_s: float,
-    report: Callable[[Progress], None],
+def _coupling(
+    task: Task, model: torch.nn.Module, device: Device, plan: BatchPlan, first: FirstStep, comparing_s: float
 ) -> Coupling | None:
-    """Find out whether micro batches give the gradient of a whole batch, and tell when that begins and ends."""
-    from autotune.probe.whole_batch import coupling_of
+    """Whether micro batches give the gradient of a process's whole batch; None where a step is one unit of the user's own.
 
-    report(Progress(stage=COMPARING))
-    coupling = coupling_of(
-        task, model, device, baseline.plan, legal=first.samples, step_s=first.seconds, comparing_s=comparing_s
-    )
-    report(Progress())
-    return coupling
-
-
-def _setting(
-    task: Any,
-    device: Device,
-    model: Any,
-    few: Any,
-    baseline: Config,
-    dataset_size: int | None,
-    calibration: dict[str, Any] | None,
-) -> Setting:
-    """What techniques are asked about."""
-    return Setting(
-        task=task,
-        device=device,
-        model=model,
-        optimizer=task.optimizer(model),
-        batch=few,
-        baseline=baseline.as_dict(),
-        global_batch=task.global_batch,
-        dataset_size=dataset_size,
-        calibration=Calibration.from_dict(calibration or {}),
+    Args:
+        model: on the device, which nothing else has trained.
+        plan: the baseline's, which says what a whole batch is where the task does not.
+        comparing_s: after which no larger batch is compared.
+    """
+    if task.takes_whole_steps:
+        return None
+    whole = plan.batch_size if task.global_batch is None else share_of(task.global_batch, plan.world)
+    return find_coupling(
+        task,
+        model,
+        device,
+        TypicalSamples(task),
+        most=min(whole, task.dataset_size() or whole),
+        seconds=comparing_s,
+        legal=first.samples,
+        sample_s=(first.seconds or 0.0) / first.samples,
     )
 
 
-def _batch_support(setting: Setting, baseline: Config, coupling: Coupling | None) -> BatchSupport:
+def _uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size: int | None, world: World) -> Config:
+    """The baseline with a process's share of the global batch at once, where it may not be cut and the user does not say how it is."""
+    if coupling is None or coupling.may_be_cut or task.global_batch is None:
+        return baseline
+    whole = share_of(task.global_batch, world)
+    says = BATCH_SIZE in (task.baseline or {}) or task.loader_batch_size() is not None
+    if says or (dataset_size or whole) < whole:
+        return baseline
+    return baseline.replace(**{BATCH_SIZE: whole, ACCUMULATION: 1})
+
+
+def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None) -> BatchSupport:
     """Which batches may be tried, and why others may not."""
-    from autotune.probe.batch_support import batch_support
-    from autotune.task.facts import uses_batch_statistics
-
-    task = setting.task
     return batch_support(
-        baseline.plan,
-        global_batch=task.global_batch,
+        plan,
+        global_batch=setting.global_batch,
         dataset_size=setting.dataset_size,
         normalises=uses_batch_statistics(setting.model),
-        fixed_accumulation=task.fixed_accumulation,
-        whole_step="the task's own step takes the whole global batch at once" if task.takes_whole_steps else "",
+        fixed_accumulation=setting.task.fixed_accumulation,
+        whole_step="the task's own step takes the whole global batch at once" if setting.task.takes_whole_steps else "",
         coupling=coupling,
     )
 
@@ -190,21 +203,18 @@ class FirstStep:
     shortage: str = ""
 
 
-def _first_step(task: Any, device: Device) -> FirstStep:
+def _first_step(task: Task, device: Device, techniques: Techniques, world: World) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
     That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
     """
-    from autotune.devices.oom import attempted_bytes
-    from autotune.task import samples
-    from autotune.task.facts import check_task
-
     mistake: Exception | None = None
     for size in (2, None):
         try:
             if size is None:
                 dataset = task.dataset()
-                size = _baseline(task, None if dataset is None else samples.dataset_size(dataset)).batch_size
+                known = None if dataset is None else samples.dataset_size(dataset)
+                size = _baseline(task, techniques, known, world).batch_size
             return FirstStep(check_task(task, device.torch_device, size), size)
         except Exception as error:
             if device.is_out_of_memory(error):
@@ -218,26 +228,24 @@ def _first_step(task: Any, device: Device) -> FirstStep:
     raise mistake
 
 
-def _fewest(task: Any) -> int:
+def _fewest(task: Task, techniques: Techniques, world: World) -> int:
     """Two samples; where no batch of them can be made, as many as the baseline's has."""
     with suppress(Exception):
         task.batch(2)
         return 2
-    return _baseline(task, task.dataset_size()).batch_size
+    return _baseline(task, techniques, task.dataset_size(), world).batch_size
 
 
-def _baseline(task: Any, dataset_size: int | None) -> Config:
+def _baseline(task: Task, techniques: Techniques, dataset_size: int | None, world: World) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
-    from autotune import techniques
-
     given: dict[str, Any] = dict(task.baseline or {})
     if task.takes_whole_steps and task.global_batch is not None:
-        given = {BATCH_SIZE: task.global_batch, **given}
+        given = {BATCH_SIZE: share_of(task.global_batch, world), **given}
     if BATCH_SIZE not in given:
         usual = task.loader_batch_size() or DEFAULT_BATCH_SIZE
-        given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch)
+        given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch, world)
     try:
-        return techniques.complete(given, global_batch=task.global_batch)
+        return techniques.complete(given, global_batch=task.global_batch, world=world)
     except ConfigError as error:
         raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 
@@ -261,10 +269,6 @@ def _support(technique: Technique, setting: Setting) -> Support:
     Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
     That others hold the memory is no reason, and raised.
     """
-    import torch
-
-    from autotune.devices.oom import attempted_bytes
-
     if technique.reaches_into_step and setting.task.takes_whole_steps:
         return Support(choices=(technique.off,), reason=REACHES_INTO_STEP)
     reason = ""

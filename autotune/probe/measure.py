@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
-from autotune.probe import compilation
 from autotune.probe.leaks import kept
-from autotune.probe.memory_growth import growth_per_step
 from autotune.probe.micro_batches import micro_batches
-from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Timing
-from autotune.records.outcome import Kept, Measurement
+from autotune.probe.observers.base import Observers
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
+from autotune.records.outcome import Measurement
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.session import Session
@@ -55,31 +53,17 @@ class Run:
     report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
-    _slowdowns: Counter[str] = field(default_factory=Counter)  # what slowed the device down, by the number of blocks
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
-        self._graph_breaks_before = compilation.num_graph_breaks()
-        self._reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
-        unequal, samples = self.session.task.dataset() is not None, self.session.config.samples_per_step
-        self._timing = Timing(self.settings, samples, self.device.peak_bytes, unequal)
-
-    @property
-    def stage(self) -> str:
-        """`setup`, `warmup` or `timing`."""
-        return self._reporter.stage
-
-    @property
-    def progress(self) -> Progress:
-        """What has been done so far."""
-        return self._reporter.progress
-
-    @property
-    def train_s(self) -> float:
-        """Seconds inside training steps so far."""
-        return self._reporter.train_s
+        self._graph_breaks_before = num_graph_breaks()
+        self.reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
+        self._samples = self.session.config.plan_in(self.session.world).samples_per_step
+        unequal = self.session.task.dataset() is not None
+        self._observers = Observers(self.device, self.session.world)
+        self._timing = Timing(self.settings, self._samples, self.device.peak_bytes, unequal)
 
     def measure(self, setup_s: float) -> Measurement:
         """Warm up, time, and measure.
@@ -90,44 +74,34 @@ class Run:
         """
         self._began_s = time.perf_counter() - setup_s
         self.warm_up()
-        warmup_s = self.train_s
-        self._reporter.enter("timing")
-        timed_s, growth, contention, phases = 0.0, 0.0, 0.0, {}
+        warmup_s = self.reporter.train_s
+        self.reporter.enter("timing")
+        timed_s, phases = 0.0, {}
         if not (cut_short := self._timing.cut_short(self._whole_steps_s())):
-            growth, contention = self._time(), self.device.contention()
-            timed_s = self.train_s - warmup_s
+            self._time()
+            timed_s = self.reporter.train_s - warmup_s
             phases = self._phases() if self.settings.phases else {}
         measured = self._timing.measurement(
-            self.device,
-            contention=contention,
-            slowdowns=self._slowdowns,
             num_steps=self.num_steps,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
-            explained_s=self.train_s - warmup_s - timed_s,
+            explained_s=self.reporter.train_s - warmup_s - timed_s,
             compile_s=self._compile_s,
-            num_graph_breaks=compilation.num_graph_breaks() - self._graph_breaks_before,
-            num_recompilations=compilation.num_graphs() - self._first_graphs,
+            num_graph_breaks=num_graph_breaks() - self._graph_breaks_before,
+            num_recompilations=num_graphs() - self._first_graphs,
             phases_s=phases,
             final_loss=float(self._loss),
-            growth_bytes_per_step=growth,
             skipped_steps=self._skipped_steps(),
             cut_short=cut_short,
             places=self.session.places,
         )
-        if not growth or self._spent_s > self.settings.timeout_s / 2:
-            return measured
-        return replace(measured, leaks=self._leaks())
-
-    def _leaks(self) -> tuple[Kept, ...]:
-        """What each micro batch leaves behind. Whatever goes wrong here (memory runs out), the run was measured.
-
-        A time-out would lose that, so this is left out where the run took so long that its few steps might not end in time.
-        """
-        with suppress(Exception):
-            return kept(self._micro_step)
-        return ()
+        measured = self._observers.stop(measured)
+        # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
+        if measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
+            with suppress(Exception):  # memory runs out, say
+                return replace(measured, leaks=kept(self._take_micro_step))
+        return measured
 
     def warm_up(self) -> float:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
@@ -138,44 +112,46 @@ class Run:
         activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
         differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
         """
-        self._reporter.enter("warmup")
+        self.reporter.enter("warmup")
         accumulation_steps = self.session.config.accumulation_steps
         largest = self.session.task.batch(self.session.config.batch_size)  # by make_batch, or of the widest samples
         first = StepBatch([(largest, self.session.config.batch_size)] * min(2, accumulation_steps))
         compiling_s = self._warm_step(first)
-        self._first_graphs = compilation.num_graphs()
+        self._first_graphs = num_graphs()
         while True:
             compiling_s += self._warm_step(self._take(1))
-            warm = self._timing.is_warm(len(self.warm_steps), self._whole_steps_s(), self.train_s - compiling_s)
+            warm = self._timing.is_warm(
+                len(self.warm_steps), self._whole_steps_s(), self.reporter.train_s - compiling_s
+            )
             if self._scaler_settled() and warm and not self.warm_steps[-1].compiled:
                 break
         if self.session.task.dataset() is not None:
             self._clock(partial(self._accumulate_part, first), len(first))
             self._clock(self._update)
         missing = accumulation_steps - len(first) - (len(self.warm_steps) - 1)
-        cycle_started_s = self.train_s
+        cycle_started_s = self.reporter.train_s
         if missing > 0:
-            while missing > 0 and self.train_s - cycle_started_s < MAX_CYCLE_S:
-                self._clock(partial(self._accumulate_next, 1), 1)
+            while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
+                self._clock(lambda: self._accumulate_part(self._take(1)), 1)
                 missing -= 1
             self._clock(self._update)
         return self._compile_s
 
     def _warm_step(self, batch: StepBatch) -> float:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
-        known = compilation.num_graphs()
+        known = num_graphs()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
-        compiled = compilation.num_graphs() > known
+        compiled = num_graphs() > known
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled))
         self._require_finite_loss()
         return accumulated_s + update_s if compiled else 0.0
 
     @property
     def _later(self) -> list[WarmStep]:
-        """The warm-up steps that tell of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
+        """The warm-up steps that say something of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
         later = self.warm_steps[1:]
         return [step for step in later if not step.compiled] or later
 
@@ -185,7 +161,7 @@ class Run:
         return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
 
     def _whole_steps_s(self) -> list[float]:
-        """Seconds of a whole optimizer step, estimated from each warm-up step that tells of the speed."""
+        """Seconds of a whole optimizer step, estimated from each warm-up step that says something of the speed."""
         return [self._whole_s(step) for step in self._later]
 
     def _whole_s(self, step: WarmStep) -> float:
@@ -221,8 +197,8 @@ class Run:
             return 0
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
-    def _time(self) -> float:
-        """Time blocks until there are enough. Returns the growth of memory in bytes per optimizer step."""
+    def _time(self) -> None:
+        """Time blocks until there are enough."""
         config, blocks = self.session.config, self._timing.blocks
         typical = self._typical()
         step_s = self._whole_s(typical)
@@ -230,24 +206,21 @@ class Run:
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
         sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        held: list[tuple[int, int]] = []
-        self.device.start_measuring()
+        self._observers.start()
         done = 0
         while not self._timing.is_done(done, self._spent_s):
             if sliced:
-                slice_s = self._clock(partial(self._accumulate_next, num_micro), num_micro)
+                slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
-                blocks.add(config.samples_per_step / full_s, slice_s + update_s)
+                blocks.add(self._samples / full_s, slice_s + update_s)
             else:
                 count = min(steps_per_block, exact - done) if exact else steps_per_block
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
-                blocks.add(count * config.samples_per_step / block_s, block_s)
+                blocks.add(count * self._samples / block_s, block_s)
                 done += count
             self._require_finite_loss()
-            held.append((self.num_steps, self.device.current_bytes()))
-            self._slowdowns.update(self.device.slowdowns())
-        return growth_per_step(held)
+            self._observers.sample(self.num_steps)
 
     @property
     def _spent_s(self) -> float:
@@ -278,15 +251,12 @@ class Run:
             self._accumulate(self._take(self.session.config.accumulation_steps))
             self._update()
 
-    def _micro_step(self) -> None:
-        self._accumulate_next(1)
+    def _take_micro_step(self) -> None:
+        self._accumulate_part(self._take(1))
         self._update()
 
     def _take(self, count: int) -> StepBatch:
         return StepBatch(next(self._micro_batches) for _ in range(count))
-
-    def _accumulate_next(self, count: int) -> None:
-        self._accumulate_part(self._take(count))
 
     def _accumulate(self, batch: StepBatch) -> None:
         self._loss = self.session.accumulate(batch)
@@ -316,7 +286,7 @@ class Run:
         work()
         self.device.synchronize()
         elapsed = time.perf_counter() - started
-        self._reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
+        self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
         return elapsed
 
     def _require_finite_loss(self) -> None:
@@ -337,3 +307,45 @@ def is_finite(values: torch.Tensor) -> bool:
 def dense_values(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient's entries as a dense tensor. For a sparse gradient, the stored entries without merging duplicates or copying."""
     return gradient._values() if gradient.is_sparse else gradient
+
+
+class EvaluationRun(Run):
+    """Forward passes, as `Session.evaluate` takes them, in the place of training steps. The model is in evaluation mode."""
+
+    def _accumulate(self, batch: StepBatch) -> None:
+        for micro in batch:
+            self.session.evaluator.values(micro)
+
+    def _update(self) -> None:
+        self.num_steps += 1
+
+    def _phases(self) -> dict[str, float]:
+        batch = StepBatch()
+        data_s = self._clock(lambda: batch.extend(self._take(1)))
+        return {"data": data_s, "forward": self._clock(lambda: self._accumulate(batch))}
+
+
+def train_a_step(session: Session, batch: Any, num_samples: int) -> None:
+    """Take a training step, so that the optimizer's state is there, as it is where a run evaluates."""
+    scaler = session.scaler
+    for _ in range(MAX_SCALER_STEPS):
+        scale = 0.0 if scaler is None else scaler.get_scale()
+        session.step(StepBatch([(batch, num_samples)]))
+        if scaler is None or scaler.get_scale() >= scale:  # the step was not skipped
+            return
+
+
+def num_graphs() -> int:
+    """Graphs that torch's compiler has made in this process, or taken from the cache."""
+    return int(_compiler_counters()["stats"]["unique_graphs"]) if _compiler_counters() else 0
+
+
+def num_graph_breaks() -> int:
+    """Places where compiled code goes back to Python, as often as they were compiled."""
+    return int(sum(_compiler_counters()["graph_break"].values())) if _compiler_counters() else 0
+
+
+def _compiler_counters() -> Any:
+    """Nothing in a process that has not imported the compiler."""
+    module: Any = sys.modules.get("torch._dynamo.utils")
+    return module.counters if module is not None else {}

@@ -107,13 +107,7 @@ class Scopes:
     def _follow_back(self, loss: torch.Tensor) -> None:
         """Have every node of the graph tell when the backward pass comes to it."""
         sequences = [stretch.sequence for stretch in self.stretches]
-        found, stack = set(), [loss.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in found:
-                continue
-            found.add(node)
-            stack.extend(function for function, _ in node.next_functions)
+        for node in graph_nodes(loss):
             if (number := node._sequence_nr()) < _LARGEST_SEQUENCE:
                 module = self.stretches[bisect_right(sequences, number) - 1].module
                 node.register_prehook(partial(self._come_to, module))
@@ -121,3 +115,14 @@ class Scopes:
     def _come_to(self, module: str, gradients: Any) -> None:
         if self.stretches[-1].module != module:
             self.begin(BACKWARD, module)
+
+
+def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """Every node of the autograd graph that a loss hangs on."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]

@@ -17,7 +17,8 @@ import torch
 
 from autotune.devices import Device
 from autotune.probe.measure import Run, dense_values, is_finite
-from autotune.probe.seed import seed_everything
+from autotune.probe.module_scopes import graph_nodes
+from autotune.randomness import seed_everything
 from autotune.records.config import Choice
 from autotune.records.outcome import BACKWARD, FORWARD, INPUT, LOSS, Overflow
 from autotune.records.progress import Progress
@@ -116,13 +117,8 @@ class _Watch:
         if self.found is None and (value := _worst(loss)):
             self.found = Overflow(phase=LOSS, value=value)
         if self.found is None:
-            seen, nodes = set(), [loss.grad_fn]
-            while nodes:
-                node = nodes.pop()
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    node.register_hook(partial(self._after_node, node.name(), node._sequence_nr()))
-                    nodes += [following for following, _ in node.next_functions]
+            for node in graph_nodes(loss):
+                node.register_hook(partial(self._after_node, node.name(), node._sequence_nr()))
         return loss
 
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -133,7 +129,7 @@ class _Watch:
         if value == MINUS_INFINITY:
             self._suspect = self._suspect or around
         elif value and self.found is None and around is not None:
-            self._blame(around, FORWARD, value)
+            self._blame(around, value)
         elif value and self.found is None:
             self.found = Overflow(phase=INPUT, value=value, **self._named(module))
         self._running.append((module, _next_node(), value))
@@ -142,16 +138,14 @@ class _Watch:
         if not self._watching:
             return
         given, called = "", None
-        while (
-            self._running and called is not module
-        ):  # one that was left by an exception that the model caught is skipped
+        while self._running and called is not module:  # skips one that was left by an exception that the model caught
             called, first, given = self._running.pop()
         self._calls.append((_next_node() - first, first, module))
         value = _worst(output)
         if value == MINUS_INFINITY:
             self._suspect = self._suspect or module
         elif value and self.found is None:
-            self._blame(self._suspect if given and self._suspect is not None else module, FORWARD, value)
+            self._blame(self._suspect if given and self._suspect is not None else module, value)
         elif given == MINUS_INFINITY:
             self._suspect = None  # a mask, and it did what it is for
         if self.found is not None and self._culprit is module:
@@ -165,8 +159,8 @@ class _Watch:
             inside = self._named(min(calls, key=lambda call: call[0])[2]) if calls else {}
             self.found = Overflow(phase=BACKWARD, value=value, operator=name, **inside)
 
-    def _blame(self, module: torch.nn.Module, phase: str, value: str) -> None:
-        self.found = Overflow(phase=phase, value=value, **self._named(module))
+    def _blame(self, module: torch.nn.Module, value: str) -> None:
+        self.found = Overflow(phase=FORWARD, value=value, **self._named(module))
         self._culprit = module
 
     def _named(self, module: torch.nn.Module) -> dict[str, Any]:

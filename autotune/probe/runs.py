@@ -1,31 +1,46 @@
-"""Runs a few optimizer steps with each of several configs, always from the same weights and on the same samples."""
+"""Runs a few optimizer steps with each of several configs, from the same weights on the same samples, and tells how they differ."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune import techniques
 from autotune.coupling.dropout_off import RandomDraws, dropout_off
 from autotune.devices import Device
-from autotune.devices.oom import give_back
-from autotune.probe.differences import Run
-from autotune.probe.exact_convolutions import exact_convolutions
-from autotune.probe.seed import seed_everything
+from autotune.randomness import seed_everything
 from autotune.records.config import Config
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
-from autotune.task.batches import fresh_copy, map_tensors
+from autotune.task.batches import fresh_copy, map_tensors, to_device
 from autotune.task.facts import uses_batch_statistics
+from autotune.techniques import Techniques
 
 SEED = 0
+FEWEST_SAMPLES = 4  # of a comparison where the model normalises over them
+NUM_VALUES = 64  # behind each statistic: those of fewer make any rounding look large
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
+
+Tensors = list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What one session computed, on the host."""
+
+    loss: float
+    gradients: Tensors
+    buffers: list[Tensors]  # per module
+    movement: Tensors  # of the parameters in all steps; empty when one was taken
+    names: list[Any]
 
 
 @dataclasses.dataclass
@@ -33,6 +48,7 @@ class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
+        techniques: whose settings are put back after each run.
         num_steps: optimizer steps per run.
         same_masks: dropout is on, with the same masks; otherwise it is the identity.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
@@ -41,10 +57,11 @@ class Runs:
     task: Task
     device: Device
     batch: Any
+    techniques: Techniques
     num_steps: int
     same_masks: bool
     batch_statistics: bool = False
-    _initial: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # parameters and buffers, on the host
+    _initial: tuple[Tensors, Tensors] | None = None  # parameters and buffers, on the host
 
     def in_double(self) -> Runs:
         """The same runs from the same weights, with model and data in double precision."""
@@ -63,28 +80,28 @@ class Runs:
         seed: int = SEED,
         prepare_model: Callable[[torch.nn.Module], None] | None = None,
         draws: RandomDraws | None = None,
-    ) -> Run:
+    ) -> Values:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
         try:
-            with techniques.keep_settings(), exact_convolutions():
-                return self._run(config, seed, prepare_model, draws)
+            with self.techniques.keep_settings(), exact_convolutions():
+                return self._run(config, seed, prepare_model, draws or contextlib.nullcontext())
         finally:
-            give_back(self.device)
+            self.device.give_back()
 
     def _run(
         self,
         config: Config,
         seed: int,
         prepare_model: Callable[[torch.nn.Module], None] | None,
-        draws: RandomDraws | None,
-    ) -> Run:
+        watching: contextlib.AbstractContextManager[Any],
+    ) -> Values:
         seed_everything(SEED)
         session = prepare(self.task, config, device=self.device, on_oom=RAISE)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:
             self._initial = [_host(p) for p in model.parameters()], [_host(b) for b in model.buffers()]
-        with nullcontext() if self.same_masks else dropout_off(model), draws or nullcontext():
+        with contextlib.nullcontext() if self.same_masks else dropout_off(model), watching:
             for _ in range(_MOST_SCALE_REDUCTIONS):
                 self._reset(model)
                 if prepare_model is not None:
@@ -92,20 +109,22 @@ class Runs:
                 start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
                 seed_everything(seed)
                 with _gradients(session) as gradients:
-                    loss = float(session.accumulate(self._fresh_batch()))
+                    loss = float(session.accumulate(fresh_copy(self.batch)))
                 session.update()
                 # GradScaler starts too high on purpose and skips steps, halving its scale, until nothing overflows.
                 if session.scaler is None or all(bool(g.isfinite().all()) for g in gradients):
                     break
             buffers = [[_host(b) for b in module.buffers(recurse=False)] for module in model.modules()]
             for _ in range(self.num_steps - 1):
-                session.step(self._fresh_batch())
-        movement = [_host(p).sub_(before) for p, before in zip(model.parameters(), start, strict=False)]
-        return Run(loss=loss, gradients=gradients, buffers=buffers, movement=movement, names=_names(model))
-
-    def _fresh_batch(self) -> Any:
-        """A copy, for models that change their input in place."""
-        return fresh_copy(self.batch)
+                session.step(fresh_copy(self.batch))  # models change their input in place
+        names = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+        return Values(
+            loss=loss,
+            gradients=gradients,
+            buffers=buffers,
+            movement=[_host(p).sub_(before) for p, before in zip(model.parameters(), start, strict=False)],
+            names=[names, list(model.state_dict())],
+        )
 
     def _reset(self, model: torch.nn.Module) -> None:
         assert self._initial is not None
@@ -116,8 +135,8 @@ class Runs:
                         tensor.copy_(value)
 
 
-@contextmanager
-def _gradients(session: Session) -> Iterator[list[torch.Tensor]]:
+@contextlib.contextmanager
+def _gradients(session: Session) -> Iterator[Tensors]:
     """Unscaled gradients of all parameters on the host, zero where there is none, as they come in the backward pass.
 
     A technique may use them up there.
@@ -129,16 +148,10 @@ def _gradients(session: Session) -> Iterator[list[torch.Tensor]]:
     def add(number: int, found: torch.Tensor) -> None:
         gradients[number] += _host(found.to_dense() if found.is_sparse else found).div_(scale)
 
-    hooks = [parameter.register_hook(partial(add, number)) for number, parameter in enumerate(parameters)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, parameter in enumerate(parameters):
+            stack.callback(parameter.register_hook(partial(add, number)).remove)
         yield gradients
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _names(model: torch.nn.Module) -> list[Any]:
-    return [[(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()], list(model.state_dict())]
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,3 +159,115 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Switch TF32 off in cuDNN, and put it back.
+
+    cuDNN rounds the inputs of fp32 convolutions to TF32 by default, in the user's training and in every probe. Compared like
+    that, an exact technique that makes cuDNN choose another algorithm would differ by as much as TF32 rounds, which is no
+    fault of its own.
+    """
+    cudnn: Any = torch.backends.cudnn
+    try:
+        before = [(cudnn, "allow_tf32", cudnn.allow_tf32)]
+    except RuntimeError:  # the model file has set one kind of operator's `fp32_precision` (torch 2.9)
+        before = [(operator, "fp32_precision", operator.fp32_precision) for operator in (cudnn.conv, cudnn.rnn)]
+    cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for settings, name, value in before:
+            setattr(settings, name, value)
+
+
+def enough_samples(task: Task, device: Device, most: int) -> int:
+    """As few samples as give each batch statistic enough values: an image has many for each channel, a vector one.
+
+    Args:
+        most: the answer where nothing is normalised over samples, or where so few samples are an error.
+    """
+    if most <= FEWEST_SAMPLES:
+        return most
+    seen: list[int] = []
+
+    def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen.append(inputs[0].numel() // inputs[0].shape[1])
+
+    model = task.model().to(device.torch_device)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            module.register_forward_pre_hook(see)
+    with contextlib.suppress(Exception), torch.no_grad():
+        task.loss(model, to_device(task.batch(FEWEST_SAMPLES), device.torch_device))
+        return min(most, FEWEST_SAMPLES * math.ceil(NUM_VALUES / min(seen))) if seen else most
+    return most
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Relative differences between two runs."""
+
+    loss: float
+    gradient: float
+    cosine: float
+    size: float  # of the gradient
+    buffers: float
+    movement: float
+
+
+def difference(plain: Values, other: Values) -> Difference:
+    """`other` relative to `plain`. Values that are not finite give NaN or infinity."""
+    gradient, cosine, size = _relative(plain.gradients, other.gradients)
+    return Difference(
+        loss=abs(other.loss - plain.loss) / max(abs(plain.loss), sys.float_info.min),
+        gradient=gradient,
+        cosine=cosine,
+        size=size,
+        buffers=_buffer_error(plain.buffers, other.buffers),
+        movement=_relative(plain.movement, other.movement)[0],
+    )
+
+
+def worst(*differences: Difference) -> Difference:
+    """The largest error of each kind, and the smallest cosine. Noise that is not finite is ignored."""
+
+    def largest(name: str) -> float:
+        return max(filter(math.isfinite, (getattr(one, name) for one in differences)), default=0.0)
+
+    names = [field.name for field in dataclasses.fields(Difference) if field.name != "cosine"]
+    return Difference(cosine=min(one.cosine for one in differences), **{name: largest(name) for name in names})
+
+
+def _buffer_error(plain: list[Tensors], other: list[Tensors]) -> float:
+    """The largest relative error of any module: its floating buffers taken together, and its counters and indices."""
+    if len(plain) != len(other):
+        return math.inf
+    errors = [0.0]
+    for ours, theirs in zip(plain, other, strict=True):
+        for floating in (True, False):
+            kind = [[b.double() for b in side if b.is_floating_point() is floating] for side in (ours, theirs)]
+            errors.append(_relative(*kind)[0])
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def _relative(plain: Tensors, other: Tensors) -> tuple[float, float, float]:
+    """|other - plain| / |plain| over all tensors, the cosine between them, and ||other| - |plain|| / |plain|.
+
+    Summed in double precision.
+    """
+    if [p.shape for p in plain] != [o.shape for o in other]:
+        return math.inf, 0.0, math.inf
+    pairs = list(zip(plain, other, strict=True))
+    distance = math.sqrt(sum(_dot(o - p, o - p) for p, o in pairs))
+    norm = math.sqrt(sum(_dot(p, p) for p in plain))
+    other_norm = math.sqrt(sum(_dot(o, o) for o in other))
+    if norm == 0 or other_norm == 0:
+        return (0.0, 1.0, 0.0) if distance == 0 else (math.inf, 0.0, math.inf)
+    cosine = sum(_dot(p, o) for p, o in pairs) / (norm * other_norm)
+    return distance / norm, cosine, abs(other_norm - norm) / norm
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.dot(a.double().flatten(), b.double().flatten()))

@@ -1,19 +1,19 @@
-"""Decides when a run is warm and timed long enough, and how certain its throughput is. Rules without a clock, for the steps of a
-probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
+"""Decides when a run is warm and timed long enough, how certain its throughput is, and what it tells meanwhile. The same for the steps
+of a probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from autotune.devices import Device
-from autotune.devices.contention import DISTURBED
 from autotune.records.intervals import NORMAL_95
-from autotune.records.outcome import THROTTLED, Measurement
+from autotune.records.outcome import Measurement
+from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
@@ -23,6 +23,7 @@ OVERTIME = 3  # times the time allowed, at which two blocks have to do: steps th
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
 FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
 LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
+REPORT_INTERVAL_S = 0.25  # of a run that is timed
 STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
 
 
@@ -34,8 +35,8 @@ def is_warm(step_s: Sequence[float]) -> bool:
     return abs(now - before) < WARM_DIFFERENCE * before
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Distribution-free interval of the median, from order statistics.
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Distribution-free 95 % interval of the median, from order statistics.
 
     Source: Hahn and Meeker, Statistical Intervals (1991), section 5.2; also Le Boudec, Performance Evaluation (2010),
     theorem 2.1. With fewer than six values no such interval reaches 95 %, and the whole range is returned.
@@ -45,7 +46,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     tail, rank = 0.0, 0
     while rank < (count - 1) // 2:
         tail += math.comb(count, rank) / 2**count
-        if 2 * tail > 1 - confidence:
+        if 2 * tail > 0.05:
             break
         rank += 1
     index = max(rank - 1, 0)
@@ -186,17 +187,13 @@ class Timing:
         peak_bytes = self.peak_bytes()
         return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
 
-    def measurement(
-        self, device: Device, *, contention: float, slowdowns: Mapping[str, int], **found: Any
-    ) -> Measurement:
-        """What was measured.
+    def measurement(self, **found: Any) -> Measurement:
+        """What was measured of the speed.
 
         Args:
-            slowdowns: what slowed the device down, by the number of blocks.
-            found: the other fields.
+            found: the other fields, as far as no observer fills them in.
         """
         speed, low, high = self.blocks.throughput
-        detail = device.memory_detail()
         return Measurement(
             samples_per_s=speed,
             samples_per_s_low=low,
@@ -204,18 +201,53 @@ class Timing:
             step_s=self.samples / speed,
             peak_bytes=self.peak_bytes(),
             block_samples_per_s=tuple(self.blocks.samples_per_s),
-            num_alloc_retries=int(detail.get("num_alloc_retries", 0)),
-            num_ooms=int(detail.get("num_ooms", 0)),
-            contention=contention,
-            disturbances=disturbances(contention, slowdowns, len(self.blocks.samples_per_s)),
-            memory=detail,
-            telemetry=device.telemetry().values,
             **found,
         )
 
 
-def disturbances(contention: float, slowdowns: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
-    """What disturbed the timing, in words: others held the processor, or the clock was lower, for more than a tenth of it."""
-    contended = (f"others held the processor for {contention:.0%} of the time",) if contention > DISTURBED else ()
-    throttled = (reason for reason, number in slowdowns.items() if number > DISTURBED * num_blocks)
-    return (*contended, *(f"{THROTTLED}{reason}" for reason in throttled))
+@dataclass
+class Reporter:
+    """What a run has done so far: reported a few times a second, at a new stage, and after the first micro step.
+
+    The process may be killed at any time, and then the last report is all there is.
+    """
+
+    send: Callable[[Progress], None]
+    peak_bytes: Callable[[], int]
+    batch_size: int  # samples of a micro step
+    stage: str = "setup"
+    train_s: float = 0.0
+    num_micro_steps: int = 0
+    _fastest_micro_s: float = math.inf
+    _sent_s: float = -math.inf
+
+    def enter(self, stage: str) -> None:
+        """Enter a stage."""
+        self.stage = stage
+        self._send()
+
+    def trained(self, seconds: float, num_micro_steps: int, *, is_first_step: bool) -> None:
+        """Count micro steps, or another part of a training step. The first step says nothing about the speed."""
+        self.train_s += seconds
+        is_new = not self.num_micro_steps and num_micro_steps > 0
+        self.num_micro_steps += num_micro_steps
+        if num_micro_steps and not is_first_step:
+            self._fastest_micro_s = min(self._fastest_micro_s, seconds / num_micro_steps)
+        if is_new or time.perf_counter() > self._sent_s + REPORT_INTERVAL_S:
+            self._send()
+
+    @property
+    def progress(self) -> Progress:
+        """What has been done so far."""
+        seen = self._fastest_micro_s < math.inf
+        return Progress(
+            stage=self.stage,
+            train_s=self.train_s,
+            num_micro_steps=self.num_micro_steps,
+            peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
+            samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
+        )
+
+    def _send(self) -> None:
+        self._sent_s = time.perf_counter()
+        self.send(self.progress)

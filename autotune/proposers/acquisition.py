@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autotune import techniques
 from autotune.prediction import Array
 from autotune.prediction.cost_fit import Probes
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
-from autotune.proposers.pairs import pairs_of
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Prediction
 from autotune.space import Space
+from autotune.techniques import Techniques
+
+Switch = tuple[str, Choice]  # a technique and a choice of it
+Pair = tuple[Outcome, Outcome]  # with a switch and without it, all else being equal
 
 BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
@@ -218,7 +221,7 @@ class Acquisition:
         """
         ran = {choice for config, outcome in self.seen.items() if _trained(outcome) for choice in _choices(config)}
         largest = max((config.batch_size for config, outcome in self.seen.items() if _trained(outcome)), default=0)
-        pairs = pairs_of(self.seen.items()).items()
+        pairs = pairs_of(self.seen.items(), self.space.techniques).items()
         proven = {switch for switch, found in pairs if any(_broke(with_it) for with_it, _ in found)} - ran
         blame = PROVEN * np.array([len(proven & _choices(config)) for config in configs], dtype=float)
         for failed, outcome in self.seen.items():
@@ -235,7 +238,7 @@ class Acquisition:
         if self.best is None:
             return {}
         searched = [n for n, choices in self.space.choices.items() if len(choices) > 1 and self.best[n] in choices]
-        return {n: self.best[n] for n in searched if n in techniques.REGISTRY and self.is_idle(self.best, n)}
+        return {n: self.best[n] for n in searched if n in self.space.techniques and self.is_idle(self.best, n)}
 
     def is_idle(self, config: Config, name: str) -> bool:
         """Whether a technique acts on next to nothing of a config's cost, so that no choice of it can make a difference."""
@@ -257,6 +260,7 @@ class Acquisition:
             chance_to_win=win,
             chance_to_fit=float(found.to_fit[0]),
             reason=self._reason(config, win),
+            world=self.space.world,
         )
 
     def _reason(self, config: Config, win: float | None) -> str:
@@ -264,9 +268,23 @@ class Acquisition:
             return "what you run today"
         if win is None or self.best is None:
             return "likely to fit"
-        changes = _in_words(config, self.best)
+        changes = self._in_words(config, self.best)
         likely = "likely" if win >= 0.5 else "may be"
         return f"{likely} {self.objective.better}: {changes}"
+
+    def _in_words(self, config: Config, other: Config) -> str:
+        """The differences from another config, in a few words."""
+        words = []
+        for name, choice in config.differences(other).items():
+            if name == "batch_size":
+                ratio = int(choice) / other.batch_size
+                words.append(f"batch {choice}" if ratio % 1 else f"{ratio:.0f}x the batch")
+            elif name != ACCUMULATION:
+                is_off = self.space.techniques.is_off(name, choice)
+                words.append(
+                    f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
+                )
+        return ", ".join(words)
 
 
 def _trained(outcome: Outcome) -> bool:
@@ -285,19 +303,19 @@ def _choices(config: Config) -> set[tuple[str, Choice]]:
     return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
 
 
-def _in_words(config: Config, other: Config) -> str:
-    """The differences from another config, in a few words."""
-    words = []
-    for name, choice in config.differences(other).items():
-        if name == "batch_size":
-            ratio = int(choice) / other.batch_size
-            words.append(f"batch {choice}" if ratio % 1 else f"{ratio:.0f}x the batch")
-        elif name != ACCUMULATION:
-            is_off = choice == techniques.REGISTRY[name].off
-            words.append(
-                f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
-            )
-    return ", ".join(words)
+def pairs_of(probes: Iterable[tuple[Config, Outcome]], techniques: Techniques) -> Mapping[Switch, list[Pair]]:
+    """Switch -> outcomes of configs that differ in its technique alone; at least one of the two ran."""
+    alike: dict[object, list[tuple[Switch, Outcome]]] = {}
+    for config, outcome in dict(probes).items():
+        for name in techniques:
+            others = tuple(pair for pair in config.choices if pair[0] not in (name, ACCUMULATION))
+            alike.setdefault((name, others), []).append(((name, config[name]), outcome))
+    found: dict[Switch, list[Pair]] = {}
+    for members in alike.values():
+        for (switch, a), (_, b) in itertools.permutations(members, 2):
+            if a.ok or b.ok:
+                found.setdefault(switch, []).append((a, b))
+    return found
 
 
 def _normal_cdf(z: Array) -> Array:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autotune import techniques
 from autotune.proposers.cost_model import CostModel
 from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Config
 from autotune.records.trial import Proposal
 from autotune.study.history import History
+from autotune.techniques import Techniques
 
 BETTER = 1.05  # than any other at that batch size: single probes differ by some per cent
 
@@ -24,7 +24,7 @@ class CarryOver:
             return None
         best, admissible = history.best[0], history.admissible()
         for winner in _winners(history):
-            if not _has_more(winner, best):
+            if not _has_more(winner, best, history.space.techniques):
                 continue
             config = history.space.complete({**winner.as_dict(), BATCH_SIZE: best.batch_size})
             if admissible(config) and self._cost_model.is_likely_to_fit(history, config):
@@ -46,10 +46,9 @@ def _winners(history: History) -> list[Config]:
     return winners
 
 
-def _has_more(winner: Config, best: Config) -> bool:
+def _has_more(winner: Config, best: Config, techniques: Techniques) -> bool:
     """Whether the winner switches on a choice that the best lacks; taking one away is left to `UndoChanges`."""
     return any(
-        choice != techniques.REGISTRY[name].off
+        name not in BATCH_KEYS and not techniques.is_off(name, choice)
         for name, choice in winner.differences(best).items()
-        if name not in BATCH_KEYS
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from autotune.proposers.base import FirstOf, Proposer
 from autotune.proposers.carry_over import CarryOver
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.one_at_a_time import TakeApart, TryAlone
-from autotune.proposers.undo import UndoChanges
+from autotune.proposers.one_at_a_time import TakeApart, TryAlone, UndoChanges
 
 
 def _never_on_trust(cost_model: CostModel, seed: int) -> Proposer:

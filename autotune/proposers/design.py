@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autotune import techniques
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.objective import Objective
@@ -47,7 +46,7 @@ def starting_configs(space: Space, *, baseline_fits: bool, objective: Objective)
 def _likely(space: Space) -> dict[str, Choice]:
     """Each technique's likely winner, unless the baseline has it already."""
     found: dict[str, Choice] = {}
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in space.techniques.items():
         choice = next((c for c in technique.likely if c in space.choices[name] and c != space.baseline[name]), None)
         if choice is not None:
             found[name] = choice
@@ -56,7 +55,7 @@ def _likely(space: Space) -> dict[str, Choice]:
 
 def _least_memory(space: Space) -> dict[str, Choice]:
     """The choice of each technique that saves the most memory, where the space has several."""
-    searched = {name: t for name, t in techniques.REGISTRY.items() if len(space.choices[name]) > 1}
+    searched = {name: t for name, t in space.techniques.items() if len(space.choices[name]) > 1}
     found = {name: technique.least_memory(space.choices[name]) for name, technique in searched.items()}
     return {name: choice for name, choice in found.items() if choice is not None}
 

@@ -6,7 +6,7 @@ import random
 
 from autotune.proposers.base import InTurn
 from autotune.proposers.design import StartingDesign
-from autotune.proposers.undo import UndoChanges
+from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.config import Config
 from autotune.records.trial import Proposal
 from autotune.space import Space

@@ -1,20 +1,68 @@
-"""Tries techniques one at a time: a probe of several at once does not tell what each of them does."""
+"""Changes one technique at a time: a probe of several at once does not tell what each of them does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from autotune import techniques
+from autotune.proposers.acquisition import Pair, Switch, pairs_of
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.pairs import Pair, Switch, pairs_of
+from autotune.records.batch_plan import ACCUMULATION
 from autotune.records.config import Config
 from autotune.records.objective import Objective
-from autotune.records.outcome import Outcome
-from autotune.records.trial import ABLATION, Proposal
+from autotune.records.trial import ABLATION, Prediction, Proposal
+from autotune.space import Space
 from autotune.study.history import History
 
 SLOW = 0.95  # of the best: a probe below that asks for an explanation
 FAILED = 0.1  # of the best: what a probe that failed is taken for, so that a slow one may explain it
+
+
+class UndoChanges:
+    """The best config with each of its changes undone, to see what each gains. If one of those is better, it starts again from it.
+
+    Args:
+        likely_to_fit: whether a config is likely to fit; one that does not fit says nothing about a technique.
+        predict: what is predicted of a config. The change that is expected to matter most is undone first; without
+            predictions they are undone in the order of the config's keys.
+    """
+
+    def __init__(
+        self,
+        likely_to_fit: Callable[[History, Config], bool] = lambda history, config: True,
+        predict: Callable[[History, Config], Prediction | None] = lambda history, config: None,
+    ) -> None:
+        self._likely_to_fit, self._predict = likely_to_fit, predict
+
+    def propose(self, history: History) -> Proposal | None:
+        """The best config with its next change undone; None when all changes were."""
+        if history.best is None:
+            return None
+        best, admissible = history.best[0], history.admissible()
+        undone = [
+            (config, reason)
+            for config, reason in one_change_back(best, history.space)
+            if admissible(config) and self._likely_to_fit(history, config)
+        ]
+        if not undone:
+            return None
+        best_log = self._log_speed(history, best)
+        config, reason = max(undone, key=lambda one: abs(self._log_speed(history, one[0]) - best_log))
+        return Proposal(config=config, stage=ABLATION, reason=reason)
+
+    def _log_speed(self, history: History, config: Config) -> float:
+        prediction = self._predict(history, config)
+        return math.log(prediction.samples_per_s) if prediction and prediction.samples_per_s else 0.0
+
+
+def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
+    """The config with each of its changes from the baseline undone, and the reason to probe it."""
+    undone = [
+        (space.complete({**config, name: space.baseline[name]}), f"the best without {name}")
+        for name in config.differences(space.baseline)
+        if name != ACCUMULATION
+    ]
+    return [(without, reason) for without, reason in undone if space.contains(without)]
 
 
 class TakeApart:
@@ -25,7 +73,7 @@ class TakeApart:
 
     def propose(self, history: History) -> Proposal | None:
         """The most promising suspect alone; None when nothing is left to explain."""
-        return _likeliest(_suspects(history.evidence, history.objective), history, self._cost_model)
+        return _likeliest(_suspects(history), history, self._cost_model)
 
 
 class TryAlone:
@@ -38,7 +86,8 @@ class TryAlone:
         """The best with the most promising choice; None when there is evidence of every choice that may gain anything."""
         if history.best is None:
             return None
-        return _likeliest(_unseen(history, pairs_of(history.evidence)), history, self._cost_model)
+        seen = pairs_of(history.evidence, history.space.techniques)
+        return _likeliest(_unseen(history, seen), history, self._cost_model)
 
 
 class Untried:
@@ -55,27 +104,29 @@ class Untried:
 
     def left(self, history: History) -> Iterator[tuple[Switch, Config]]:
         """The choices that were not probed, each with a config that has it; of those on a scale, one."""
+        techniques = history.space.techniques
         probed = {
             (name, config[name])
             for config in (*history.known, *history.running)
-            for name, technique in techniques.REGISTRY.items()
-            if not technique.ordered or config[name] != technique.off
+            for name in techniques
+            if not techniques[name].ordered or config[name] != techniques[name].off
         }
-        told: set[str] = set()
-        unseen = ((before, switch) for before, switch in _unseen(history, probed) if switch[0] not in told)
+        shown: set[str] = set()  # of those on a scale
+        unseen = ((before, switch) for before, switch in _unseen(history, probed) if switch[0] not in shown)
         for switch, config in _worth_a_probe(unseen, history, self._cost_model):
             yield switch, config
-            if techniques.is_ordered(switch[0]):
-                told.add(switch[0])
+            if techniques[switch[0]].ordered:
+                shown.add(switch[0])
 
 
 def _unseen(history: History, seen: Collection[Switch]) -> Iterator[tuple[Config, Switch]]:
-    """The best config, or the baseline, with each choice that was not seen. One on a scale tells of the others."""
-    start = history.best[0] if history.best else history.space.baseline
-    told = {name for name, _ in seen if techniques.is_ordered(name)}
-    for name in techniques.REGISTRY:
-        for choice in history.space.choices[name]:
-            if choice != start[name] and name not in told and (name, choice) not in seen:
+    """The best config, or the baseline, with each choice that was not seen. One on a scale shows what the others do."""
+    space, techniques = history.space, history.space.techniques
+    start = history.best[0] if history.best else space.baseline
+    shown = {name for name, _ in seen if techniques.is_ordered(name)}
+    for name in techniques:
+        for choice in space.choices[name]:
+            if choice != start[name] and name not in shown and (name, choice) not in seen:
                 yield start, (name, choice)
 
 
@@ -85,41 +136,43 @@ def _worth_a_probe(
     """Configs with one switch changed, as far as they may be probed and the change may make a difference."""
     admissible = history.admissible()
     for before, (name, choice) in changes:
-        config = history.space.complete({**before.as_dict(), name: choice})
+        config = history.space.complete({**before, name: choice})
         if admissible(config) and cost_model.may_gain(history, config, name):
             yield (name, choice), config
 
 
 def _likeliest(changes: Iterable[tuple[Config, Switch]], history: History, cost_model: CostModel) -> Proposal | None:
     """Of configs with one switch changed, the one that is the likeliest to win."""
-    found = []
-    for (name, choice), config in _worth_a_probe(changes, history, cost_model):
-        prediction = cost_model.predict(history, config)
-        to_win = prediction.chance_to_win if prediction is not None else None
-        found.append((to_win or 0.0, config, f"{techniques.REGISTRY[name].label(choice)} by itself"))
-    if not found:
+
+    def to_win(found: tuple[Switch, Config]) -> float:
+        prediction = cost_model.predict(history, found[1])
+        return (prediction.chance_to_win if prediction is not None else None) or 0.0
+
+    found = max(_worth_a_probe(changes, history, cost_model), key=to_win, default=None)
+    if found is None:
         return None
-    _, config, reason = max(found, key=lambda item: item[0])
+    (name, choice), config = found
+    reason = f"{history.space.techniques.label(name, choice)} by itself"
     return Proposal(config=config, stage=ABLATION, reason=reason)
 
 
-def _suspects(evidence: Sequence[tuple[Config, Outcome]], objective: Objective) -> list[tuple[Config, Switch]]:
+def _suspects(history: History) -> list[tuple[Config, Switch]]:
     """The new switches of probes of several that failed or were slow, where none of them is known to be the reason.
 
     Each with the config that was the best before that probe.
     """
-    pairs = pairs_of(evidence)
+    evidence, objective, techniques = history.evidence, history.objective, history.space.techniques
+    pairs = pairs_of(evidence, techniques)
     suspects: list[tuple[Config, Switch]] = []
     best: tuple[Config, float] | None = None
     for place, (config, outcome) in enumerate(evidence):
         merit = objective.merit(outcome) if outcome.ok else 0.0
         if best is not None and merit < SLOW * best[1]:
-            new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques.REGISTRY]
-            before = pairs_of(evidence[:place]) if len(new) > 1 else {}
+            loss = max(merit / best[1], FAILED)
+            new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques]
+            before = pairs_of(evidence[:place], techniques) if len(new) > 1 else {}
             new = [switch for switch in new if switch not in before]
-            if len(new) > 1 and not any(
-                _explains(pairs.get(s, ()), max(merit / best[1], FAILED), objective) for s in new
-            ):
+            if len(new) > 1 and not any(_explains(pairs.get(switch, ()), loss, objective) for switch in new):
                 suspects += [(best[0], switch) for switch in new if switch not in pairs]
         if objective.feasible(outcome) and (best is None or merit > best[1]):
             best = config, merit

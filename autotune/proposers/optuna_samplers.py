@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -14,30 +15,23 @@ from optuna.trial import TrialState, create_trial
 from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.design import StartingDesign
-from autotune.proposers.undo import UndoChanges
+from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.trial import Proposal
 from autotune.space import Space, SpaceExhausted
-from autotune.study.distributions import distributions_of
 from autotune.study.history import History
+from autotune.study.store import distributions_of
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
 PATIENCE = 12  # proposals without a better one by 1 % after which the sampler is taken to know enough
 BETTER = 1.01
 
 
-def gp(seed: int) -> BaseSampler:
-    """A Gaussian process."""
-    return GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
-
-
-def tpe(seed: int) -> BaseSampler:
-    """A tree-structured Parzen estimator."""
-    return TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True)
-
-
-def uniform(seed: int) -> BaseSampler:
-    """Uniform draws."""
-    return RandomSampler(seed=seed)
+# name -> the sampler for a seed: a Gaussian process, a tree-structured Parzen estimator, uniform draws
+_MAKERS: dict[str, Callable[[int], BaseSampler]] = {
+    "gp": lambda seed: GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False),
+    "tpe": lambda seed: TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True),
+    "random": lambda seed: RandomSampler(seed=seed),
+}
 
 
 class OptunaProposer:
@@ -47,13 +41,12 @@ class OptunaProposer:
     between them. So the sampler proposes freely, and its proposal is moved to the nearest config that may be probed.
 
     Args:
-        name: the sampler's name, for the reason of a proposal.
-        make_sampler: makes the sampler from a seed.
+        name: the sampler's, a key of `SAMPLERS`.
     """
 
-    def __init__(self, name: str, make_sampler: Callable[[int], BaseSampler], seed: int) -> None:
+    def __init__(self, name: str, seed: int) -> None:
         self._name = name
-        self._sampler = make_sampler(seed)
+        self._sampler = _MAKERS[name](seed)
         self._study: optuna.Study | None = None
         self._space: Space | None = None
         self._num_told = 0
@@ -93,9 +86,8 @@ class OptunaProposer:
         trials, objective, worst = history.searched, history.objective, history.worst_score
         for trial in trials[self._num_told :]:
             infeasibility = objective.infeasibility(trial.outcome)
-            with contextlib.suppress(
-                ValueError
-            ):  # a choice that an earlier search of the study had and this one has not
+            # a choice that an earlier search of the study had and this one has not
+            with contextlib.suppress(ValueError):
                 told = create_trial(
                     value=objective.score(trial.outcome) if trial.outcome.ok else worst,
                     params=space.params(trial.config),
@@ -122,22 +114,12 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _after_the_starting_design(
-    name: str, make_sampler: Callable[[int], BaseSampler]
-) -> Callable[[CostModel, int], Proposer]:
+def _after_the_starting_design(name: str, cost_model: CostModel, seed: int) -> Proposer:
     """The starting design, its best with each change undone, the sampler, and the best of all with each change undone.
 
     Techniques that usually help may hurt here, and a sampler that knows nothing about techniques takes long to find out.
     """
-
-    def make(cost_model: CostModel, seed: int) -> Proposer:
-        return InTurn([StartingDesign, UndoChanges, lambda: OptunaProposer(name, make_sampler, seed), UndoChanges])
-
-    return make
+    return InTurn([StartingDesign, UndoChanges, lambda: OptunaProposer(name, seed), UndoChanges])
 
 
-SAMPLERS = {
-    "gp": _after_the_starting_design("gp", gp),
-    "tpe": _after_the_starting_design("tpe", tpe),
-    "random": _after_the_starting_design("random", uniform),
-}
+SAMPLERS = {name: partial(_after_the_starting_design, name) for name in _MAKERS}

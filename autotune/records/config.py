@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
+from autotune.records.world import ALONE, World
 
 Choice = int | str | bool
 
@@ -16,8 +17,8 @@ class Config(Mapping[str, Choice]):
     """One point of the search space, as a mapping from keys to choices.
 
     Attributes:
-        choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the registry's order.
-            `autotune.techniques.complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
+        choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the order of the `Techniques`,
+            whose `complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
     """
 
     choices: tuple[tuple[str, Choice], ...]
@@ -45,15 +46,14 @@ class Config(Mapping[str, Choice]):
         """Micro steps per optimizer step."""
         return int(self[ACCUMULATION])
 
-    @property
-    def plan(self) -> BatchPlan:
-        """How an optimizer step is cut into micro batches on this device."""
-        return BatchPlan(self.batch_size, self.accumulation_steps)
+    def plan_in(self, world: World) -> BatchPlan:
+        """How the processes of a world cut an optimizer step."""
+        return BatchPlan(self.batch_size, self.accumulation_steps, world)
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per optimizer step on this device."""
-        return self.plan.samples_per_step
+        """Samples per optimizer step on this device; those of a whole world: `plan_in(world).samples_per_step`."""
+        return self.plan_in(ALONE).samples_per_step
 
     def replace(self, **changes: Choice) -> Config:
         """The same config with other choices.

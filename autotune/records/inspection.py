@@ -10,7 +10,7 @@ from autotune.records.coupling import Coupling
 from autotune.records.device import DeviceInfo
 from autotune.records.formats import Record
 from autotune.records.signature import ModelSignature
-from autotune.records.world import World
+from autotune.records.world import ALONE, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class Inspection(Record):
         comparable: whether a config's gradients can be compared with plain fp32's.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
         built_for_real: where nothing was to be trained: why the model was built with its values all the same; else empty.
-        world: the processes of a command, each of which trains batches of its own; None while their number is unknown.
+        global_batch: samples per optimizer step of all processes of the world together; None where any number will do.
+        world: the processes that train together; None while the number of a command's is unknown.
         signature: of the model; None where it is not seen.
     """
 
@@ -139,6 +140,11 @@ class Inspection(Record):
     built_for_real: str = ""
     world: World | None = field(default_factory=World)
     signature: ModelSignature | None = None
+
+    @property
+    def known_world(self) -> World:
+        """The world, which is taken for a single process while nothing is known of it."""
+        return self.world or ALONE
 
     @property
     def sample_s(self) -> float | None:

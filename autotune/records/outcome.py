@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.records.formats import Record
+from autotune.records.world import ALONE, World
 from autotune.units import format_bytes, plural
 
 
@@ -197,6 +198,9 @@ class Outcome(Record):
         compiling_s: of `wall_s`, what a process of its own took that compiled for this one.
         bound: for a probe whose process was ended after some micro steps: what they say of the config.
         overflow: for `nonfinite`: where it began, if that was found.
+        world: the processes that trained the config together.
+        slot, device: where it ran, by the names that the runner has for them; empty where that was not kept.
+        beside: labels of the jobs that were in flight on the same host at some time meanwhile.
     """
 
     kind: Kind
@@ -217,6 +221,10 @@ class Outcome(Record):
     on_host: bool = False
     bound: Bound | None = None
     overflow: Overflow | None = None
+    world: World = ALONE
+    slot: str = ""
+    device: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.records.formats import Record
+from autotune.records.world import ALONE, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class ProbeSettings(Record):
         num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
         seed: of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed then.
+        world: the processes that train the config together.
     """
 
     memory_limit_bytes: int | None
@@ -39,6 +41,7 @@ class ProbeSettings(Record):
     num_steps: int = 0
     seed: int = 0
     timeout_s: float = 60.0
+    world: World = ALONE
 
     def replace(self, **changes: Any) -> ProbeSettings:
         """The same settings with changes."""

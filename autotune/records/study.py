@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from autotune.records.check import Comparison
 from autotune.records.config import Choice
@@ -124,6 +124,19 @@ class StudyFacts(SearchFacts):
     checks: tuple[Comparison, ...] = ()
     evaluated: dict[str, tuple[Evaluated, ...]] = field(default_factory=dict)
     traces: Traced | None = None
+
+
+class ChangedFacts(TypedDict, total=False):
+    """Fields of `StudyFacts` that change while a search runs."""
+
+    baseline_config: dict[str, Choice]
+    no_answer: str
+    result: Result | None
+    warnings: tuple[str, ...]
+    whole_rounds: tuple[int, ...]
+    checks: tuple[Comparison, ...]
+    evaluated: dict[str, tuple[Evaluated, ...]]
+    traces: Traced | None
 
 
 @dataclass(frozen=True, kw_only=True)

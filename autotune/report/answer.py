@@ -22,15 +22,16 @@ from autotune.report.figures import (
 from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
 from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table, warnings_section
-from autotune.techniques import label_of
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
-def answer_sections(result: Result, *, model: str = "model.py", in_study: bool = False) -> Iterator[Section]:
+def answer_sections(
+    result: Result, techniques: Techniques, *, model: str = "model.py", in_study: bool = False
+) -> Iterator[Section]:
     """All sections of an answer.
 
     Args:
@@ -40,20 +41,20 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
     """
     goal = result.goal
     about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
-    verdict = (Paragraph(_verdict(result)), *_unconfirmed(result))
+    verdict = (Paragraph(_verdict(result, techniques)), *_unconfirmed(result))
     yield Section("Answer", verdict) if in_study else Section(result.study, verdict, about)
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
-    yield Section(title, (as_code(result.config, "config = "),), "everything not named is off")
-    yield _play_off(result)
+    yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
+    yield _play_off(result, techniques)
     yield from _compiling(result.compiling, result.goal.train_samples)
     if result.front and not in_study:
-        yield front_section(result.front, result, result.baseline)
+        yield front_section(result.front, result, result.baseline, techniques)
     if result.rankings:
-        yield _rankings(result)
+        yield _rankings(result, techniques)
     if result.evaluation is not None:
         yield _evaluation(result.evaluation)
-    yield from _reasons(result.reasons)
-    yield from _checks(result.checks)
+    yield from _reasons(result.reasons, techniques)
+    yield from _checks(result.checks, techniques)
     yield Section("The search", (Paragraph(_cost(result.cost, result.storage)),))
     if result.warnings:
         yield warnings_section(result.warnings)
@@ -62,11 +63,13 @@ def answer_sections(result: Result, *, model: str = "model.py", in_study: bool =
         yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
     yield Section("Run it", python_lines(model, goal.asked), own_risk)
-    if command := verify_command(result.config, model, goal.asked):
+    if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
 
 
-def front_section(front: Iterable[Measured], result: Result | None, baseline: Measured | None) -> Section:
+def front_section(
+    front: Iterable[Measured], result: Result | None, baseline: Measured | None, techniques: Techniques
+) -> Section:
     """The front by increasing memory, the answer and the baseline marked. The answer's speed is that of the play-off."""
 
     def speed(measured: Measured) -> float | None:
@@ -82,7 +85,8 @@ def front_section(front: Iterable[Measured], result: Result | None, baseline: Me
 
     front = list(front)
     rows = (
-        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (describe(m.config), role(m))) for m in front
+        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (techniques.describe(m.config), role(m)))
+        for m in front
     )
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
     note = "no other config is faster or takes less memory" if len(front) == 1 else "no config beats these in both"
@@ -95,7 +99,7 @@ def _role(result: Result) -> str:
     return "best so far" if result.doubt else "answer"
 
 
-def _verdict(result: Result) -> Span:
+def _verdict(result: Result, techniques: Techniques) -> Span:
     """The verdict in a sentence. What may be said of the gain is decided in `gain.py`."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
@@ -103,7 +107,7 @@ def _verdict(result: Result) -> Span:
     if result.baseline is None or result.speedup is None:
         return Span(f"{verdict}, so the speed-up is unknown. The warnings say why.{open_question}", Tone.BEST)
     if result.config == result.baseline.config:
-        return Span(f"{_kept(result)}{_rival(result)}", Tone.STRONG)
+        return Span(f"{_kept(result)}{_rival(result, techniques)}", Tone.STRONG)
     sure = f" ({found.sure})" if found.sure else ""
     memory = times(result.peak_bytes / result.baseline.peak_bytes)
     tone = {"faster": Tone.BEST, "slower": Tone.WARNING}.get(result.verdict, Tone.STRONG)
@@ -120,7 +124,7 @@ def _kept(result: Result) -> str:
     return "Keep what you have: nothing beat the baseline beyond the noise."
 
 
-def _rival(result: Result) -> str:
+def _rival(result: Result, techniques: Techniques) -> str:
     """A sentence on the best of the others; empty where none played."""
     rival = result.play_off.rival
     if rival is None:
@@ -134,7 +138,7 @@ def _rival(result: Result) -> str:
         found = f"at most {times(high)} its throughput"
     else:
         found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
-    return f" The best of the others, {describe(rival.config)}: {found}."
+    return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
 def _unconfirmed(result: Result) -> Iterator[Paragraph]:
@@ -143,7 +147,7 @@ def _unconfirmed(result: Result) -> Iterator[Paragraph]:
         yield Paragraph(Span(why, Tone.WARNING))
 
 
-def _play_off(result: Result) -> Section:
+def _play_off(result: Result, techniques: Techniques) -> Section:
     """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
     base = result.baseline
     others = [m for m in result.play_off.finalists if m.config not in (result.config, base and base.config)]
@@ -160,7 +164,7 @@ def _play_off(result: Result) -> Section:
             *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
             str(measured.num_processes),
             (
-                describe(measured.config),
+                techniques.describe(measured.config),
                 Span(f"  {measured.dropped}" if isinstance(measured, Dropped) else "", Tone.WARNING),
             ),
         )
@@ -196,7 +200,7 @@ def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Se
         yield Section("Compiling", (Paragraph(" ".join(told)),))
 
 
-def _rankings(result: Result) -> Section:
+def _rankings(result: Result, techniques: Techniques) -> Section:
     """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
     rows: list[tuple[Cell, ...]] = []
     evaluates = any(ranking.evaluation for ranking in result.rankings)
@@ -210,12 +214,12 @@ def _rankings(result: Result) -> Section:
                 gain_in_table(ranking.speedup, ranking.speedup_ci),
             ]
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
-        trained = ", ".join(label_of(name, choice) for name, choice in ranking.choice.items())
+        trained = ", ".join(techniques.label(name, choice) for name, choice in ranking.choice.items())
         rest = {name: choice for name, choice in (ranking.config or {}).items() if name not in ranking.choice}
         if evaluates:
             size = ranking.evaluation and ranking.evaluation.eval_batch_size
             figures.append("-" if size is None else str(size))
-        rows.append((*sizes, *figures, (f"{trained}{f': {describe(rest)}' if rest else ''}", told)))
+        rows.append((*sizes, *figures, (f"{trained}{f': {techniques.describe(rest)}' if rest else ''}", told)))
     measured = (">samples/s", ">peak", ">gain", *([">eval batch"] if evaluates else []))
     shown = table((">params", ">trained", *measured, "what is trained: its best config"), rows)
     said = (
@@ -272,10 +276,10 @@ def _answer(result: Result) -> Measured:
     )
 
 
-def _reasons(reasons: Reasons) -> Iterator[Section]:
+def _reasons(reasons: Reasons, techniques: Techniques) -> Iterator[Section]:
     """The effect of each technique, and the limit of the speed."""
     if reasons.effects and not any(effect.num_pairs for effect in reasons.effects):
-        unseen = ", ".join(_change(effect) for effect in reasons.effects)
+        unseen = ", ".join(_change(effect, techniques) for effect in reasons.effects)
         yield Section("Effect of each change", (Paragraph(f"None was seen by itself: {unseen}."),))
     elif reasons.effects:
         rows = (
@@ -283,7 +287,7 @@ def _reasons(reasons: Reasons) -> Iterator[Section]:
                 _speed(effect),
                 _ratio(effect.memory_ratio, more_is_better=False),
                 str(effect.num_pairs),
-                (_change(effect), Span(_doubt(effect), Tone.NOTE)),
+                (_change(effect, techniques), Span(_doubt(effect), Tone.NOTE)),
             )
             for effect in reasons.effects
         )
@@ -293,17 +297,19 @@ def _reasons(reasons: Reasons) -> Iterator[Section]:
         yield Section("Limit of the speed now", (Paragraph(reasons.limit), *_use(reasons)))
 
 
-def _checks(checks: Sequence[Check]) -> Iterator[Section]:
+def _checks(checks: Sequence[Check], techniques: Techniques) -> Iterator[Section]:
     """The comparison with plain fp32."""
     if checks:
-        checked = table((">gradient", ">cosine", ">loss", ">buffers", ""), map(_check, checks))
-        why = [Paragraph(f"{_checked(check)}: {check.reason}") for check in checks if check.reason]
+        checked = table(
+            (">gradient", ">cosine", ">loss", ">buffers", ""), (_check(check, techniques) for check in checks)
+        )
+        why = [Paragraph(f"{_checked(check, techniques)}: {check.reason}") for check in checks if check.reason]
         yield Section("Checked on your model", (checked, *why), "a small step against plain fp32, relative errors")
 
 
-def _change(effect: Effect) -> str:
+def _change(effect: Effect, techniques: Techniques) -> str:
     """`fp32 -> bf16`."""
-    return f"{label_of(effect.technique, effect.baseline_choice)} -> {label_of(effect.technique, effect.choice)}"
+    return f"{techniques.label(effect.technique, effect.baseline_choice)} -> {techniques.label(effect.technique, effect.choice)}"
 
 
 def _speed(effect: Effect) -> Span:
@@ -344,11 +350,11 @@ def _beyond(use: DeviceUse) -> str:
     return "caches serve a part, or the device was slower when it was measured"
 
 
-def _checked(check: Check) -> str:
-    return "whole config" if check.technique == "config" else label_of(check.technique, check.choice)
+def _checked(check: Check, techniques: Techniques) -> str:
+    return "whole config" if check.technique == "config" else techniques.label(check.technique, check.choice)
 
 
-def _check(check: Check) -> tuple[Cell, ...]:
+def _check(check: Check, techniques: Techniques) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
     because = f"because of {', '.join(check.cause)}" if check.cause else f"as {bound}"
     names = "" if check.names_equal else ", parameter names changed"
@@ -360,7 +366,7 @@ def _check(check: Check) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" {because}, {_checked(check)}{names}", noise),
+        (passed, f" {because}, {_checked(check, techniques)}{names}", noise),
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from autotune.records.batch_plan import describe_batch
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
 from autotune.report.figures import limit_words
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table, warnings_section
-from autotune.techniques import label_of
-from autotune.techniques.labels import describe, describe_batch
+from autotune.techniques import Techniques
 from autotune.units import GIB, MIB, format_bytes, format_seconds, plural
 
 _PARTS = (
@@ -26,7 +26,7 @@ NUM_SAME = 4  # further choices of the same memory that are named
 Changes = frozenset[tuple[str, Choice]]
 
 
-def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
+def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) -> Iterator[Section]:
     """All sections of a prediction for one config, or for every combination of techniques."""
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
@@ -37,9 +37,9 @@ def prediction_sections(prediction: MemoryPrediction) -> Iterator[Section]:
         else "the process and its libraries"
     )
     if prediction.config is not None:
-        yield from _one(prediction, prediction.config, outside)
+        yield from _one(prediction, prediction.config, techniques, outside)
     else:
-        yield from _all(prediction, outside)
+        yield from _all(prediction, techniques, outside)
         yield from _not_predicted(prediction)
     if prediction.warnings:
         yield warnings_section(prediction.warnings)
@@ -59,7 +59,7 @@ def first_words(prediction: MemoryPrediction) -> str:
     )
 
 
-def _one(prediction: MemoryPrediction, peak: PredictedPeak, outside: str) -> Iterator[Section]:
+def _one(prediction: MemoryPrediction, peak: PredictedPeak, techniques: Techniques, outside: str) -> Iterator[Section]:
     word, tone = "Does not fit", Tone.FAILED
     if prediction.fits:
         word, tone = "Fits", Tone.BEST
@@ -67,7 +67,7 @@ def _one(prediction: MemoryPrediction, peak: PredictedPeak, outside: str) -> Ite
         word, tone = "May fit", Tone.WARNING
     verdict: Cell = (
         Span(f"{word}: {format_bytes(peak.peak_bytes)} of {format_bytes(prediction.usable_bytes)}", tone),
-        f" ({_range(peak)} in 95%, {peak.chance_to_fit:.0%} to fit): {describe(peak.config)}",
+        f" ({_range(peak)} in 95%, {peak.chance_to_fit:.0%} to fit): {techniques.describe(peak.config)}",
     )
     yield Section("", (Paragraph(verdict),))
     yield from _breakdown(peak, outside)
@@ -83,14 +83,14 @@ def _breakdown(peak: PredictedPeak, outside: str, note: str = "") -> Iterator[Se
     yield from _modules(peak, note)
 
 
-def _all(prediction: MemoryPrediction, outside: str) -> Iterator[Section]:
+def _all(prediction: MemoryPrediction, techniques: Techniques, outside: str) -> Iterator[Section]:
     groups = prediction.groups
     everywhere = [
         c for c in _changes(groups[0]) if all(c in _changes(group) for group in groups)
     ]  # without a difference
     most = max((group.peak.config["batch_size"] for group in groups if group.fits), default=None)
-    rows = [(str(number), *_group(group, most, everywhere)) for number, group in enumerate(groups, start=1)]
-    remarks = [f"The same with {_alternatives(everywhere)}."] if everywhere else []
+    rows = [(str(number), *_group(group, techniques, most, everywhere)) for number, group in enumerate(groups, start=1)]
+    remarks = [f"The same with {_alternatives(everywhere, techniques)}."] if everywhere else []
     if not prediction.global_batch:
         remarks += _bounds(groups)
     if not all(group.fits for group in groups):
@@ -125,17 +125,19 @@ def _bounds(groups: Sequence[GroupPrediction]) -> list[str]:
     return [f"The dataset has {plural(largest, 'sample')}, so no batch is larger."] if largest else []
 
 
-def _group(group: GroupPrediction, most: Choice | None, everywhere: Sequence[Changes]) -> tuple[Cell, ...]:
+def _group(
+    group: GroupPrediction, techniques: Techniques, most: Choice | None, everywhere: Sequence[Changes]
+) -> tuple[Cell, ...]:
     peak = group.peak
     batch = describe_batch(peak.config).removeprefix("batch ")
     best = group.fits and peak.config["batch_size"] == most
     others = [change for change in _changes(group) if change not in everywhere]
-    same = f"; same with {_alternatives(others)}" if others else ""
+    same = f"; same with {_alternatives(others, techniques)}" if others else ""
     return (
         Span(batch, Tone.BEST if best else Tone.PLAIN) if group.fits else Span("none fits", Tone.BAD),
         Span(format_bytes(peak.peak_bytes), Tone.PLAIN if group.fits else Tone.BAD),
         _range(peak),
-        (_words(group.switched_on) or "nothing", Span(same, Tone.NOTE)),
+        (_words(group.switched_on, techniques) or "nothing", Span(same, Tone.NOTE)),
     )
 
 
@@ -169,8 +171,8 @@ def _range(peak: PredictedPeak) -> str:
     return f"{number if high.endswith(unit) else low} to {high}"
 
 
-def _words(choices: Mapping[str, Choice]) -> str:
-    return ", ".join(label_of(name, choice) for name, choice in choices.items())
+def _words(choices: Mapping[str, Choice], techniques: Techniques) -> str:
+    return ", ".join(techniques.label(name, choice) for name, choice in choices.items())
 
 
 def _changes(group: GroupPrediction) -> list[Changes]:
@@ -179,8 +181,8 @@ def _changes(group: GroupPrediction) -> list[Changes]:
     return [change for change in changes if change and not any(other < change for other in changes)]
 
 
-def _alternatives(changes: Sequence[Changes]) -> str:
+def _alternatives(changes: Sequence[Changes], techniques: Techniques) -> str:
     """The first few, and how many more there are."""
-    texts = [_words(dict(change)) for change in changes]
+    texts = [_words(dict(change), techniques) for change in changes]
     more = f" or {len(texts) - NUM_SAME} more" if len(texts) > NUM_SAME else ""
     return " or ".join(texts[:NUM_SAME]) + more

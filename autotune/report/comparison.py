@@ -30,7 +30,10 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
     differing = [(fact, *values) for fact, values in told.items() if len(set(values)) > 1]
     if differing:
         yield Section("What differs between them", (table(("", *machines), differing),))
-    yield Section("Configs", tuple(as_code(answer.config, f"{name}: ") for name, (_, answer) in named.items()))
+    yield Section(
+        "Configs",
+        tuple(as_code(answer.config, study.techniques, f"{name}: ") for name, (study, answer) in named.items()),
+    )
 
 
 def _name(place: int, studies: Sequence[Study]) -> str:

@@ -21,7 +21,7 @@ from autotune.records.progress import Progress
 from autotune.records.trial import Trial
 from autotune.report.figures import counts, expected, measured_rate, times
 from autotune.report.progress import best_speed, describe_progress, introduction, is_best, summary
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.tuning.events import (
     Event,
     Listener,
@@ -62,6 +62,7 @@ class Dashboard(Listener):
         )
         self._began = time.monotonic()
         self._budget_s: float | None = None
+        self._techniques = Techniques(())
         self._running: ProbeStarted | None = None
         self._running_since = 0.0
         self._progress: Progress | None = None  # of the running probe
@@ -97,7 +98,7 @@ class Dashboard(Listener):
     def _take(self, event: Event) -> None:
         match event:
             case SearchStarted():
-                self._budget_s = event.budget_s
+                self._budget_s, self._techniques = event.budget_s, event.techniques
                 self._best, self._baseline = event.best, event.baseline
                 for seen in (self._feasible, self._last, self._outcomes):  # of a search before it
                     seen.clear()
@@ -169,7 +170,10 @@ class Dashboard(Listener):
             elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
             done = f", {describe_progress(self._progress)}" if self._progress else ""
             head = (f"#{running.number} {running.stage}, {elapsed}{done}  ", "bold cyan")
-            grid.add_row("running", Text.assemble(head, describe(running.config), (f"  {running.reason}", "dim")))
+            grid.add_row(
+                "running",
+                Text.assemble(head, self._techniques.describe(running.config), (f"  {running.reason}", "dim")),
+            )
             if before := expected(running.prediction):
                 grid.add_row("", Text(before, style="dim"))
         else:
@@ -178,7 +182,9 @@ class Dashboard(Listener):
             ratio = best_speed(self._best, self._baseline)
             over = f", {times(ratio)}" if ratio else ""
             figures = summary(self._best[1], feasible=True)
-            grid.add_row("best", Text.assemble((f"{figures}{over}  ", "bold green"), describe(self._best[0])))
+            grid.add_row(
+                "best", Text.assemble((f"{figures}{over}  ", "bold green"), self._techniques.describe(self._best[0]))
+            )
         if self._baseline is not None:
             grid.add_row("baseline", Text(summary(self._baseline, feasible=True)))
         return grid
@@ -192,7 +198,7 @@ class Dashboard(Listener):
         table = _table("front")
         best = self._best[0] if self._best else None
         for config, outcome in front:
-            _add(table, "", outcome, Text(describe(config)), good=config == best)
+            _add(table, "", outcome, Text(self._techniques.describe(config)), good=config == best)
         return table
 
     def _last_table(self, last: list[ProbeEnded]) -> Table:
@@ -201,7 +207,7 @@ class Dashboard(Listener):
             trial, outcome = event.trial, event.trial.outcome
             cause = outcome.cause if outcome.measurement is None else "" if trial.feasible else "not feasible"
             before = (f"  {expected(trial.prediction)}", "dim")
-            what = Text.assemble(describe(trial.config), (f"  {cause}", "red"), before)
+            what = Text.assemble(self._techniques.describe(trial.config), (f"  {cause}", "red"), before)
             _add(table, f"#{trial.number}", outcome, what, good=is_best(event))
         return table
 

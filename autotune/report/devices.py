@@ -22,7 +22,7 @@ from autotune.records.device import DeviceInfo
 from autotune.report.document import document
 from autotune.report.sections import Paragraph, Section, table
 from autotune.report.terminal import as_text
-from autotune.study import calibrations
+from autotune.study.caches import CalibrationCache
 from autotune.study.place import DEFAULT_FOLDER
 from autotune.units import format_bytes, format_per_s, format_seconds, plural
 
@@ -36,14 +36,14 @@ class _Reading:
     telemetry: Telemetry
 
     @property
-    def kept(self) -> Path:
-        """The file of its calibration."""
-        return calibrations.path_of(Path(DEFAULT_FOLDER), holds_for(self.info))
+    def cache(self) -> CalibrationCache:
+        """Where its calibration is kept."""
+        return CalibrationCache(Path(DEFAULT_FOLDER), holds_for(self.info))
 
     @property
     def calibration(self) -> Calibration | None:
         """What the first search on the device, as it is now, measured; None where none did."""
-        return calibrations.kept(self.kept)
+        return self.cache.read()
 
 
 def render_devices(*, as_json: bool = False) -> str:
@@ -111,7 +111,7 @@ def _plain(reading: _Reading) -> dict[str, object]:
     return {
         **asdict(reading.info),
         "telemetry": {**asdict(reading.telemetry), "processes": processes},
-        "calibration": None if found is None else {**found.to_dict(), "kept": str(reading.kept)},
+        "calibration": None if found is None else {**found.to_dict(), "kept": str(reading.cache.path)},
     }
 
 
@@ -146,7 +146,7 @@ def _calibrated(reading: _Reading) -> Section:
         )
         if text
     ]
-    again = f"Measured {found.measured_at} in {format_seconds(found.wall_s)}. To measure again, delete {reading.kept} and search."
+    again = f"Measured {found.measured_at} in {format_seconds(found.wall_s)}. To measure again, delete {reading.cache.path} and search."
     return Section("", (table(headings, rows), Paragraph(", ".join(figures)), Paragraph(again)))
 
 

@@ -9,7 +9,7 @@ from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, 
 from autotune.records.modules import Fold, fold_repeats
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_seconds, plural
 
 _MEANINGS = {
@@ -31,10 +31,10 @@ NUM_INNER = 3  # of the modules inside a block
 SMALLEST_INNER = 0.05  # of their block
 
 
-def explanation_sections(explanation: Explanation) -> Iterator[Section]:
+def explanation_sections(explanation: Explanation, techniques: Techniques) -> Iterator[Section]:
     """All sections of an explanation."""
     memory = explanation.memory
-    yield Section(explanation.task, (), f"on {explanation.device}: {describe(explanation.config)}")
+    yield Section(explanation.task, (), f"on {explanation.device}: {techniques.describe(explanation.config)}")
     if memory is not None:
         yield _kinds(explanation, memory)
     else:

@@ -11,7 +11,7 @@ from autotune.records.explanation import KINDS, Anatomy, Explanation
 from autotune.records.modules import fold_repeats
 from autotune.report.explanation import named
 from autotune.report.plots import COLOURS, GREY
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import MIB, format_bytes, plural
 
 FORMS = (".png", ".svg", ".pdf")
@@ -30,7 +30,7 @@ def require_form(path: Path) -> None:
         raise AutotuneError("a picture needs matplotlib; install it: pip install 'autotune-torch[report]'") from None
 
 
-def draw(explanation: Explanation, memory: Anatomy, path: Path) -> None:
+def draw(explanation: Explanation, memory: Anatomy, techniques: Techniques, path: Path) -> None:
     """Write the picture in the form that the file's suffix says.
 
     Args:
@@ -44,7 +44,7 @@ def draw(explanation: Explanation, memory: Anatomy, path: Path) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     over_time, by_module = figure.subplots(2, 1, height_ratios=(3, 4))
     figure.suptitle(
-        f"{explanation.task}: {describe(explanation.config)}\n{format_bytes(memory.peak_bytes)} of tensors at the peak"
+        f"{explanation.task}: {techniques.describe(explanation.config)}\n{format_bytes(memory.peak_bytes)} of tensors at the peak"
     )
     _timeline(memory, over_time)
     bars(memory, by_module)

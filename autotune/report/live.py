@@ -10,7 +10,7 @@ from typing import TextIO
 
 from autotune.report.figures import expected
 from autotune.report.progress import introduction, is_best, summary
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.tuning.events import Event, Listener, Note, ProbeEnded, SearchStarted
 
 
@@ -59,12 +59,12 @@ class Lines(WarningsOnly):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._budget_s = 0.0
+        self._budget_s, self._techniques = 0.0, Techniques(())
 
     def lines(self, event: Event) -> list[str]:
         """The start of the search, every note and every finished probe."""
         if isinstance(event, SearchStarted):
-            self._budget_s = event.budget_s
+            self._budget_s, self._techniques = event.budget_s, event.techniques
             return introduction(event)
         if isinstance(event, ProbeEnded):
             return [self._probe(event)]
@@ -75,7 +75,7 @@ class Lines(WarningsOnly):
     def _probe(self, event: ProbeEnded) -> str:
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         trial = event.trial
-        found = f"{describe(trial.config)}: {summary(trial.outcome, feasible=trial.feasible)}"
+        found = f"{self._techniques.describe(trial.config)}: {summary(trial.outcome, feasible=trial.feasible)}"
         best = " (best)" if is_best(event) and trial.stage != "baseline" else ""
         before = f" [{expected(trial.prediction)}]" if expected(trial.prediction) else ""
         return f"{clock} #{trial.number} {trial.stage:8} {found}{best}{before}"

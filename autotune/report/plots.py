@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AutotuneError
 from autotune.records.batch_plan import ACCUMULATION
+from autotune.records.config import Choice
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind
 from autotune.study.reading import Study
-from autotune.techniques.labels import AnyConfig, as_dict, describe
+from autotune.techniques import Techniques
 from autotune.units import MIB
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
     ax = ax if ax is not None else _new_axes()
     lines: dict[str, list[Measured]] = {}
     for measured in study.measured_configs():
-        lines.setdefault(techniques_of(measured.config), []).append(measured)
+        lines.setdefault(techniques_of(measured.config, study.techniques), []).append(measured)
 
     def rank(group: str) -> tuple[bool, float]:
         return len(lines[group]) > 1, max(m.samples_per_s for m in lines[group])
@@ -88,7 +89,9 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
         label = group if group in colours else "others" if is_first_other else ""
         _errorbars(ax, points, colour, label, over_batch=True)
     failed = {
-        (techniques_of(p.config), int(p.config["batch_size"])) for p in study.probes if p.outcome.kind is Kind.OOM
+        (techniques_of(p.config, study.techniques), int(p.config["batch_size"]))
+        for p in study.probes
+        if p.outcome.kind is Kind.OOM
     }
     _mark_out_of_memory(ax, failed, colours)
     sizes = sorted({int(probe.config["batch_size"]) for probe in study.probes})
@@ -195,9 +198,9 @@ def _new_axes() -> Axes:
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
-def techniques_of(config: AnyConfig) -> str:
+def techniques_of(config: Mapping[str, Choice], techniques: Techniques) -> str:
     """The techniques, without the batch: they stay the same along a line."""
-    return ", ".join(describe({**as_dict(config), ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
+    return ", ".join(techniques.describe({**config, ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 
 def _errorbars(

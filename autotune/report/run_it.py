@@ -10,37 +10,31 @@ import json
 import shlex
 from collections.abc import Mapping
 
-from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.config import Choice
 from autotune.records.options import words
 from autotune.report.sections import Code
-from autotune.techniques import REGISTRY
-from autotune.techniques.labels import AnyConfig, as_dict
+from autotune.techniques import Techniques
 
 VERIFY_STEPS = 100
 
 
-def as_code(config: AnyConfig, head: str = "") -> Code:
+def as_code(config: Mapping[str, Choice], techniques: Techniques, head: str = "") -> Code:
     """`head` and the config's essentials as a dict literal of Python."""
     literals = {
         name: json.dumps(choice) if isinstance(choice, str) else repr(choice)
-        for name, choice in _essentials(config).items()
+        for name, choice in _essentials(config, techniques).items()
     }
     return Code(f"{head}{{", tuple(f'"{name}": {literal}' for name, literal in literals.items()), "}")
 
 
-def as_json(config: AnyConfig) -> str:
+def as_json(config: Mapping[str, Choice], techniques: Techniques) -> str:
     """The config's essentials as one line of JSON, for `--config`."""
-    return json.dumps(_essentials(config))
+    return json.dumps(_essentials(config, techniques))
 
 
-def _essentials(config: AnyConfig) -> dict[str, Choice]:
+def _essentials(config: Mapping[str, Choice], techniques: Techniques) -> dict[str, Choice]:
     """The batch, and every technique that is not off: what `prepare` needs to build the same config."""
-    return {
-        name: choice
-        for name, choice in as_dict(config).items()
-        if name in BATCH_KEYS or name not in REGISTRY or choice != REGISTRY[name].off
-    }
+    return {name: choice for name, choice in config.items() if not techniques.is_off(name, choice)}
 
 
 def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:
@@ -51,9 +45,11 @@ def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]
     return call, Code("for batch in session.loader:"), Code("    loss = session.step(batch)")
 
 
-def verify_command(config: AnyConfig, model: str, asked: Mapping[str, str | int]) -> str:
+def verify_command(
+    config: Mapping[str, Choice], techniques: Techniques, model: str, asked: Mapping[str, str | int]
+) -> str:
     """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, which has no command."""
     if not model:
         return ""
-    command = ["autotune", "verify", model, "--config", as_json(config), "--steps", str(VERIFY_STEPS)]
+    command = ["autotune", "verify", model, "--config", as_json(config, techniques), "--steps", str(VERIFY_STEPS)]
     return shlex.join([*command, *words(asked)])

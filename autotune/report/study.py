@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Choice
+from autotune.records.batch_plan import BATCH_KEYS, describe_batch
 from autotune.records.outcome import Kind
 from autotune.records.trial import BASELINE, PLAY_OFF, Trial
 from autotune.report.answer import answer_sections, front_section
 from autotune.report.figures import counts, limit_words, measured_rate, rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.study.reading import Study
-from autotune.techniques.labels import describe, describe_batch
 from autotune.units import format_bytes, format_seconds, plural
 
 MACHINE = ("device", "num_threads", "driver", "torch", "autotune", "total_bytes", "memory_limit_bytes", "global_batch")
@@ -39,7 +37,7 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         front, measured = study.front_configs(), study.measured_configs()
         baseline = next((found for found in measured if found.config == study.baseline_config), None)
     if front:
-        yield front_section(front, study.result, baseline)
+        yield front_section(front, study.result, baseline, study.techniques)
     yield from conclusion(study, model=model)
 
 
@@ -60,7 +58,7 @@ def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
     if study.result is None:
         yield _no_answer(study)
         return
-    yield from answer_sections(study.result, model=model, in_study=True)
+    yield from answer_sections(study.result, study.techniques, model=model, in_study=True)
     num_newer = len(study.probes) - study.result.cost.probes
     if num_newer > 0:
         newer = f"A search has continued since: {plural(num_newer, 'probe')} came after this answer."
@@ -97,14 +95,14 @@ def _probes(study: Study) -> Section:
     baseline = study.baseline_config
     speeds = (p.outcome.measurement.samples_per_s for p in study.probes if p.feasible and p.outcome.measurement)
     fastest = max(speeds, default=0.0)
-    rows = (_probe(probe, baseline, fastest) for probe in study.probes)
+    rows = (_probe(probe, study, fastest) for probe in study.probes)
     shown = table((">#", "batch", ">samples/s", ">expected", ">peak", "changes; why"), rows)
-    note = f"changes are from the baseline, {describe(baseline)}" if baseline else ""
+    note = f"changes are from the baseline, {study.techniques.describe(baseline)}" if baseline else ""
     marked = Paragraph(Span(f"{DISTURBED_MARK} other work disturbed it", Tone.NOTE))
     return Section("Probes", (shown, *([marked] if any(probe.disturbed for probe in study.probes) else [])), note)
 
 
-def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tuple[Cell, ...]:
+def _probe(probe: Trial, study: Study, fastest: float) -> tuple[Cell, ...]:
     found, expected = probe.outcome.measurement, probe.prediction and probe.prediction.samples_per_s
     is_best = found is not None and probe.feasible and found.samples_per_s == fastest
     return (
@@ -115,13 +113,14 @@ def _probe(probe: Trial, baseline: Mapping[str, Choice], fastest: float) -> tupl
         else Span(str(probe.outcome.kind), Tone.BAD),
         Span(rate(expected) if expected else "", Tone.NOTE),
         Span(format_bytes(found.peak_bytes) if found else "", Tone.PLAIN if probe.feasible else Tone.BAD),
-        _what_and_why(probe, baseline),
+        _what_and_why(probe, study),
     )
 
 
-def _what_and_why(probe: Trial, baseline: Mapping[str, Choice]) -> Cell:
+def _what_and_why(probe: Trial, study: Study) -> Cell:
+    baseline = study.baseline_config
     same_batch = {name: probe.config[name] for name in BATCH_KEYS}
-    changes = describe(probe.config, {**baseline, **same_batch} if baseline else None)
+    changes = study.techniques.describe(probe.config, {**baseline, **same_batch} if baseline else None)
     over = probe.outcome.measurement is not None and not probe.feasible
     stage = f"{probe.stage}, " if probe.stage in (BASELINE, PLAY_OFF) else ""
     return (

@@ -7,7 +7,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.figures import rate, times
 from autotune.report.gain import said_of
 from autotune.report.terminal import as_text
-from autotune.techniques.labels import describe
+from autotune.techniques import find_techniques
 from autotune.units import format_bytes
 
 
@@ -18,9 +18,9 @@ def in_short(result: Result) -> str:
         sure = f" ({found.sure})" if found.sure else ""
         gain = f": {found.gain} the baseline{sure}, with {times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
     figures = f"{rate(result.samples_per_s)} samples/s, {format_bytes(result.peak_bytes)}"
-    return f"{found.verdict}{gain}\n{describe(result.config)}: {figures}; summary() tells the rest"
+    return f"{found.verdict}{gain}\n{find_techniques().describe(result.config)}: {figures}; summary() tells the rest"
 
 
 def page(result: Result, width: int) -> str:
     """The whole answer, as `autotune search` prints it."""
-    return as_text(answer_sections(result, model=result.subject.model), width)
+    return as_text(answer_sections(result, find_techniques(), model=result.subject.model), width)

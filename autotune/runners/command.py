@@ -7,37 +7,33 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, DEFAULT_BATCH_SIZE, largest_batch_size
+from autotune.records.batch_plan import (
+    ACCUMULATION,
+    BATCH_KEYS,
+    BATCH_SIZE,
+    DEFAULT_BATCH_SIZE,
+    largest_batch_size,
+    share_of,
+)
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
-from autotune.runners.jobs import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    NotCompared,
-    ProbeJob,
-    R,
-    TraceJob,
-)
+from autotune.records.world import ALONE, World
+from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
-from autotune.units import plural
+from autotune.techniques import Techniques, declare, find_techniques
 
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
 _LOSS_NOT_SEEN = (
@@ -101,11 +97,13 @@ class Command:
 
         return _PLACEHOLDER.sub(text, self.template)
 
-    @property
-    def switches(self) -> list[techniques.Declared]:
-        """The keys of a config beside the batch."""
-        known = techniques.REGISTRY
-        return [techniques.declare(name, tuple(texts), known.get(name)) for name, texts in self.choices.items()]
+    def switches(self, installed: Techniques) -> Techniques:
+        """The keys of a config beside the batch, in the order in which they are declared.
+
+        Args:
+            installed: what is known of a technique is expected of the switch of its name.
+        """
+        return Techniques(declare(name, tuple(texts), installed.get(name)) for name, texts in self.choices.items())
 
     @property
     def name(self) -> str:
@@ -145,7 +143,7 @@ def _words(template: str) -> list[str]:
 class CommandRunner(LocalRunner):
     """Runs a command line for each probe, and hears of its optimizer's steps.
 
-    A search over it runs while `techniques.REGISTRY` holds its `switches` only, which then are the keys of a config.
+    Its `techniques` are the switches of the script.
 
     Args:
         global_batch: samples per optimizer step, of all processes of the command together; None leaves it open.
@@ -171,7 +169,7 @@ class CommandRunner(LocalRunner):
     ) -> None:
         super().__init__(None, logs=logs, device=device)
         self.task_name = command.name
-        self.switches = command.switches
+        self._switches = command.switches(find_techniques())
         self._command = command
         self._global_batch = global_batch
         self._world: World | None = None  # of the command, once it was inspected
@@ -185,11 +183,16 @@ class CommandRunner(LocalRunner):
             raise ConfigError("--command has {accumulation_steps} without {batch_size}; write both, or neither")
         self.stated = Stated(global_batch=global_batch, baseline=baseline or None)
 
+    @property
+    def techniques(self) -> Techniques:
+        """As `Runner.techniques`."""
+        return self._switches
+
     def command(self, config: Config) -> str:
         """As `Runner.command`."""
         return self._command.line(config)
 
-    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+    def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:
         """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
         fast. What the script keeps to itself is said at once.
 
@@ -199,37 +202,37 @@ class CommandRunner(LocalRunner):
         found: Any = self._known(job) or super()._run(job, watch)
         if isinstance(found, Inspection):
             found = self._inspected(found)
-        elif isinstance(job, InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
+        elif isinstance(job, jobs.InspectJob) and found.kind is Kind.TIMEOUT and found.bound is None:
             found = replace(found, cause=f"{found.cause}; {NO_STEP}")
-        result: R | Outcome = found
-        return result
+        return found  # type: ignore[no-any-return]
 
-    def _known(self, job: Job[Any]) -> Any:
+    def _known(self, job: jobs.Job[Any]) -> Any:
         """What comes of a job that cannot be asked of a script; None for another."""
         match job:
-            case CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
+            case jobs.CalibrateJob():  # no figure of the device says how fast a script is whose operators are not seen
                 return NOT_MEASURED
-            case CheckJob():
-                return NotCompared(
+            case jobs.CheckJob():
+                return jobs.NotCompared(
                     reason="the script keeps its gradients to itself, so what its switches change of them is not seen; "
                     "compare the loss of a longer run"
                 )
-            case EvaluateJob():
+            case jobs.EvaluateJob():
                 unseen = "the script's own model is not seen, so it cannot be evaluated alone"
                 return Outcome(kind=Kind.UNSUPPORTED, cause=unseen)
-            case TraceJob():
+            case jobs.TraceJob():
                 unseen = "a command trains, whose model is not seen"
                 return Traces(target=job.target, failures=dict.fromkeys(job.plan.labels(), unseen))
         return None
 
     def _inspected(self, found: Inspection) -> Inspection:
-        """The inspection, with what a few steps have told."""
+        """The inspection, with what a few steps have shown."""
         self._world = found.world
-        world = found.world or World()  # unknown where memory ran out before any step
-        global_batch, baseline = self._shared(world.size)
+        world = found.known_world  # unknown where memory ran out before any step
+        baseline = self._baseline_in(world)
+        unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
         return replace(
-            self._drafted(baseline, global_batch, has_batchnorm=found.facts.has_batchnorm),
-            facts=replace(found.facts, warnings=(*found.facts.warnings, *self._unseen())),
+            self._drafted(baseline, world, has_batchnorm=found.facts.has_batchnorm),
+            facts=replace(found.facts, warnings=(*found.facts.warnings, *unseen)),
             world=world,
             outside_bytes=found.outside_bytes,
             step_s=found.step_s,
@@ -237,29 +240,24 @@ class CommandRunner(LocalRunner):
             shortage=found.shortage,
         )
 
-    def _unseen(self) -> Iterator[str]:
-        """What the user must know of the loss, which is the script's."""
-        if self._command.has(BATCH_SIZE):
-            yield _LOSS_NOT_SEEN
-
-    def beside(self) -> None:
+    def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
         return
 
-    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
+    def _arguments(self, job: jobs.Job[Any]) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
         world = self._world and self._world.to_dict()
         device = {"device": self._device.name, "world": world, "scratch": scratch}
         match job:
-            case ProbeJob():
+            case jobs.ProbeJob():
                 config, settings, more = job.config, job.settings, {}
-            case InspectJob():
+            case jobs.InspectJob():
                 config = self._as_given()
                 settings = ProbeSettings(
                     memory_limit_bytes=job.memory_limit_bytes, timeout_s=job.timeout_s, max_warmup_s=0.0, num_steps=1
                 )
-                more = {"inspection": self._drafted(config, None, has_batchnorm=False).to_dict()}
+                more = {"inspection": self._drafted(config, ALONE, has_batchnorm=False).to_dict()}
             case _:
                 raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
         line = self._command.line(config, os.path.join(scratch, "output"))
@@ -267,67 +265,56 @@ class CommandRunner(LocalRunner):
 
     def _as_given(self) -> Config:
         """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
-        baseline = dict(self._baseline)
-        if self._global_batch is None:
-            return techniques.complete(baseline)
-        most = DEFAULT_BATCH_SIZE if self._command.has(ACCUMULATION) else self._global_batch
-        baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
-        given = techniques.complete(baseline)
-        if not self._command.has(ACCUMULATION) or ACCUMULATION in baseline:
-            return given
-        steps = max(1, self._global_batch // given.batch_size)
-        return techniques.complete(baseline | {ACCUMULATION: steps})
+        baseline, accumulates = dict(self._baseline), self._command.has(ACCUMULATION)
+        if self._global_batch is not None:
+            most = DEFAULT_BATCH_SIZE if accumulates else self._global_batch
+            baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
+            if accumulates:
+                steps = self._global_batch // int(self.techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
+                baseline.setdefault(ACCUMULATION, max(1, steps))
+        return self.techniques.complete(baseline)
 
-    def _shared(self, num_ranks: int) -> tuple[int | None, Config]:
-        """The global batch and the baseline of one of so many processes.
+    def _baseline_in(self, world: World) -> Config:
+        """The baseline of one of the command's processes.
 
         Raises:
             ConfigError: the baseline does not keep the global batch.
         """
-        global_batch = self._global_batch
-        if global_batch is not None:
-            global_batch, rest = divmod(global_batch, num_ranks)
-            if rest:
-                raise ConfigError(
-                    f"a global batch of {self._global_batch} cannot be shared by the command's {plural(num_ranks, 'process')}; "
-                    f"give --global-batch {(global_batch or 1) * num_ranks}"
-                )
         whole = not self._command.has(ACCUMULATION)
         baseline = dict(self._baseline)
-        if whole and global_batch is not None:
-            baseline.setdefault(BATCH_SIZE, global_batch)
-        complete = techniques.complete(baseline, global_batch=global_batch)
+        if whole and self._global_batch is not None:
+            baseline.setdefault(BATCH_SIZE, share_of(self._global_batch, world))
+        complete = self.techniques.complete(baseline, global_batch=self._global_batch, world=world)
         if whole and complete.accumulation_steps > 1:
             raise ConfigError(
-                f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {global_batch} without accumulation; "
+                f"{BATCH_SIZE} {complete.batch_size} does not make a global batch of {self._global_batch} without accumulation; "
                 "write {accumulation_steps} into --command, or leave the batch out of --baseline"
             )
-        return global_batch, complete
+        return complete
 
-    def _drafted(self, baseline: Config, global_batch: int | None, *, has_batchnorm: bool) -> Inspection:
+    def _drafted(self, baseline: Config, world: World, *, has_batchnorm: bool) -> Inspection:
         """The inspection as far as it needs no run.
 
         Args:
-            baseline: of one process.
-            global_batch: of one process, whose `batch_size` it bounds.
+            baseline: of one process of the world.
         """
         whole = not self._command.has(ACCUMULATION)
         return Inspection(
             facts=TaskFacts(name=self.task_name, source_hash=self._command.source_hash, has_batchnorm=has_batchnorm),
             world=self._world,
-            device=self.device(),
-            global_batch=global_batch,
+            device=self.slots()[0].device,
+            global_batch=self._global_batch,
             baseline=baseline.as_dict(),
             baseline_given=BATCH_SIZE in self._baseline
             or not self._command.has(BATCH_SIZE)
             or (whole and self._global_batch is not None),
             batch=batch_support(
-                baseline.plan,
-                global_batch=global_batch,
+                baseline.plan_in(world),
+                global_batch=self._global_batch,
                 normalises=has_batchnorm,
                 whole_step="the command has no {accumulation_steps}" if whole else "",
             ),
-            support={switch.name: Support(choices=switch.choices) for switch in self.switches},
+            support={name: Support(choices=switch.choices) for name, switch in self.techniques.items()},
             outside_bytes=0,
             step_samples=baseline.samples_per_step,
             comparable=False,

@@ -1,4 +1,4 @@
-"""What becomes of a job that raised: the outcome that tells memory, the device, the user's code and autotune's own apart."""
+"""What becomes of a job that raised: its outcome says whether memory, the device, the user's code or autotune's own is the cause."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def failure(
     """The outcome of an exception by itself, whose frames are cleared: what they held is free.
 
     Args:
-        kind: where more is known than the exception tells.
+        kind: where more is known than the exception says.
     """
     from autotune.devices.no_kernel import missing_kernel
     from autotune.devices.oom import attempted_bytes, chain, is_accelerators, is_out_of_memory

@@ -1,4 +1,4 @@
-"""The job that a local runner has in flight: what its worker has sent so far, and what comes of it."""
+"""Jobs in flight: in which slot each is, which others are beside it, what a worker of this machine has sent, and what comes of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,86 @@ LOG_TOLD = 4000  # characters of it that go into an outcome
 
 
 @dataclass
-class InFlight:
-    """A job whose worker may still run."""
+class Stay:
+    """A job in a slot, and the labels of the jobs that were in flight beside it so far."""
 
     ticket: int
     job: Job[Any]
+    slot: str
+    device: str
+    beside: list[str] = field(default_factory=list)
+
+    def place(self, result: Any) -> Any:
+        """The job's result, with where it ran where that is an outcome."""
+        if not isinstance(result, Outcome):
+            return result
+        beside, world = tuple(self.beside), self.job.world
+        return replace(result, slot=self.slot, device=self.device, beside=beside, world=world)
+
+
+class Host:
+    """Gives jobs their slots and tickets. Runners that share a machine share one of these: their jobs run beside each other."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, Stay] = {}
+        self._num_jobs = 0
+
+    def take(self, slots: Mapping[str, str], job: Job[Any], wanted: str = "") -> Stay:
+        """Give a job a free slot until it leaves.
+
+        Args:
+            slots: name of each slot -> name of its device.
+            wanted: the slot that it must be; empty for any.
+
+        Raises:
+            RuntimeError: it, or each of them, is taken.
+        """
+        taken = {stay.slot for stay in self._stays.values()}
+        free = [name for name in slots if name not in taken and wanted in ("", name)]
+        if not free:
+            which = (
+                f"the slot {wanted} is"
+                if wanted
+                else f"all {len(slots)} slots are"
+                if len(slots) > 1
+                else "the slot is"
+            )
+            raise RuntimeError(f"{which} taken; collect a job first")
+        self._num_jobs += 1
+        stay = Stay(self._num_jobs, job, free[0], slots[free[0]])
+        for other in self._stays.values():
+            stay.beside.append(f"{other.job.label} on {other.slot}")
+            other.beside.append(f"{job.label} on {stay.slot}")
+        self._stays[stay.ticket] = stay
+        return stay
+
+    def leave(self, ticket: int) -> Stay:
+        """Free a job's slot, once it has ended."""
+        return self._stays.pop(ticket)
+
+
+@dataclass
+class InFlight:
+    """A job whose worker may still run."""
+
+    stay: Stay
     log: Path  # what the user's code prints
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
     compiled: Path | None = None  # its view of what was compiled
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
+    ended_well: bool = False  # its process, whatever came of the job
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _compile_cold_s: float = 0.0
     _compiling_s: float = 0.0  # of the whole process in which that was
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
     _unread: bytes = b""
+
+    @property
+    def job(self) -> Job[Any]:
+        """What it does."""
+        return self.stay.job
 
     def read(self) -> None:
         """Take in the messages that have come. A line that a kill cut short stays unread."""
@@ -67,7 +131,7 @@ class InFlight:
 
     def failed(self, outcome: Outcome) -> Any:
         """What is left of the job, which failed."""
-        return self.job.failed(outcome, self._told)
+        return self.stay.place(self.job.failed(outcome, self._told))
 
     def result(self, ended: dict[str, Any]) -> Any:
         """What came of the job, once the supervisor has said how its process `ended`."""
@@ -94,7 +158,7 @@ class InFlight:
             if outcome["measurement"] is not None:
                 outcome["measurement"] |= {"compile_cold_s": self._compile_cold_s}
             found = {"outcome": outcome}
-        return self.job.read(found, self._told)
+        return self.stay.place(self.job.read(found, self._told))
 
     def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""

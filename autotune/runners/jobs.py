@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
+from autotune.records.batch_plan import describe_batch
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.check import Check
 from autotune.records.config import Choice, Config
@@ -23,6 +24,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import ALONE, World
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 
@@ -46,6 +48,7 @@ class Job(Generic[R]):
         name: of the worker's function.
         again_where_crowded: whether it is run once more where others held the memory that its limit allows.
         timeout_s: the process is killed then.
+        world: the processes that train together.
     """
 
     name: ClassVar[str]
@@ -56,29 +59,39 @@ class Job(Generic[R]):
         @property
         def timeout_s(self) -> float: ...
 
+        @property
+        def world(self) -> World: ...
+    else:
+        world = ALONE
+
+    @property
+    def label(self) -> str:
+        """What it is, in a few words."""
+        return self.name
+
     def arguments(self) -> dict[str, Any]:
         """What the worker's function takes beside the device: the fields as plain data."""
         return {name: _plain(value) for name, value in vars(self).items() if name != "timeout_s"}
 
-    def read(self, answer: Message, told: Sequence[Message] = ()) -> R | Outcome:
+    def read(self, answer: Message, earlier: Sequence[Message] = ()) -> R | Outcome:
         """What the worker's answer says.
 
         Args:
-            told: what the worker told before.
+            earlier: what the worker has sent before.
         """
         if "outcome" in answer:
-            return self.failed(Outcome.from_dict(answer["outcome"]), told)
-        return self.decode(answer, told)
+            return self.failed(Outcome.from_dict(answer["outcome"]), earlier)
+        return self.decode(answer)
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> R:
+    def decode(self, answer: Message) -> R:
         """What an answer says that is no outcome."""
         raise NotImplementedError(f"a {self.name} answers with an outcome")
 
-    def failed(self, outcome: Outcome, told: Sequence[Message]) -> R | Outcome:
+    def failed(self, outcome: Outcome, earlier: Sequence[Message]) -> R | Outcome:
         """What is left where it ended with an outcome."""
         return outcome
 
-    def found(self, told: Sequence[Message]) -> R | None:
+    def found(self, earlier: Sequence[Message]) -> R | None:
         """What is known while it runs; None where nothing is."""
         return None
 
@@ -104,7 +117,7 @@ class CalibrateJob(Job[Calibration]):
     name: ClassVar[str] = "calibrate"
     timeout_s: float = CALIBRATION_TIMEOUT_S
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Calibration:
+    def decode(self, answer: Message) -> Calibration:
         return Calibration.from_dict(answer["calibration"])
 
 
@@ -118,6 +131,7 @@ class InspectJob(Job[Inspection]):
         trained: what is to be trained of the task, by techniques; where it says nothing, what the task's baseline trains.
         comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
         not_compared: why finding that out failed before.
+        world: the processes that are to train together.
         trains: whether a step is tried. Where not, no model is built for real either, unless its code needs values.
     """
 
@@ -128,10 +142,11 @@ class InspectJob(Job[Inspection]):
     absent: DeviceInfo | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
     comparing_s: float = 0.0
+    world: World = ALONE
     trains: bool = True
     not_compared: str = ""
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Inspection:
+    def decode(self, answer: Message) -> Inspection:
         return Inspection.from_dict(answer["inspection"])
 
     def after(self, outcome: Outcome) -> Self | None:
@@ -149,8 +164,16 @@ class ConfigJob(Job[R]):
     settings: ProbeSettings
 
     @property
+    def label(self) -> str:
+        return f"{self.name} of {describe_batch(self.config)}"
+
+    @property
     def timeout_s(self) -> float:
         return self.settings.timeout_s
+
+    @property
+    def world(self) -> World:
+        return self.settings.world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +221,7 @@ class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
     def arguments(self) -> dict[str, Any]:
         return {**super().arguments(), "memory_limit_bytes": self.settings.memory_limit_bytes}
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Check | NotCompared:
+    def decode(self, answer: Message) -> Check | NotCompared:
         return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
 
     def result(self, found: Check | NotCompared | Outcome) -> Check | NotCompared | Outcome:
@@ -211,7 +234,7 @@ class ModulesJob(ConfigJob[ModuleTimes]):
 
     name: ClassVar[str] = "modules"
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> ModuleTimes:
+    def decode(self, answer: Message) -> ModuleTimes:
         return ModuleTimes.from_dict(answer["modules"])
 
 
@@ -236,22 +259,22 @@ class TraceJob(TracingJob[Traces]):
     name: ClassVar[str] = "trace"
     plan: Plan
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Traces:
-        return self.found(told)
+    def read(self, answer: Message, earlier: Sequence[Message] = ()) -> Traces | Outcome:
+        return super().read(answer, earlier) if "outcome" in answer else self.found(earlier)
 
-    def found(self, told: Sequence[Message]) -> Traces:
+    def found(self, earlier: Sequence[Message]) -> Traces:
         found = Traces(target=self.target)
-        for message in told:
+        for message in earlier:
             if "traces" in message:
                 found = found.merged(Traces.from_dict(message["traces"]))
         return found
 
-    def failed(self, outcome: Outcome, told: Sequence[Message]) -> Traces:
+    def failed(self, outcome: Outcome, earlier: Sequence[Message]) -> Traces:
         """The group that it had begun has failed. Where it did not get to one, none if its time was up, and else all."""
-        begun = [message["begun"] for message in told if "begun" in message][-1:]
+        begun = [message["begun"] for message in earlier if "begun" in message][-1:]
         if not begun and outcome.kind is not Kind.TIMEOUT:
             begun = self.plan.labels()
-        return self.found(told).merged(Traces(target=self.target, failures=dict.fromkeys(begun, outcome.cause)))
+        return self.found(earlier).merged(Traces(target=self.target, failures=dict.fromkeys(begun, outcome.cause)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +284,7 @@ class AnatomyJob(TracingJob[Anatomies]):
     name: ClassVar[str] = "anatomy"
     configs: tuple[Config, ...]
 
-    def decode(self, answer: Message, told: Sequence[Message]) -> Anatomies:
+    def decode(self, answer: Message) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])
 
 

@@ -27,7 +27,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.world import World
 from autotune.runners.hook import SETTINGS
-from autotune.runners.rank_report import RankReport
+from autotune.runners.watch import RankReport
 from autotune.units import plural
 
 LOOK_EVERY_S = 0.05
@@ -59,6 +59,12 @@ class Ran:
         """The first rank's report; None where it has not taken a step."""
         return next((one for one in self.reports if one.world.rank == 0 and one.num_steps), None)
 
+    @property
+    def progress(self) -> Progress:
+        """The leader's, with the peak of the process that needs most, since each has the limit to itself."""
+        progress = Progress() if self.leader is None else self.leader.progress
+        return replace(progress, peak_bytes=max((one.progress.peak_bytes for one in self.reports), default=0))
+
 
 def probe(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one command line."""
@@ -73,7 +79,7 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     measured = outcome.measurement
     if measured is None and outcome.kind is not Kind.OOM:
         return {"outcome": outcome.to_dict()}
-    told = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
+    first = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
     drafted = Inspection.from_dict(arguments["inspection"])
     written = sorted(set(os.listdir()) - before - {"__pycache__"})
     warning = f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
@@ -81,12 +87,12 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         drafted,
         facts=replace(
             drafted.facts,
-            optimizer=told.optimizer,
-            has_batchnorm=told.has_batchnorm,
+            optimizer=first.optimizer,
+            has_batchnorm=first.has_batchnorm,
             warnings=(warning,) if written else (),
         ),
-        world=told.known_world,
-        outside_bytes=told.outside_bytes,
+        world=first.known_world,
+        outside_bytes=first.outside_bytes,
         step_s=None if measured is None else measured.step_s,
         shortage="" if measured is not None else outcome.cause,
     )
@@ -104,13 +110,13 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
         (scratch / folder).mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("hook.py"), scratch / "hook" / "sitecustomize.py")
     kept = {name: arguments[name] for name in ("config", "settings", "device")}
-    told = kept | {
+    probed = kept | {
         "reports": str(scratch / "reports"),
         "package": str(PACKAGE),
         "started_s": time.monotonic(),
     }
     settings = scratch / "probe.json"
-    settings.write_text(json.dumps(told))
+    settings.write_text(json.dumps(probed))
     kills = kernel_oom_kills()
     of_process = capabilities_of(arguments["device"]).limits_whole_process
     limit_bytes = arguments["settings"]["memory_limit_bytes"] if of_process else None
@@ -127,7 +133,7 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
             exit_code = process.poll()  # before the reports are read, which a process writes before it ends
             ran = Ran(_reports(scratch / "reports"), exit_code, kernel_oom_kills() > kills)
             if ran.leader is not None:
-                report(_progress(ran))
+                report(ran.progress)
             if exit_code is not None or any(one.is_done for one in ran.reports):
                 return replace(ran, tail=_tail(Path(arguments["log"])))
             time.sleep(LOOK_EVERY_S)
@@ -174,16 +180,6 @@ def _reports(folder: Path) -> list[RankReport]:
     return sorted(reports, key=lambda one: one.began_s)
 
 
-def _progress(ran: Ran) -> Progress:
-    progress = Progress() if ran.leader is None else ran.leader.progress
-    return replace(progress, peak_bytes=_peak_bytes(ran))
-
-
-def _peak_bytes(ran: Ran) -> int:
-    """Of the process that needs most, since each has the limit to itself."""
-    return max((one.progress.peak_bytes for one in ran.reports), default=0)
-
-
 def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -196,7 +192,7 @@ def _outcome(ran: Ran) -> Outcome:
     for one in ran.reports:
         if one.outcome is not None and (one.outcome.kind is Kind.OOM or not ended_well or one.is_done):
             return one.outcome  # another's error did not keep the command from going on
-    progress = _progress(ran)
+    progress = ran.progress
     failed = partial(
         Outcome,
         detail=ran.tail[-TOLD:],

@@ -8,24 +8,24 @@ import selectors
 import sys
 import tempfile
 import time
+from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
 from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
+from autotune.records.slot import Slot
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import Host, InFlight, Stay
 from autotune.runners.jobs import ConfigJob, Job, MeasureJob, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
@@ -36,13 +36,83 @@ HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
 
 
-class LocalRunner(Runner):
+class OneSlotRunner(Runner):
     """Runs jobs on one device of this machine, one at a time.
 
     Args:
-        source: how a process gets the task; None for a subclass whose jobs need none.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        logs: folder for what the user's code prints, one file a job; it is made when needed.
+        logs: folder for what the user's code prints.
+        host: where the jobs of this machine are kept, if another runner has some as well.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+
+    def __init__(self, device: str, logs: Path, host: Host | None = None) -> None:
+        self._device = open_device(device)
+        self._logs = logs.absolute()
+        self._host = host or Host()
+        self._running: InFlight | None = None
+        self._resources = contextlib.ExitStack()  # of a runner that was entered
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
+        if self._running is not None:
+            self._forget(self._running)
+
+    def now_s(self) -> float:
+        """Seconds that pass on this machine."""
+        return time.monotonic()
+
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device, with what is free now."""
+        return (Slot(name=self._device.name, device=self._device.info()),)
+
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        """As `Runner.submit`: one job at a time."""
+        stay = self._host.take({self._device.name: self._device.name}, job, slot)
+        try:
+            self._running = self._start(stay)
+        except BaseException:
+            self._host.leave(stay.ticket)
+            raise
+        return stay.ticket
+
+    @abstractmethod
+    def _start(self, stay: Stay) -> InFlight:
+        """Start the process of a job. Raises ProbeFault."""
+
+    def progress(self, ticket: int) -> Progress | None:
+        if (running := self._in_flight(ticket)) is None:
+            return None
+        running.read()
+        return running.progress
+
+    def found(self, ticket: int) -> Any:
+        """As `Runner.found`."""
+        running = self._in_flight(ticket)
+        return None if running is None else running.found()
+
+    def _forget(self, running: InFlight) -> None:
+        """Free the slot of a job that has ended."""
+        running.close()
+        self._host.leave(running.stay.ticket)
+        self._running = None
+
+    def _in_flight(self, ticket: int) -> InFlight | None:
+        return self._running if self._running is not None and self._running.stay.ticket == ticket else None
+
+    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
+        """What the worker's function for this job takes."""
+        return {"device": self._device.name, **job.arguments()}
+
+
+class LocalRunner(OneSlotRunner):
+    """Runs every kind of job, behind a supervisor.
+
+    Args:
+        source: how a process gets the task; None for a subclass whose jobs need none.
+        device, logs, host: as of `OneSlotRunner`; there is one log a job.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
@@ -60,13 +130,13 @@ class LocalRunner(Runner):
         import_timeout_s: float = 180.0,
         fork: bool = True,
         compiled: Path | None = None,
+        host: Host | None = None,
     ) -> None:
         require_linux()
+        super().__init__(device, logs, host)
         if source is not None:
             self.task_name = source.name
         self._source = source
-        self._device = open_device(device)
-        self._logs = logs.absolute()
         self._import_log = self._logs / "import.log"
         self._import_timeout_s = import_timeout_s
         self._fork = fork
@@ -74,10 +144,8 @@ class LocalRunner(Runner):
         self._compiled = None if compiled is None else CompileCache(compiled)
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
-        self._num_jobs = 0
         self._num_logs = 0
         self._connection: Connection | None = None
-        self._running: InFlight | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -105,44 +173,35 @@ class LocalRunner(Runner):
             self.notes += (f"this process holds {held} itself, which probes do without; free what is not needed",)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._resources.close()
-
-    def now_s(self) -> float:
-        """Seconds that pass on this machine."""
-        return time.monotonic()
-
-    def device(self) -> DeviceInfo:
-        """The device, with what is free now."""
-        return self._device.info()
-
-    def beside(self) -> Runner | None:
-        """As `Runner.beside`: probes on a GPU leave the processor to others."""
+    def tracer(self) -> Runner | None:
+        """As `Runner.tracer`: probes on a GPU leave the processor to others."""
         if not self._device.capabilities.own_processors:
             return None
         logs = self._logs / "tracing"
         return LocalRunner(
-            self._source, logs=logs, device="cpu", import_timeout_s=self._import_timeout_s, fork=self._fork
+            self._source,
+            logs=logs,
+            device="cpu",
+            import_timeout_s=self._import_timeout_s,
+            fork=self._fork,
+            host=self._host,
         )
 
-    def submit(self, job: Job[Any]) -> int:
-        """As `Runner.submit`: one job at a time."""
-        if self._running is not None:
-            raise RuntimeError("a job is running; collect it first")
+    def _start(self, stay: Stay) -> InFlight:
+        job = stay.job
         drop_oldest(self._numbered_logs(), KEPT_LOGS, KEPT_LOG_BYTES)
         log = self._logs / f"{self._num_logs:04d}-{job.name}.log"
         log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
         self._num_logs += 1
-        self._num_jobs += 1
         compiles = (
             self._source is not None  # what a command compiles is its own business
             and isinstance(job, ConfigJob)
-            and techniques.setup_s(job.config) > 0
+            and self.techniques.setup_s(job.config) > 0
         )
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
         request = {
-            "ticket": self._num_jobs,
+            "ticket": stay.ticket,
             "jobs": [*(["fill_cache"] if compiles and is_first else []), job.name],
             "compiled": str(view or ""),
             "arguments": self._arguments(job),
@@ -157,15 +216,15 @@ class LocalRunner(Runner):
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
         own_memory = self._device.capabilities.own_memory
-        running = InFlight(self._num_jobs, job, log, channel, on_gpu=own_memory, compiled=view)
+        running = InFlight(stay, log, channel, on_gpu=own_memory, compiled=view)
         try:
             connection.send(request)
         except BaseException:
-            self._forget(running)
+            running.close()
+            self._close_view(running)
             self._disconnect()
             raise
-        self._running = running
-        return running.ticket
+        return running
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         running = self._running
@@ -183,31 +242,20 @@ class LocalRunner(Runner):
             if isinstance(result, Outcome):
                 self._forget(running)
                 raise
-        ended_well = ended is not None and ended["exit_code"] >= 0
-        if ended_well and isinstance(running.job, MeasureJob):
+        running.ended_well = ended is not None and ended["exit_code"] >= 0
+        if running.ended_well and isinstance(running.job, MeasureJob):
             found = result.measurement
             job = running.job.name, running.job.config
             cold_s = self._compile_cold_s.setdefault(job, found.compile_cold_s if found else 0.0)
             if found is not None:
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
-        self._forget(running, keep_compiled=ended_well)
+        self._forget(running)
         if isinstance(result, Inspection):
             self._widest = result.facts.widest or None
-        return Finished(ticket=running.ticket, result=result)
-
-    def progress(self, ticket: int) -> Progress | None:
-        if self._running is None or self._running.ticket != ticket:
-            return None
-        self._running.read()
-        return self._running.progress
-
-    def found(self, ticket: int) -> Any:
-        """As `Runner.found`."""
-        running = self._running
-        return None if running is None or running.ticket != ticket else running.found()
+        return Finished(ticket=running.stay.ticket, result=result)
 
     def cancel(self, ticket: int) -> None:
-        if self._running is not None and self._running.ticket == ticket and self._connection is not None:
+        if self._in_flight(ticket) is not None and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
 
@@ -246,15 +294,13 @@ class LocalRunner(Runner):
             self._connection.stop()
         self._connection = None
 
-    def _forget(self, running: InFlight, *, keep_compiled: bool = False) -> None:
-        running.close()
-        if self._compiled is not None and running.compiled is not None:
-            self._compiled.close(running.compiled, keep=keep_compiled)
-        self._running = None
+    def _forget(self, running: InFlight) -> None:
+        self._close_view(running)
+        super()._forget(running)
 
-    def _arguments(self, job: Job[Any]) -> dict[str, Any]:
-        """What the worker's function for this job takes."""
-        return {"device": self._device.name, **job.arguments()}
+    def _close_view(self, running: InFlight) -> None:
+        if self._compiled is not None and running.compiled is not None:
+            self._compiled.close(running.compiled, keep=running.ended_well)
 
     def _held(self) -> str:
         """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""

@@ -15,36 +15,27 @@ from typing import Any, Self
 
 import psutil
 
-from autotune import techniques
-from autotune.devices import open_device
-from autotune.records.device import DeviceInfo
-from autotune.records.progress import Progress
-from autotune.runners.in_flight import InFlight
-from autotune.runners.jobs import InspectJob, Job, TracingJob
-from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
+from autotune.runners.in_flight import InFlight, Stay
+from autotune.runners.jobs import InspectJob, TracingJob
+from autotune.runners.local import OneSlotRunner
+from autotune.runners.runner import Finished, ProbeFault, Stated
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 
 
-class PortableRunner(Runner):
+class PortableRunner(OneSlotRunner):
     """Runs what trains no config, where `LocalRunner` cannot run.
 
     Args:
         source: how a process gets the task. Entering the runner loads it in this process, too.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        logs: folder for what the user's code prints.
-
-    Raises:
-        DeviceError: there is no such device.
+        device, logs: as of `OneSlotRunner`.
     """
 
     def __init__(self, source: TaskSource, *, logs: Path, device: str = "auto") -> None:
+        super().__init__(device, logs)
         self.task_name = source.name
         self._source = source
-        self._device = open_device(device)
-        self._logs = logs.absolute()
-        self._num_jobs = 0
-        self._running: tuple[InFlight, subprocess.Popen[bytes]] | None = None
+        self._process: subprocess.Popen[bytes]  # of the job that runs
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -58,34 +49,23 @@ class PortableRunner(Runner):
             model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
             global_batch=task.global_batch,
             baseline=task.baseline,
-            trained=techniques.trained_by(task, task.baseline or {}),
+            trained=self.techniques.trained_by(task, task.baseline or {}),
         )
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._resources.close()
-
-    def now_s(self) -> float:
-        """Seconds that pass on this machine."""
-        return time.monotonic()
-
-    def device(self) -> DeviceInfo:
-        """The device, with what is free now."""
-        return self._device.info()
-
-    def submit(self, job: Job[Any]) -> int:
-        """As `Runner.submit`, for an inspection or a trace. Raises ProbeFault for another job."""
+    def _start(self, stay: Stay) -> InFlight:
+        """An inspection or a trace. Raises ProbeFault for another job."""
+        job = stay.job
         if not isinstance(job, InspectJob | TracingJob):
             raise ProbeFault(f"{job.name} trains, which takes Linux")
-        self._num_jobs += 1
-        channel, request = self._folder / f"{self._num_jobs}.channel", self._folder / f"{self._num_jobs}.json"
+        channel, request = self._folder / f"{stay.ticket}.channel", self._folder / f"{stay.ticket}.json"
         channel.touch()
         log = self._logs / f"{job.name}.log"
         log.write_bytes(b"")
         asked: dict[str, Any] = {
             "job": job.name,
             "compiled": "",
-            "arguments": {"device": self._device.name, **job.arguments()},
+            "arguments": self._arguments(job),
             "blas_threads": 0,
             "widest": None,
             "channel": str(channel),
@@ -94,18 +74,17 @@ class PortableRunner(Runner):
         }
         request.write_text(json.dumps(asked), encoding="utf-8")
         own_memory = self._device.capabilities.own_memory
-        running = InFlight(self._num_jobs, job, log, os.open(channel, os.O_RDONLY), on_gpu=own_memory)
+        running = InFlight(stay, log, os.open(channel, os.O_RDONLY), on_gpu=own_memory)
         command = [sys.executable, "-m", "autotune.runners.worker", str(request)]
         with log.open("ab") as output:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        self._running = running, process
-        return running.ticket
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return running
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         """As `Runner.collect`."""
         if self._running is None:
             raise RuntimeError("nothing is in flight; submit a job first")
-        running, process = self._running
+        running, process = self._running, self._process
         left_s = max(0.0, running.started_s + running.job.timeout_s - time.monotonic())
         timed_out = False
         try:
@@ -123,35 +102,23 @@ class PortableRunner(Runner):
         }
         result = running.result(ended)
         self._end()
-        return Finished(ticket=running.ticket, result=result)
-
-    def progress(self, ticket: int) -> Progress | None:
-        """As `Runner.progress`: of probes alone, which do not run here."""
-        return None
-
-    def found(self, ticket: int) -> Any:
-        """As `Runner.found`."""
-        running = self._running and self._running[0]
-        return None if running is None or running.ticket != ticket else running.found()
+        return Finished(ticket=running.stay.ticket, result=result)
 
     def cancel(self, ticket: int) -> None:
         """As `Runner.cancel`."""
-        if self._running is not None and self._running[0].ticket == ticket:
+        if self._in_flight(ticket) is not None:
             self._kill()
 
     def _kill(self) -> None:
         """End the job's process and what it has started."""
-        assert self._running is not None
-        process = self._running[1]
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
-        process.kill()
-        process.wait()
+        self._process.kill()
+        self._process.wait()
 
     def _end(self) -> None:
         if self._running is not None:
             self._kill()
-            self._running[0].close()
-        self._running = None
+            self._forget(self._running)

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from autotune import techniques
 from autotune.errors import AutotuneError
 from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
@@ -20,6 +19,7 @@ from autotune.records.inspection import BatchSupport, Inspection, Support, TaskF
 from autotune.records.intervals import NORMAL_95
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.rounds import round_effects
+from autotune.techniques import Technique, Techniques
 
 # when a sweep goes on
 _NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
@@ -89,7 +89,7 @@ class Header(Record):
             torch_version=self.torch,
         )
 
-    def inspection(self) -> Inspection:
+    def inspection(self, techniques: Techniques) -> Inspection:
         """What the task's inspection would say if nothing but what was swept applied.
 
         Where the table does not hold the facts, parameters are taken for trainable ones of four bytes.
@@ -114,13 +114,14 @@ class Header(Record):
                 reason=self.reasons.get(ACCUMULATION, ""),
                 note=self.notes.get(ACCUMULATION, ""),
             ),
-            support={name: self._support(name) for name in techniques.REGISTRY},
+            support={name: self._support(technique) for name, technique in techniques.items()},
             outside_bytes=self.outside_bytes,
         )
 
-    def _support(self, name: str) -> Support:
+    def _support(self, technique: Technique) -> Support:
         """Of a technique that is younger than the table only `off` was swept."""
-        choices = tuple(self.choices.get(name, ())) or (techniques.REGISTRY[name].off,)
+        name = technique.name
+        choices = tuple(self.choices.get(name, ())) or (technique.off,)
         return Support(
             choices=choices,
             reason=self.reasons.get(name, ""),

@@ -7,27 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
+from autotune.runners import jobs
 from autotune.runners import table as table_file
-from autotune.runners.instant import InstantRunner
-from autotune.runners.jobs import (
-    CalibrateJob,
-    CheckJob,
-    EvaluateJob,
-    InspectJob,
-    Job,
-    NotCompared,
-    ProbeJob,
-    TraceJob,
-)
 from autotune.runners.recorded import Row, Table, TableError
-from autotune.runners.runner import Stated
+from autotune.runners.runner import InstantRunner, Stated
 
 
 class ReplayRunner(InstantRunner):
@@ -49,7 +38,7 @@ class ReplayRunner(InstantRunner):
 
     def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
         super().__init__()
-        self._table = table if isinstance(table, Table) else table_file.read(table)
+        self._table = table if isinstance(table, Table) else table_file.read(table, self.techniques)
         self._memory_limit_bytes = memory_limit_bytes
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
@@ -59,7 +48,7 @@ class ReplayRunner(InstantRunner):
         self.stated = Stated(
             global_batch=header.global_batch,
             baseline=header.baseline if header.baseline_given else None,
-            trained=techniques.trained(header.baseline),
+            trained=self.techniques.trained(header.baseline),
         )
 
     @property
@@ -70,34 +59,38 @@ class ReplayRunner(InstantRunner):
     def now_s(self) -> float:
         return self._now_s
 
-    def device(self) -> DeviceInfo:
-        """The device that the table was recorded on."""
+    def slots(self) -> tuple[Slot, ...]:
+        """One, on the device that the table was recorded on."""
         info = self._table.header.device_info()
-        return info if self._memory_limit_bytes is None else replace(info, free_bytes=self._memory_limit_bytes)
+        if self._memory_limit_bytes is not None:
+            info = replace(info, free_bytes=self._memory_limit_bytes)
+        return (Slot(name=info.name, device=info),)
 
-    def result_of(self, job: Job[Any]) -> Any:
+    def result_of(self, job: jobs.Job[Any]) -> Any:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
         match job:
-            case CalibrateJob():
+            case jobs.CalibrateJob():
                 return NOT_MEASURED
-            case InspectJob():
-                return replace(self._table.header.inspection(), device=self.device(), comparable=False)
-            case ProbeJob():
+            case jobs.InspectJob():
+                return replace(
+                    self._table.header.inspection(self.techniques), device=self.slots()[0].device, comparable=False
+                )
+            case jobs.ProbeJob():
                 outcome = self._probe(job.config, job.settings)
                 self._now_s += outcome.wall_s
                 return outcome
-            case CheckJob():
-                return NotCompared(reason="the search ran over a recorded table, which holds no gradients")
-            case EvaluateJob():
+            case jobs.CheckJob():
+                return jobs.NotCompared(reason="the search ran over a recorded table, which holds no gradients")
+            case jobs.EvaluateJob():
                 return Outcome(
                     kind=Kind.UNSUPPORTED, cause="a recorded table holds no evaluation; search the model itself"
                 )
-            case TraceJob():
+            case jobs.TraceJob():
                 return self._traces(job)
             case _:
                 raise TableError(f"the table {self._table.path} holds no anatomy of a config; explain the model itself")
 
-    def _traces(self, job: TraceJob) -> Traces:
+    def _traces(self, job: jobs.TraceJob) -> Traces:
         """The table's traces; what they lack counts as failed."""
         found = self._table.traces
         beside = table_file.traces_path(self._table.path).name

@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -17,11 +17,13 @@ from autotune.errors import AutotuneError
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.records.config import Choice, Config
-from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
+from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
+from autotune.techniques import Techniques, find_techniques
 
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
 WATCH_S = 1.0  # between two looks at what a trace has found
@@ -47,7 +49,7 @@ class Stated:
         model: names the task to a command, `model.py` or `model.py:task`; empty for a task that was built in Python.
         global_batch: samples per optimizer step; None where the author leaves it open.
         baseline: the config that the author runs today, as a partial dict; None when not stated.
-        trained: what that config trains (`techniques.trained`), under the names that the task has for it.
+        trained: what that config trains (`Techniques.trained`), under the names that the task has for it.
     """
 
     model: str = ""
@@ -70,36 +72,39 @@ class Finished:
 
 
 class Runner(ABC):
-    """Runs jobs on one task and one device. A context manager: leaving it leaves no process behind.
+    """Runs jobs on one task, each in a slot. A context manager: leaving it leaves no process behind.
 
     It is entered first. Then for each job comes `submit`; `progress` and `found` a few times a second while it runs, and `cancel`
-    where nothing can come of it any more; `collect` until it returns the job. `device` and `now_s` may come at any time. One
+    where nothing can come of it any more; `collect` until it returns the job. `slots` and `now_s` may come at any time. One
     that has the jobs run on another machine, over a connection of its own:
 
         class Remote(Runner):
             def __enter__(self) -> Self:
-                self._host = connect(self._address)
-                self.task_name = self._host.task_name
+                self._line = connect(self._address)
+                self.task_name, self._host = self._line.task_name, Host()
                 return self
 
-            def submit(self, job: Job[Any]) -> int:
-                self._job, self._ticket = job, self._ticket + 1
-                self._host.send({"job": job.name, "timeout_s": job.timeout_s, "arguments": job.arguments()})
-                return self._ticket
+            def slots(self) -> tuple[Slot, ...]:
+                return tuple(map(Slot.from_dict, self._line.slots()))
+
+            def submit(self, job: Job[Any], slot: str = "") -> int:
+                stay = self._host.take({one.name: one.device.name for one in self.slots()}, job, slot)
+                self._line.send({"ticket": stay.ticket, "device": stay.device, "job": job.name, "arguments": job.arguments()})
+                return stay.ticket
 
             def progress(self, ticket: int) -> Progress | None:
-                return self._host.progress if ticket == self._ticket else None
+                return self._line.progress.get(ticket)
 
             def collect(self, timeout_s: float | None = None) -> Finished | None:
-                if (answer := self._host.receive(timeout_s)) is None:
+                if (answer := self._line.receive(timeout_s)) is None:
                     return None
-                return Finished(ticket=self._ticket, result=self._job.read(answer))
+                stay = self._host.leave(answer["ticket"])
+                return Finished(ticket=stay.ticket, result=stay.place(stay.job.read(answer)))
 
             def __exit__(self, *exc_info: object) -> None:
-                self._host.close()  # which ends what runs there; and `cancel`, `device`, `now_s`
+                self._line.close()  # which ends what runs there; and `cancel`, `now_s`
 
     Attributes:
-        num_slots: jobs that may be in flight.
         keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
         slowest_start: times the longest start so far that a probe's own may take: more where the user's code starts.
         task_name: of the task; it names the study.
@@ -107,7 +112,6 @@ class Runner(ABC):
         notes: what the user should know of this runner; known after entering.
     """
 
-    num_slots: int = 1
     keeps_traces: bool = True
     slowest_start: float = 1.0
     task_name: str
@@ -120,6 +124,11 @@ class Runner(ABC):
     @abstractmethod
     def __exit__(self, *exc_info: object) -> None:
         """End every job in flight."""
+
+    @property
+    def techniques(self) -> Techniques:
+        """The keys of a config beside the batch: the techniques that are installed, unless its task has switches of its own."""
+        return find_techniques()
 
     @property
     def default_study(self) -> str:
@@ -135,15 +144,18 @@ class Runner(ABC):
         """The runner's own clock, in seconds from any start; budgets are spent on it."""
 
     @abstractmethod
-    def device(self) -> DeviceInfo:
-        """The device that jobs run on, as it is now."""
+    def slots(self) -> tuple[Slot, ...]:
+        """Where jobs may run, one in each at a time, with the devices as they are now. There is one at least."""
 
     @abstractmethod
-    def submit(self, job: Job[Any]) -> int:
-        """Start a job. Returns its ticket.
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        """Start a job. Returns its ticket. An outcome that comes of it says where it ran, and which jobs beside it.
+
+        Args:
+            slot: the name of the slot to run it in; empty for any that is free.
 
         Raises:
-            RuntimeError: no slot is free.
+            RuntimeError: no such slot is free.
             ProbeFault: the machinery failed.
         """
 
@@ -168,7 +180,7 @@ class Runner(ABC):
     def cancel(self, ticket: int) -> None:
         """End a job early. `collect` still returns it: a probe as a time-out, with the bound that it leaves."""
 
-    def beside(self) -> Runner | None:
+    def tracer(self) -> Runner | None:
         """Another runner of the task, to be entered, whose tracing disturbs no probe; None where it would."""
         return None
 
@@ -195,7 +207,7 @@ class Runner(ABC):
 
     def in_all_that_is_free(self, run: Callable[[int], R], limit_bytes: int) -> R | None:
         """Run what a memory limit was too small for with all that is free as its limit; None where that is no more."""
-        free_bytes = self.device().free_bytes
+        free_bytes = self.slots()[0].device.free_bytes
         return run(free_bytes) if free_bytes > limit_bytes else None
 
     def trace(
@@ -222,7 +234,7 @@ class Runner(ABC):
             neither: another call goes on with it.
         """
         traces = known or Traces(target=target)
-        plan = plan_traces(configs)
+        plan = plan_traces(configs, self.techniques)
         started = self.now_s()
         why = ""
         for attempt in range(TRACE_ATTEMPTS):
@@ -261,3 +273,43 @@ class Runner(ABC):
 
 def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces) -> None:
     watch(known.merged(found))
+
+
+class InstantRunner(Runner):
+    """Looks results up, or computes them. Jobs wait in line to be collected, as many as there are slots."""
+
+    def __init__(self) -> None:
+        self._host = Host()
+        self._finished: list[Finished] = []
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing runs on."""
+        self._host, self._finished = Host(), []
+
+    @abstractmethod
+    def result_of(self, job: Job[Any]) -> Any:
+        """The result of a job; an `Outcome` where it failed."""
+
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        """As `Runner.submit`; the job has ended when this returns. Raises what `result_of` raises."""
+        stay = self._host.take({one.name: one.device.name for one in self.slots()}, job, slot)
+        try:
+            self._finished.append(Finished(ticket=stay.ticket, result=self.result_of(job)))
+        except BaseException:
+            self._host.leave(stay.ticket)
+            raise
+        return stay.ticket
+
+    def collect(self, timeout_s: float | None = None) -> Finished | None:
+        """As `Runner.collect`; never waits."""
+        if not self._finished:
+            raise RuntimeError("nothing is in flight; submit a job first")
+        finished = self._finished.pop(0)
+        return replace(finished, result=self._host.leave(finished.ticket).place(finished.result))
+
+    def progress(self, ticket: int) -> Progress | None:
+        """As `Runner.progress`: nothing is streamed."""
+        return Progress() if any(finished.ticket == ticket for finished in self._finished) else None
+
+    def cancel(self, ticket: int) -> None:
+        """As `Runner.cancel`; a job that has ended stays as it is."""

@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +44,7 @@ def main() -> None:
     if os.getppid() != greeting["parent"]:
         os._exit(0)
     hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else (_NO_TASK, None)
-    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket tells, and what a probe left behind is reaped
+    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
@@ -80,10 +80,10 @@ class Inbox:
 
 def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
-    from autotune import techniques
     from autotune.errors import AutotuneError
     from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
+    from autotune.techniques import find_techniques
     from autotune.units import plural
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
@@ -108,7 +108,7 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     baseline = None if task.baseline is None else dict(task.baseline)
-    trained = techniques.trained_by(task, task.baseline or {})
+    trained = find_techniques().trained_by(task, task.baseline or {})
     attribute = TaskSource.of(task).attribute
     hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline, "trained": trained}
     return {**hello, "attribute": attribute}, None if no_fork else task
@@ -125,33 +125,24 @@ def _import_everything() -> None:
     import autotune.probe.inspection
     import autotune.probe.measure
     import autotune.runners.worker  # noqa: F401
+    from autotune.errors import ConfigError
+    from autotune.probe.observers.base import kinds
+
+    with contextlib.suppress(ConfigError):  # each probe says so
+        kinds()
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)  # no backward: the autograd engine starts a thread for each GPU
-    with _no_gpu_in_torch():
+    # Let torch find no GPU meanwhile: since 2.12 an optimizer's step asks for its stream, which initialises CUDA. Not by
+    # CUDA_VISIBLE_DEVICES: were the driver initialised meanwhile, this process and its forks would see no GPU for ever.
+    # What torch imports or the user's module asks must see the GPUs, since they may keep what they found.
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
         for optimizer in (torch.optim.AdamW([parameter]), torch.optim.SGD([parameter], lr=0.0)):
             optimizer.step()
             optimizer.zero_grad()
 
 
-@contextlib.contextmanager
-def _no_gpu_in_torch() -> Iterator[None]:
-    """Let torch find no GPU for a while: since torch 2.12 an optimizer's step asks for its stream, which initialises CUDA.
-
-    Not by CUDA_VISIBLE_DEVICES: were the driver initialised meanwhile, this process and its forks would see no GPU for
-    ever. What torch imports or the user's module asks must see the GPUs, since they may keep what they found.
-    """
-    import torch
-
-    found, torch.cuda.is_available = torch.cuda.is_available, lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = found
-
-
-@contextlib.contextmanager
-def _capability_without_cuda() -> Iterator[None]:
+def _capability_without_cuda() -> contextlib.AbstractContextManager[Any]:
     """Let NVML say what a GPU can for a while: packages ask when they are imported, as torchao does, which transformers imports.
 
     CUDA's own answer would initialise it, and each probe would then import all of them again.
@@ -165,11 +156,7 @@ def _capability_without_cuda() -> Iterator[None]:
         index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index or 0
         return known[index] if 0 <= index < len(known) else asked(device)
 
-    torch.cuda.get_device_capability = told
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_capability = asked
+    return mock.patch.object(torch.cuda, "get_device_capability", told)
 
 
 def _capabilities() -> list[tuple[int, int]]:

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.traces import Traces
 from autotune.records.config import Choice
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
 from autotune.runners.recorded import Header, Row, Table, TableError
+from autotune.techniques import Techniques
 
 FORMAT = 2  # format 1 holds less of the inspection, and opens
 MAGIC = f"# autotune table, format {FORMAT}"
@@ -59,8 +59,11 @@ def append(path: Path, header: Header, row: Row) -> None:
         file.write(line.getvalue())
 
 
-def read(path: str | Path) -> Table:
+def read(path: str | Path, techniques: Techniques) -> Table:
     """Read a table.
+
+    Args:
+        techniques: those of its configs; what is younger than the table was off.
 
     Raises:
         TableError: no such file, not a table, or a table whose columns do not belong to its header.
@@ -88,7 +91,7 @@ def read(path: str | Path) -> Table:
     for number, cells in enumerate(reader, start=4):
         if lines[-1].endswith("\n") or number < len(lines):  # a last line that was cut short is measured again
             try:
-                rows.append(_row(header, cells))
+                rows.append(_row(header, cells, techniques))
             except (ValueError, KeyError, TypeError) as error:
                 raise TableError(
                     f"line {number} of {path} is not a probe: {error}; remove the line, or record the table again"
@@ -128,7 +131,7 @@ def _require_known_format(path: Path, first_line: str) -> None:
         )
 
 
-def _row(header: Header, cells: Mapping[str, str]) -> Row:
+def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Row:
     choices: dict[str, Choice] = {name: options[0] for name, options in header.choices.items()}
     choices |= {name: {str(c): c for c in header.choices[name]}[cells[name]] for name in _swept(header)}
     kind, repeat = Kind(cells["kind"]), int(cells["repeat"])

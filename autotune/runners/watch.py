@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,19 +22,48 @@ from typing import Any, NoReturn
 from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
-from autotune.probe.memory_growth import growth_per_step
-from autotune.probe.reporter import Reporter
-from autotune.probe.timing import MIN_BLOCK_S, Timing
+from autotune.probe.observers.base import Observers
+from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
 from autotune.records.config import Config
+from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import World
 from autotune.runners.failure import outcome_of_failure
-from autotune.runners.rank_report import RankReport
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport(Record):
+    """One process of a command.
+
+    Attributes:
+        began_s: when it began to be watched, on the monotonic clock.
+        outside_bytes: what it held before it built a model.
+        optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
+        has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
+        outcome: how it failed; None where it did not.
+        is_done: it knows enough, and waits to be ended.
+    """
+
+    world: World = field(default_factory=World)
+    began_s: float
+    outside_bytes: int = 0
+    optimizer: str = ""
+    has_batchnorm: bool = False
+    progress: Progress = field(default_factory=Progress)
+    num_steps: int = 0
+    measurement: Measurement | None = None
+    outcome: Outcome | None = None
+    is_done: bool = False
+
+    @property
+    def known_world(self) -> World | None:
+        """Its place among the ranks; None while a process that seems alone has not taken a step."""
+        return self.world if self.optimizer or self.world.size > 1 else None
 
 
 class Watch:
@@ -46,7 +75,7 @@ class Watch:
     """
 
     def __init__(self, probe: dict[str, Any]) -> None:
-        self._settings = ProbeSettings(**probe["settings"])
+        self._settings = ProbeSettings.from_dict(probe["settings"])
         self._config = Config(tuple(probe["config"].items()))
         self._kind = probe["device"].partition(":")[0]
         self._file = Path(probe["reports"]) / f"{os.getpid()}.json"
@@ -55,8 +84,8 @@ class Watch:
         self._looked_s = time.monotonic()
         self._device: Device | None = None
         self._world = _place()
-        self._samples = self._config.samples_per_step * self._world.size
-        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.size)
+        self._samples = self._config.plan_in(self._world).samples_per_step
+        self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.data_parallel)
         self._report = RankReport(
             world=self._world, began_s=time.monotonic(), outside_bytes=probe.get("outside_bytes", 0)
         )
@@ -65,7 +94,6 @@ class Watch:
         self._steps_s: list[float] = []  # of the warm-up, without the first, whose beginning was not seen
         self._num_steps = self._in_block = 0
         self._warmup_s = self._setup_s = 0.0
-        self._held: list[tuple[int, int]] = []
         self._timing = Timing(self._settings, self._samples, self._peak_bytes, unequal=True)  # the samples are real
 
     def stepped(self, optimizer: Any) -> None:
@@ -89,7 +117,7 @@ class Watch:
         self._reporter.trained(step_s, count * self._config.accumulation_steps, is_first_step=is_first)
         if timing:
             self._timing.blocks.add(count * self._samples / step_s, step_s)
-            self._held.append((self._num_steps, self._device.current_bytes()))
+            self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
         self._decide(timing=timing)
@@ -101,7 +129,7 @@ class Watch:
         if self._device is None and not capabilities_of(self._kind).own_processors:
             self._enter(self._kind)
         elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
-            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken tells nothing
+            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken says nothing
                 self._enter(f"cuda:{torch.cuda.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
         self._report = replace(self._report, outcome=outcome, measurement=None)
@@ -112,16 +140,16 @@ class Watch:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = parameters[0].device
         if found.type != self._kind:
-            self._end_as(
-                Outcome(
-                    kind=Kind.ERROR,
-                    cause=f"the command trains on {found.type}, and the search is for {self._kind}: "
-                    f"add --device {found.type}, or let the command train on {self._kind}",
-                )
+            cause = (
+                f"the command trains on {found.type}, and the search is for {self._kind}: "
+                f"add --device {found.type}, or let the command train on {self._kind}"
             )
+            self._end(outcome=Outcome(kind=Kind.ERROR, cause=cause))
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
+        assert self._device is not None
+        self._observers = Observers(self._device, self._world)
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._world.rank == 0:
@@ -142,32 +170,24 @@ class Watch:
             # where an exact number of steps is timed, each is a block of its own
             num_timed, spent_s = len(self._timing.blocks.samples_per_s), time.monotonic() - self._started_s
             if not self._world.rank and self._timing.is_done(num_timed, spent_s):
-                self._end()
+                self._end(measurement=self._measurement())
         elif self._timing.is_warm(self._num_steps, self._steps_s, self._reporter.train_s):
             self._warmup_s = self._reporter.train_s
             if not self._world.rank and self._timing.cut_short(self._steps_s):
-                self._end(cut_short=True)
-            self._device.start_measuring()
+                self._end(measurement=self._measurement(cut_short=True))
+            self._observers.start()
             self._reporter.enter("timing")
 
-    def _end(self, *, cut_short: bool = False) -> NoReturn:
-        self._report = replace(self._report, measurement=self._measurement(cut_short=cut_short))
-        self._wait_for_the_end()
-
-    def _end_as(self, outcome: Outcome) -> NoReturn:
-        self._report = replace(self._report, outcome=outcome)
-        self._wait_for_the_end()
-
-    def _wait_for_the_end(self) -> NoReturn:
-        """Go no further in the user's code, which might write or upload: whoever reads the report ends the command."""
-        self._report = replace(self._report, is_done=True)
+    def _end(self, **known: Outcome | Measurement) -> NoReturn:
+        """Go no further in the user's code, which might write or upload: whoever reads the report, with what is known, ends it."""
+        self._report = replace(self._report, is_done=True, **known)  # type: ignore[arg-type]
         self._send(self._reporter.progress)
         while True:
             time.sleep(LOOK_EVERY_S)
             self._look_for_launcher()
 
     def _look_for_launcher(self) -> None:
-        """Leave if nobody is there any more who would end this process: its lock tells, whatever became of its number."""
+        """Leave if nobody is there any more who would end this process: its lock says so, whatever became of its number."""
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
@@ -176,7 +196,7 @@ class Watch:
                 fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             pass
-        except OSError:  # it holds the lock, or nothing can be told
+        except OSError:  # it holds the lock, or nothing can be known
             return
         os._exit(1)
 
@@ -187,20 +207,14 @@ class Watch:
         self._send(self._reporter.progress)
 
     def _measurement(self, *, cut_short: bool = False) -> Measurement:
-        assert self._device is not None
-        # to one rank on a CPU the others are strangers
-        contention = self._device.contention() if self._world.size == 1 and not cut_short else 0.0
-        return self._timing.measurement(
-            self._device,
-            contention=contention,
-            slowdowns={},
+        measured = self._timing.measurement(
             num_steps=self._num_steps,
             setup_s=self._setup_s,
             warmup_s=self._warmup_s,
             timed_s=self._reporter.train_s - self._warmup_s,
-            growth_bytes_per_step=growth_per_step(self._held),
             cut_short=cut_short,
         )
+        return self._observers.stop(measured)
 
     def _peak_bytes(self) -> int:
         return 0 if self._device is None else self._device.peak_bytes()

@@ -18,24 +18,32 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.probe.seed import seed_everything
+from autotune.devices import Device, device_named, open_device
+from autotune.devices.absent import AbsentGpu
+from autotune.devices.host import bound_host_memory
+from autotune.prediction.plan import Plan
+from autotune.probe.timing import LATE
+from autotune.randomness import seed_everything
+from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING, COMPILING, Progress
 from autotune.records.settings import ProbeSettings
+from autotune.records.world import World
 from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
+from autotune.task.loading import load_source
+from autotune.task.source import TaskSource
 
 if TYPE_CHECKING:
-    from autotune.devices import Device
     from autotune.probe.measure import Run
     from autotune.session import Session
 
 Report = Callable[[Progress | dict[str, Any]], None]  # how far it has come, or a part of the answer
-MAX_CAUSE = 900  # characters of a cause and what is told of a sample
+MAX_CAUSE = 900  # characters of a cause with the sample that is named in it
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
-_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be told
+_RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be sent
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,11 +90,11 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     channel = Channel(request["channel"])
     reserve = bytearray(_RESERVE_BYTES)
 
-    def report(told: Progress | dict[str, Any]) -> None:
-        if isinstance(told, Progress):
-            channel.offer({"progress": told.to_dict()})
+    def report(news: Progress | dict[str, Any]) -> None:
+        if isinstance(news, Progress):
+            channel.offer({"progress": news.to_dict()})
         else:
-            channel.send(told)
+            channel.send(news)
 
     if request["compiled"]:
         os.environ[CACHE] = request["compiled"]
@@ -129,33 +137,27 @@ def enter(request: dict[str, Any]) -> None:
 
 def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure one config: arguments `config`, `device` and `settings`."""
-    from autotune.probe.measure import Run
     from autotune.probe.overflow import first_overflow
-    from autotune.probe.timing import LATE
-    from autotune.recovery import RAISE
-    from autotune.session import prepare
 
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     started = time.perf_counter()
     device: Device | None = None
     run: Run | None = None
-    session: Session | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-        session = prepare(task, arguments["config"], device=device, on_oom=RAISE)
-        run = Run(session, device, settings, report)
+        run = _prepare_run(task, arguments, device, settings, report)
         outcome = Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started))
     except BaseException as error:
-        stage, train_s = (run.stage, run.train_s) if run else ("setup", 0.0)
+        stage, train_s = (run.reporter.stage, run.reporter.train_s) if run else ("setup", 0.0)
         outcome = outcome_of_failure(error, device, stage, train_s)
         if time.perf_counter() - started < settings.timeout_s / 2:
-            outcome = _with_odd_sample(outcome, task, _raises_alone(session, type(error)))
+            outcome = _with_odd_sample(outcome, task, _raises_alone(run.session if run else None, type(error)))
     in_time_s = LATE * settings.timeout_s
     # A time-out of the second run, which takes as long again, would hide what is known by now.
     again = 2 * (time.perf_counter() - started) < in_time_s
     if outcome.kind is Kind.NONFINITE and again and device is not None and run is not None:
-        before = run.progress
-        session = run = None  # the second run needs what they hold
+        before = run.reporter.progress
+        run = None  # the second one needs what it holds
         gc.collect()
         with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
             overflow = first_overflow(task, arguments["config"], device, settings, report, before, started + in_time_s)
@@ -192,18 +194,18 @@ def _with_odd_sample(outcome: Outcome, task: Task, raises: Callable[[Any], bool]
 
     if outcome.kind not in (Kind.ERROR, Kind.NONFINITE) or outcome.own_fault or outcome.device_fault:
         return outcome
-    told = ""
+    odd = ""
     with contextlib.suppress(Exception):  # the outcome is known, whatever happens here
-        told = odd_sample(task, raises, nonfinite=outcome.kind is Kind.NONFINITE)
-    if not told or told in outcome.cause:
+        odd = odd_sample(task, raises, nonfinite=outcome.kind is Kind.NONFINITE)
+    if not odd or odd in outcome.cause:
         return outcome
-    return replace(outcome, cause=f"{outcome.cause}; {told}"[:MAX_CAUSE])
+    return replace(outcome, cause=f"{outcome.cause}; {odd}"[:MAX_CAUSE])
 
 
 def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Compile what a config needs, so that its job finds it in the cache: the arguments of `_probe` or `_evaluate`."""
     report(Progress(stage=COMPILING))
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     device: Device | None = None
     try:
         device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed, compiles=True)
@@ -214,7 +216,6 @@ def _fill_cache(task: Task, arguments: dict[str, Any], report: Report) -> dict[s
 
 def _calibrate(task: Task | None, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure the device: argument `device`, as it names itself."""
-    from autotune.devices import device_named
     from autotune.devices.calibration import measure
 
     return {"calibration": measure(device_named(arguments["device"])).to_dict()}
@@ -224,12 +225,10 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     """Validate the task and say what applies to it: arguments `device`, or `absent` (a `DeviceInfo`), `trains`, and those of
     `inspect_task`.
     """
-    from autotune.devices import open_device
-    from autotune.devices.absent import AbsentGpu
     from autotune.probe.inspection import inspect_task
-    from autotune.records.device import DeviceInfo
 
     name, absent, trains = arguments.pop("device"), arguments.pop("absent"), arguments.pop("trains")
+    arguments["world"] = World.from_dict(arguments.get("world", {}))
     longest_s = HANGING_TIMES * arguments.get("comparing_s", 0.0)
 
     def watched(progress: Progress) -> None:
@@ -247,8 +246,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
             return {"inspection": inspect_task(task, device=device, report=watched, **arguments)}
         device.enter()
         outside_bytes = device.outside_bytes()  # what is imported now, no probe holds
-        from autotune.devices.host import bound_host_memory
-        from autotune.prediction.inspection import inspect_untrained
+        from autotune.prediction.fakes import inspect_untrained
 
         device = AbsentGpu(device.info()) if device.capabilities.own_processors else device
         found = inspect_untrained(task, device=device, host_bytes=bound_host_memory(), **arguments)
@@ -259,14 +257,15 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
-    from autotune import techniques
-    from autotune.probe.batch_statistics import enough_samples
     from autotune.probe.checks import run_checks
+    from autotune.probe.runs import enough_samples
+    from autotune.techniques import find_techniques
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
     device: Device | None = None
     try:
+        techniques = find_techniques()
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
         size = enough_samples(task, device, arguments["batch_size"])
@@ -277,12 +276,10 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Trace configs without running them: arguments `plan`, `target`, and `slice_s`, after which no group is begun. Each that
-    is finished is told at once.
+    is finished is sent at once.
     """
     hide_gpus()  # tracing for a GPU must not touch one
-    from autotune.devices.host import bound_host_memory
     from autotune.prediction.job import trace_plan
-    from autotune.prediction.plan import Plan
 
     seed_everything(0)
     host_bytes = bound_host_memory()
@@ -299,15 +296,15 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
-    from autotune import techniques
-    from autotune.devices.host import bound_host_memory
     from autotune.prediction.anatomy import anatomies
+    from autotune.techniques import find_techniques
 
     seed_everything(0)
     host_bytes = bound_host_memory()
     started, found = time.monotonic(), []
+    techniques = find_techniques()
     configs = (techniques.complete(config) for config in arguments["configs"])
-    for anatomy in anatomies(task, configs, arguments["target"], host_bytes):
+    for anatomy in anatomies(task, configs, arguments["target"], techniques, host_bytes):
         found.append(anatomy if isinstance(anatomy, str) else anatomy.to_dict())
         if time.monotonic() >= started + arguments["slice_s"]:
             break
@@ -316,17 +313,18 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
 
 def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Where the time of a config goes: the arguments of `_probe`."""
-    from autotune import techniques
     from autotune.probe.module_times import measure_modules
+    from autotune.techniques import find_techniques
 
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
+    config = find_techniques().complete(arguments["config"])
     device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-    return {"modules": measure_modules(task, techniques.complete(arguments["config"]), device).to_dict()}
+    return {"modules": measure_modules(task, config, device).to_dict()}
 
 
 def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Measure evaluation: the arguments of `_probe`, and `num_samples` of the training step before it."""
-    settings = ProbeSettings(**arguments["settings"])
+    settings = ProbeSettings.from_dict(arguments["settings"])
     started = time.perf_counter()
     device: Device | None = None
     run: Run | None = None
@@ -335,20 +333,20 @@ def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str
         run = _prepare_run(task, arguments, device, settings, report)
         return {"outcome": Outcome(kind=Kind.OK, measurement=run.measure(time.perf_counter() - started)).to_dict()}
     except BaseException as error:
-        return {"outcome": outcome_of_failure(error, device, run.stage if run else "setup").to_dict()}
+        return {"outcome": outcome_of_failure(error, device, run.reporter.stage if run else "setup").to_dict()}
 
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
-    from autotune.probe.evaluation import EvaluationRun, train_a_step
-    from autotune.probe.measure import Run
+    from autotune.probe.measure import EvaluationRun, Run, train_a_step
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
     if (num_samples := arguments.get("num_samples")) is None:
-        return Run(prepare(task, arguments["config"], device=device, on_oom=RAISE), device, settings, report)
+        session = prepare(task, arguments["config"], device=device, on_oom=RAISE, world=settings.world)
+        return Run(session, device, settings, report)
     few = task.small_batch(num_samples)
-    session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE)
+    session = prepare(task.on_evaluation_data(), arguments["config"], device=device, on_oom=RAISE, world=settings.world)
     train_a_step(session, few, num_samples)
     session.evaluator.begin()
     return EvaluationRun(session, device, settings, report)
@@ -373,8 +371,6 @@ def _limited_device(name: str, memory_limit_bytes: int | None, seed: int, *, com
     Args:
         compiles: the process has a compiler's memory beside the model's, which a limit of the whole process would take for one.
     """
-    from autotune.devices import open_device
-
     device = open_device(name)
     if not device.capabilities.own_processors:
         hide_gpus()
@@ -406,9 +402,6 @@ def _restore_blas_threads(num_threads: int) -> None:
 
 def main() -> None:
     """Entry of a probe in a new interpreter (the fall-back): loads the task itself. Takes the request's path."""
-    from autotune.task.loading import load_source
-    from autotune.task.source import TaskSource
-
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     enter(request)
     # what measures the device forks, which the user's module may not allow

@@ -52,7 +52,7 @@ def at_one_time(
     """The figures of the search and of the play-off side by side, although the machine may have become slower in between.
 
     A config that played has its figures there. The speed of another one is multiplied by what those that ran in both have
-    changed by, in the median; but nothing is told to be faster than it was measured.
+    changed by, in the median; but no figure is faster than it was measured.
 
     Args:
         disturbed: the configs whose figure of the search other work disturbed: these tell nothing of a change.

@@ -12,7 +12,7 @@ from autotune.records.config import Choice
 from autotune.records.measured import Measured
 from autotune.records.outcome import Measurement
 from autotune.records.trial import Prediction, Trial
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 from autotune.units import MIB
 
 
@@ -55,7 +55,7 @@ def probe_frame(probes: Sequence[Trial], baseline: Mapping[str, Choice]) -> pd.D
     return frame
 
 
-def front_frame(front: Sequence[Measured], baseline: Mapping[str, Choice]) -> pd.DataFrame:
+def front_frame(front: Sequence[Measured], baseline: Mapping[str, Choice], techniques: Techniques) -> pd.DataFrame:
     """One row for each config of the memory/throughput front, by increasing memory.
 
     Columns: `description`, every key of a config by its name, `samples_per_s` with its 95 % interval `samples_per_s_low`
@@ -64,12 +64,12 @@ def front_frame(front: Sequence[Measured], baseline: Mapping[str, Choice]) -> pd
     keys = _in_order(measured.config for measured in front) or list(baseline)
     bounds = ("samples_per_s_low", "samples_per_s_high")
     columns = ["description", *keys, "samples_per_s", *bounds, "step_s", "peak_bytes", "peak_mib", "num_processes"]
-    return pd.DataFrame([_front_row(measured, bounds) for measured in front], columns=columns)
+    return pd.DataFrame([_front_row(measured, bounds, techniques) for measured in front], columns=columns)
 
 
-def _front_row(measured: Measured, bounds: tuple[str, str]) -> dict[str, Any]:
+def _front_row(measured: Measured, bounds: tuple[str, str], techniques: Techniques) -> dict[str, Any]:
     interval = dict(zip(bounds, measured.samples_per_s_ci, strict=True))
-    more = {"description": describe(measured.config), "peak_mib": measured.peak_bytes / MIB}
+    more = {"description": techniques.describe(measured.config), "peak_mib": measured.peak_bytes / MIB}
     return {**measured.config, **asdict(measured), **interval, **more}
 
 

@@ -6,15 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Choice, Config
+from autotune.records.config import Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial
 from autotune.space import Space
-from autotune.study.excused import find_excused
-from autotune.study.known_hangs import KnownHangs
-from autotune.study.retry import retryable, what_stands
-from autotune.techniques import REGISTRY, Phase
+from autotune.study.failures import KnownHangs, find_excused, group_by_config, retryable, what_stands
+from autotune.techniques import Phase
 
 
 class History:
@@ -76,11 +74,8 @@ class History:
     def known(self) -> dict[Config, Outcome]:
         """Every config that need not be probed again, with its valid outcome."""
         if self._known[0] != len(self._trials):
-            by_config: dict[Config, list[Outcome]] = {}
-            for trial in self.searched:
-                if trial.number not in self._retryable:
-                    by_config.setdefault(trial.config, []).append(trial.outcome)
-            known = {config: what_stands(outcomes) for config, outcomes in by_config.items()}
+            counted = group_by_config(trial for trial in self.searched if trial.number not in self._retryable)
+            known = {config: what_stands([trial.outcome for trial in found]) for config, found in counted.items()}
             self._known = len(self._trials), known
         return self._known[1]
 
@@ -189,19 +184,21 @@ class History:
         """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large, to hang, to be
         unsupported, or to want more samples than there are.
         """
+        on = self.space.techniques.switched_on
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
-        together = [_switched_on(c) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
+        # where these cannot be applied together, no more of them can, whatever the batch
+        together = [set(on(c)) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
         unsupported = [choices for choices in together if choices]
         # workers may share out what there is, so with more of such options there is no more
-        too_few = [(c.batch_size, _loader_options(c)) for c, outcome in known.items() if outcome.too_few_samples]
+        too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
 
         def cannot_be(config: Config) -> bool:
             if not unsupported and not too_few:
                 return False
-            on = _switched_on(config)
-            return any(choices <= on for choices in unsupported) or any(
-                size <= config.batch_size and how <= on for size, how in too_few
+            choices = set(on(config))
+            return any(combined <= choices for combined in unsupported) or any(
+                size <= config.batch_size and how <= choices for size, how in too_few
             )
 
         def may_be_probed(config: Config) -> bool:
@@ -219,16 +216,6 @@ class History:
         return may_be_probed
 
 
-def _switched_on(config: Config) -> set[tuple[str, Choice]]:
-    """The choices that are not off, whatever the batch: where these cannot be applied together, no more of them can."""
-    return {(t.name, config[t.name]) for t in REGISTRY.values() if config[t.name] != t.off}
-
-
-def _loader_options(config: Config) -> set[tuple[str, Choice]]:
-    """Of `_switched_on`, what the data loader does."""
-    return {(name, choice) for name, choice in _switched_on(config) if REGISTRY[name].phase is Phase.LOADER}
-
-
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
     """For each config that was feasible in every trial that counts, these trials in order.
 
@@ -237,10 +224,7 @@ def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]
     """
     found = list(trials)
     left_out = find_excused(found)
-    by_config: dict[Config, list[Trial]] = {}
-    for trial in found:
-        if trial.number not in left_out:
-            by_config.setdefault(trial.config, []).append(trial)
+    by_config = group_by_config(trial for trial in found if trial.number not in left_out)
     counted = {config: _since_last_search(found) for config, found in by_config.items()}
     return {config: found for config, found in counted.items() if all(trial.feasible for trial in found)}
 

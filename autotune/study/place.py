@@ -13,9 +13,9 @@ from pathlib import Path
 
 import filelock
 
-from autotune import techniques
 from autotune.errors import StudyError
 from autotune.records.config import Choice
+from autotune.techniques import Techniques
 from autotune.units import format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
@@ -42,8 +42,8 @@ class Place:
 
     @property
     def study(self) -> str:
-        """Name of the study: the same whatever the order in which it was said what is trained."""
-        said = (f"{name}={self.trained[name]}" for name in techniques.trained({}) if name in self.trained)
+        """Name of the study."""
+        said = (f"{name}={choice}" for name, choice in self.trained.items())
         return " ".join([self.name, *said])
 
     @property
@@ -51,9 +51,14 @@ class Place:
         """Name of the study that keeps the play-off, so that the best trial of `study` is the best of the search."""
         return f"{self.study} play-off"
 
-    def training(self, choices: Mapping[str, Choice]) -> Place:
-        """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's."""
-        return replace(self, trained={**self.trained, **choices})
+    def training(self, choices: Mapping[str, Choice], techniques: Techniques) -> Place:
+        """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's.
+
+        Args:
+            choices: whatever else they choose, too.
+        """
+        both = {**self.trained, **choices}
+        return replace(self, trained={name: both[name] for name in techniques.trained({}) if name in both})
 
     def within(self, memory_limit_bytes: int) -> Place:
         """The place, in the same storage, of the study with that memory limit, where this place's has another."""

@@ -6,18 +6,17 @@ import contextlib
 import difflib
 import functools
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import optuna
-from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
-from autotune.errors import StudyError, first_line
+from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
 from autotune.records.measured import Measured, front_of
 from autotune.records.result import Result
@@ -26,7 +25,8 @@ from autotune.records.trial import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
-from autotune.study.store import facts_of, trials_of
+from autotune.study.store import connect, facts_of, opening_errors, trials_of
+from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +43,7 @@ class Study:
         storage: a file path, or a URL as it was given.
         facts: what the searches recorded beside the probes, but for the answer, which is `result`.
         probes: every finished probe, in order.
+        techniques: those that are installed, which say its configs in words.
         others: names of the task's studies with other memory limits, in the same storage.
         num_running: probes in progress, or left in that state by a search that was killed.
         num_lost: trials without an outcome: interrupted, or a fault of the machine.
@@ -56,6 +57,7 @@ class Study:
     num_running: int
     num_lost: int
     result: Result | None = field(repr=False)
+    techniques: Techniques = field(repr=False)
     others: tuple[str, ...] = ()
 
     @property
@@ -100,7 +102,7 @@ class Study:
         """One row for each config of `front_configs`, by increasing memory."""
         from autotune.study.frame import front_frame
 
-        return front_frame(self.front_configs(), self.baseline_config)
+        return front_frame(self.front_configs(), self.baseline_config, self.techniques)
 
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config that was feasible each time it ran. A failure is ignored if a later retry succeeded.
@@ -139,15 +141,13 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     file = _database_file(given)
     if file is not None:
         _require_database(file)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with _storage_errors(given):
+    expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"
+    with opening_errors(given, "read", expected):
         if file is None:
-            storage = RDBStorage(given, skip_table_creation=True)
+            storage = connect(given, skip_table_creation=True)
         else:
-            connect = functools.partial(_connect, file)
-            storage = RDBStorage(
-                "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}, skip_table_creation=True
-            )
+            engine = {"creator": functools.partial(_connect, file), "poolclass": NullPool}
+            storage = connect("sqlite://", engine_kwargs=engine, skip_table_creation=True)
         try:
             kept = storage.get_all_studies()
             searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
@@ -170,6 +170,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         name=name,
         storage=given if "://" in given else str(file),
         facts=replace(facts, result=None),
+        techniques=find_techniques(),
         others=_of_one_task(own, name),
         probes=tuple(trials_of(trials)),
         num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
@@ -239,9 +240,9 @@ def _databases_near(file: Path) -> str:
 
 
 def _whose(attributes: Mapping[str, Any]) -> StudyFacts:
-    """What tells a study from others in its file, which may be of any format, or not ours."""
-    said = ("searched_at", "limited_beside", "ranked_beside")
-    return StudyFacts.from_dict({name: attributes[name] for name in said if name in attributes})
+    """The facts by which a study is chosen among others in its file, which may be of any format, or not ours."""
+    names = ("searched_at", "limited_beside", "ranked_beside")
+    return StudyFacts.from_dict({name: attributes[name] for name in names if name in attributes})
 
 
 def _choose(searches: Mapping[str, StudyFacts], wanted: str | None, given: str) -> str:
@@ -267,16 +268,3 @@ def _of_one_task(searches: Mapping[str, StudyFacts], name: str) -> tuple[str, ..
     """The other studies that differ from one by their memory limit."""
     first = {other: about.limited_beside or other for other, about in searches.items()}
     return tuple(sorted(other for other in first if other != name and first[other] == first.get(name)))
-
-
-@contextlib.contextmanager
-def _storage_errors(given: str) -> Iterator[None]:
-    try:
-        yield
-    except StudyError:
-        raise
-    except Exception as error:  # SQLAlchemy's many, a driver that is missing, an unknown kind of URL
-        raise StudyError(
-            f"the storage {given} cannot be read: {first_line(error)}; expected a database file such as studies/gpt.db, "
-            "or a URL such as sqlite:///studies/gpt.db with --study NAME"
-        ) from None

@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Unpack
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.storages import get_storage
+from optuna.storages import RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -25,17 +26,47 @@ from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.study import BegunTrial, EndedTrial, SearchFacts, StudyFacts
+from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Prediction, Proposal, Trial
 from autotune.space import Space
 from autotune.study import owners
 from autotune.study.comparable import require_equal
-from autotune.study.distributions import distributions_of
 from autotune.study.place import PLAY_OFF_OF, Place
 
 # 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
 # feasible value. Both open.
 FORMAT = 3
+
+
+def connect(url: str, **options: Any) -> RDBStorage:
+    """Optuna's storage in a database."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return RDBStorage(url, **options)
+
+
+@contextlib.contextmanager
+def opening_errors(storage: str, cannot: str, expected: str) -> Iterator[None]:
+    """Explain why a storage cannot be opened.
+
+    Args:
+        storage: as the user gave it.
+        cannot: what cannot be done with it.
+        expected: what a storage looks like.
+
+    Raises:
+        StudyError: in place of anything else.
+    """
+    try:
+        yield
+    except StudyError:
+        raise
+    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
+        raise StudyError(f"the storage {storage} cannot be {cannot}: {_cause(error)}; expected {expected}") from None
+
+
+def _opening(place: Place) -> contextlib.AbstractContextManager[None]:
+    expected = "a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
+    return opening_errors(place.storage, "opened", expected)
 
 
 @contextlib.contextmanager
@@ -54,19 +85,6 @@ def storage_errors(place: Place) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _opening(place: Place) -> Iterator[None]:
-    try:
-        yield
-    except StudyError:
-        raise
-    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
-        raise StudyError(
-            f"the storage {place.storage} cannot be opened: {_cause(error)}; "
-            "expected a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
-        ) from None
-
-
 class Store:
     """A study opened for writing.
 
@@ -79,27 +97,27 @@ class Store:
 
     def __init__(self, place: Place, facts: SearchFacts) -> None:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
         self._objective = OBJECTIVES.get(facts.objective)
         with _opening(place):
-            self._storage = get_storage(place.storage)
-            self._study = self._opened(place.study, "fingerprint")
+            self._storage = get_storage(connect(place.storage))
+            self._study = self._open(place.study, "fingerprint")
             names = optuna.get_all_study_names(self._storage)
-            self._play_off = self._opened(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
+            self._play_off = self._open(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
         known = self.facts
         if "fingerprint" in self._study.user_attrs:
             require_equal(place, known.fingerprint, facts.fingerprint)
         now = datetime.now(UTC).isoformat()
-        self.keep(replace(known, **vars(facts), format=FORMAT, no_answer="", searched_at=now))
+        self._write(known, {**vars(facts), "format": FORMAT, "no_answer": "", "searched_at": now})
         for study in filter(None, (self._study, self._play_off)):
             _close_what_a_dead_search_left(study)
         shown = [trial for trial in self._kept() if trial.state is not TrialState.FAIL]
-        self._next_number = 1 + max(map(_number, shown), default=-1)
+        numbers = (_number(trial, BegunTrial.from_dict(trial.user_attrs)) for trial in shown)
+        self._next_number = 1 + max(numbers, default=-1)
         self._beaten_s = time.monotonic()
 
-    def _opened(self, name: str, mark: str) -> optuna.Study:
+    def _open(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
         study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
         if mark not in study.user_attrs and study.trials:
@@ -120,7 +138,7 @@ class Store:
         if stage != PLAY_OFF:
             return self._study
         if self._play_off is None:
-            self._play_off = self._opened(self.place.play_off, PLAY_OFF_OF)
+            self._play_off = self._open(self.place.play_off, PLAY_OFF_OF)
             self._play_off.set_user_attr(PLAY_OFF_OF, self.place.study)
         return self._play_off
 
@@ -129,12 +147,15 @@ class Store:
         """What the study keeps beside its trials."""
         return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
-    def keep(self, facts: StudyFacts) -> None:
-        """Keep what is new in the study's facts."""
-        known = self.facts.to_dict()
-        for key, value in facts.to_dict().items():
-            if value != known[key]:
-                self._study.set_user_attr(key, value)
+    def keep(self, **changed: Unpack[ChangedFacts]) -> None:
+        """Keep what has changed of the study's facts."""
+        self._write(self.facts, changed)
+
+    def _write(self, known: StudyFacts, changed: Mapping[str, Any]) -> None:
+        before, after = known.to_dict(), replace(known, **changed).to_dict()
+        for name in changed:
+            if after[name] != before[name]:
+                self._study.set_user_attr(name, after[name])
 
     def trials(self) -> list[Trial]:
         """Every finished trial, in order."""
@@ -206,6 +227,22 @@ class Store:
         study.tell(trial, state=TrialState.FAIL)
 
 
+def distributions_of(space: Space) -> dict[str, BaseDistribution]:
+    """How Optuna sees a space: a distribution for each key of the space that has more than one choice.
+
+    They cover every supported choice, also those left out of this search: Optuna does not let a categorical distribution
+    change within a study.
+    """
+    found: dict[str, BaseDistribution] = {}
+    for name, choices in space.supported.items():
+        if name in space.ordered:
+            low, high = int(choices[0]), int(choices[-1])
+            found[name] = IntDistribution(low, high, log=low > 0)
+        else:
+            found[name] = CategoricalDistribution(choices)
+    return found
+
+
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
     """Optuna's own heartbeats do not work with ask and tell, and cannot ask a process whether it lives."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
@@ -228,7 +265,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
     begun, ended = BegunTrial.from_dict(trial.user_attrs), EndedTrial.from_dict(trial.user_attrs)
     assert trial.value is not None  # every finished trial has one
     return Trial(
-        number=_number(trial),
+        number=_number(trial, begun),
         stage=begun.stage,
         config=Config(tuple(begun.config.items())),
         reason=begun.reason,
@@ -242,10 +279,9 @@ def trial_of(trial: FrozenTrial) -> Trial:
     )
 
 
-def _number(trial: FrozenTrial) -> int:
+def _number(trial: FrozenTrial, begun: BegunTrial) -> int:
     """One count over search and play-off."""
-    number = BegunTrial.from_dict(trial.user_attrs).number
-    return trial.number if number is None else number
+    return trial.number if begun.number is None else begun.number
 
 
 def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
@@ -270,9 +306,8 @@ def stored_facts(place: Place) -> StudyFacts | None:
     """
     if place.file is not None and not place.file.exists():
         return None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     with _opening(place), contextlib.suppress(KeyError):  # no such study
-        attributes = optuna.load_study(study_name=place.study, storage=place.storage).user_attrs
+        attributes = optuna.load_study(study_name=place.study, storage=connect(place.storage)).user_attrs
         if "fingerprint" in attributes:
             return facts_of(f"{place.study} in {place.storage}", attributes)
     return None

@@ -5,14 +5,31 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from autotune.errors import TaskError
 
 MODULE_PREFIX = "autotune_model_"  # of the names of their modules
 _GENERIC_STEMS = frozenset({"model", "train", "main"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a loaded task comes from, and its fields then. A task changed since then no longer matches the file.
+
+    Attributes:
+        source: a `TaskSource`: how to load it again.
+        loaded: the task's fields when it was loaded.
+        warnings: the loader's warnings for the user.
+    """
+
+    source: Any
+    loaded: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def find_model_file(spec: str | Path) -> tuple[Path, str]:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from autotune.errors import TaskError
-from autotune.task.model_file import find_model_file, loaded_modules, name_of
+from autotune.task.model_file import Origin, find_model_file, loaded_modules, name_of
 from autotune.task.task import Task
 from autotune.task.usercode import is_user_file
 
@@ -75,7 +75,8 @@ class TaskSource:
         if task.origin is not None:
             changed = {name for name, value in task.origin.loaded.items() if getattr(task, name) is not value}
             if changed <= _PLAIN:
-                return replace(task.origin.source, overrides={name: getattr(task, name) for name in sorted(changed)})
+                known: TaskSource = task.origin.source
+                return replace(known, overrides={name: getattr(task, name) for name in sorted(changed)})
         return TaskSource(live=replace(task, origin=None), task_name=task.name, **place)  # type: ignore[arg-type]
 
     def hand_over(self, folder: Path) -> TaskSource:
@@ -160,21 +161,6 @@ class TaskSource:
         parts = [] if self.live is None else [getattr(self.live, item.name) for item in fields(self.live)]
         owners = [getattr(part, "__self__", None) for part in parts]
         return [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a loaded task comes from, and its fields then. A task changed since then no longer matches the file.
-
-    Attributes:
-        source: how to load it again.
-        loaded: the task's fields when it was loaded.
-        warnings: the loader's warnings for the user.
-    """
-
-    source: TaskSource
-    loaded: Mapping[str, Any]
-    warnings: tuple[str, ...] = ()
 
 
 def origin_of(task: Task, source: TaskSource, warnings: tuple[str, ...] = ()) -> Origin:

@@ -18,10 +18,10 @@ from autotune.records.config import Choice
 from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
 from autotune.task.lightning_validation import Validation
+from autotune.task.model_file import Origin
 
 if TYPE_CHECKING:
     from autotune.task.batches import CannotCutError, Cuts
-    from autotune.task.source import Origin
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class Task:
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        validation.check_fields(self)
+        validation.check_fields(vars(self))
         if self.make_batch is None and self.train_dataset is None:
             data = adapters.LightningData(
                 partial(self.build_model, *self.variants[:1]) if self.variants else self.build_model

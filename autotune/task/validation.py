@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import TaskError
 from autotune.task.usercode import is_user_file
-
-if TYPE_CHECKING:
-    from autotune.task.task import Task
 
 SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "build_model": (),
@@ -37,32 +34,35 @@ NOTHING_TO_EVALUATE = (
 _WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
-def check_fields(task: Task) -> None:
+def check_fields(given: Mapping[str, Any]) -> None:
     """Check the signatures of a task's functions, and its constants.
+
+    Args:
+        given: the fields of a `Task` by name.
 
     Raises:
         TaskError: the first mistake, with what was expected.
     """
     for name in SIGNATURES:
-        function = getattr(task, name)
+        function = given[name]
         if function is not None or name == "build_model":
-            check_signature(name, function, ONE_OF_SEVERAL if name == "build_model" and task.variants else None)
-    if task.train_step is not None:
+            check_signature(name, function, ONE_OF_SEVERAL if name == "build_model" and given["variants"] else None)
+    if given["train_step"] is not None:
         for name in _WITHOUT_TRAIN_STEP:
-            if getattr(task, name) is not None:
+            if given[name] is not None:
                 raise TaskError(
                     f"there is train_step, which is a whole optimizer step of its own, and {name}, which it leaves unused; "
                     f"do that inside train_step and leave {name} out, or leave train_step out"
                 )
-        if task.eval is True and task.eval_step is None:
+        if given["eval"] is True and given["eval_step"] is None:
             raise TaskError(f"EVAL is True, and {NOTHING_TO_EVALUATE}")
-    if task.eval_collate_fn is not None and task.eval_dataset is None:
+    if given["eval_collate_fn"] is not None and given["eval_dataset"] is None:
         raise TaskError(
             "there is eval_collate_fn without eval_dataset, of whose samples it makes batches; write eval_dataset(), or leave "
             "eval_collate_fn out"
         )
     for name, (is_valid, expected) in CONSTANTS.items():
-        value = getattr(task, name.lower())
+        value = given[name.lower()]
         if value is not None and not is_valid(value):
             seen = f"{name.lower()} ({name} in a model file) is {value!r:.200}"
             raise TaskError(f"{seen}; expected {expected}, or leave it out")

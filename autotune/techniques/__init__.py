@@ -1,16 +1,18 @@
-"""Every technique, by name, and configs made of them.
+"""Techniques as a value: those that are installed, or the switches of a command, with configs made of them.
 
 A technique is one file of this package, found by being there. Other packages add theirs through the entry point group
-`autotune.techniques`.
+`autotune.techniques`. Whoever needs techniques is passed them: entry points alone ask for the installed ones.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from autotune import plugins
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import (
     ACCUMULATION,
@@ -18,23 +20,25 @@ from autotune.records.batch_plan import (
     BATCH_SIZE,
     DEFAULT_BATCH_SIZE,
     BatchPlan,
+    describe_batch,
     largest_batch_size,
 )
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
+from autotune.records.world import ALONE, World
 from autotune.techniques.base import (
     MANTISSA_BITS,
     REACHES_INTO_STEP,
     Phase,
     Recomputation,
+    Switch,
     Technique,
     UnsupportedError,
     plain_label,
     whole_number,
 )
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.declared import Declared, declare
-from autotune.techniques.discovery import Registry
+from autotune.techniques.declared import declare
 from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.partition import Partition
 from autotune.units import plural
@@ -44,166 +48,200 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REACHES_INTO_STEP",
-    "REGISTRY",
     "Build",
-    "Declared",
     "Expectation",
     "Factor",
     "Phase",
     "Recomputation",
     "Setting",
     "Support",
+    "Switch",
     "Technique",
+    "Techniques",
     "UnsupportedError",
-    "arithmetic_of",
-    "complete",
     "declare",
-    "is_ordered",
-    "keep_settings",
-    "known",
-    "label_of",
-    "narrow_task",
-    "setup_s",
-    "trained",
-    "trained_by",
-    "untraceable",
-    "validate",
-    "with_baseline_batch",
+    "find_techniques",
 ]
 
-REGISTRY = Registry()
+GROUP = "autotune.techniques"  # entry points: `name = "module:Class"`
+_REQUIRED = ("name", "summary", "applies", "off", "phase")
 
 
-def known(name: str) -> str:
-    """The name, if it is a key of a config: a technique's, or one of the batch's.
+class Techniques(Mapping[str, Technique]):
+    """Techniques by name, in the order in which they are applied and listed. It does not change."""
 
-    Raises:
-        ConfigError: it is not; the nearest names are offered.
-    """
-    names = (*BATCH_KEYS, *REGISTRY)
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ConfigError(f"{name!r} is not a technique{meant}; there are: {', '.join(names)}")
-    return name
+    def __init__(self, techniques: Iterable[Technique]) -> None:
+        self._by_name = {technique.name: technique for technique in techniques}
 
+    def __getitem__(self, name: str) -> Technique:
+        return self._by_name[name]
 
-def acts_against_shortage(name: str) -> bool:
-    """Whether a technique's optional choices are searched where plain training ran out of memory."""
-    return name in REGISTRY and REGISTRY[name].against_shortage
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
 
+    def __len__(self) -> int:
+        return len(self._by_name)
 
-def is_ordered(name: str) -> bool:
-    """Whether the choices of a key of a config are numbers on a scale."""
-    return name in BATCH_KEYS or REGISTRY[name].ordered
+    def known(self, name: str) -> str:
+        """The name, if it is a key of a config: a technique's, or one of the batch's.
 
+        Raises:
+            ConfigError: it is not; the nearest names are offered.
+        """
+        names = (*BATCH_KEYS, *self)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise ConfigError(f"{name!r} is not a technique{meant}; there are: {', '.join(names)}")
+        return name
 
-def validate(name: str, choice: Any) -> Choice:
-    """Return `choice` if it is one that the technique, or the batch, knows.
+    def is_ordered(self, name: str) -> bool:
+        """Whether the choices of a key of a config are numbers on a scale."""
+        return name in BATCH_KEYS or self[name].ordered
 
-    Raises:
-        ConfigError: unknown name, or not a choice of it.
-    """
-    try:
-        return whole_number(choice, 1) if known(name) in BATCH_KEYS else REGISTRY[name].validate(choice)
-    except ValueError as error:
-        raise ConfigError(f"{choice!r} is not a choice of {name}: {error}") from None
+    def is_off(self, name: str, choice: Choice) -> bool:
+        """Whether `choice` is plain training; False for the batch, and for a technique that is not among these."""
+        return name in self and choice == self[name].off
 
+    def validate(self, name: str, choice: Any) -> Choice:
+        """Return `choice` if it is one that the technique, or the batch, knows.
 
-def complete(choices: Mapping[str, Any], *, global_batch: int | None = None) -> Config:
-    """A full config from a partial config dict: what is missing is off, accumulation follows from the global batch.
+        Raises:
+            ConfigError: unknown name, or not a choice of it.
+        """
+        try:
+            return whole_number(choice, 1) if self.known(name) in BATCH_KEYS else self[name].validate(choice)
+        except ValueError as error:
+            raise ConfigError(f"{choice!r} is not a choice of {name}: {error}") from None
 
-    Raises:
-        ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
-    """
-    given = {name: validate(name, choice) for name, choice in choices.items()}
-    batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch)))
-    plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size)
-    plan = BatchPlan(batch_size, int(given.get(ACCUMULATION, plan.accumulation_steps)))
-    if not plan.keeps(global_batch):
-        samples = plan.samples_per_step
-        raise ConfigError(
-            f"{BATCH_SIZE} {batch_size} x {ACCUMULATION} {plan.accumulation_steps} is {plural(samples, 'sample')} per optimizer step, "
-            f"but the global batch is {global_batch}; leave {ACCUMULATION} out of the config, or ask for a global batch "
-            f"of {samples} (--global-batch {samples}, in Python global_batch={samples})"
+    def complete(
+        self,
+        choices: Mapping[str, Any],
+        *,
+        global_batch: int | None = None,
+        world: World = ALONE,
+        baseline: Mapping[str, Any] | None = None,
+    ) -> Config:
+        """A full config from a partial one: what is missing is off, accumulation follows from the global batch.
+
+        Args:
+            world: the processes that train together, which share the global batch.
+            baseline: the task's, as far as it is stated: its batch size stands where `choices` name none.
+
+        Raises:
+            ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
+        """
+        stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}
+        given = {name: self.validate(name, choice) for name, choice in {**stated, **choices}.items()}
+        batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch, world)))
+        plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size, world)
+        plan = BatchPlan(batch_size, int(given.get(ACCUMULATION, plan.accumulation_steps)), world)
+        if not plan.keeps(global_batch):
+            samples = plan.samples_per_step
+            plans = f"{BATCH_SIZE} {batch_size} x {ACCUMULATION} {plan.accumulation_steps}"
+            plans += f" x {world.data_parallel} processes" if world.data_parallel > 1 else ""
+            raise ConfigError(
+                f"{plans} is {plural(samples, 'sample')} per optimizer step, but the global batch is {global_batch}; "
+                f"leave {ACCUMULATION} out of the config, or ask for a global batch of {samples} "
+                f"(--global-batch {samples}, in Python global_batch={samples})"
+            )
+        batch = {BATCH_SIZE: batch_size, ACCUMULATION: plan.accumulation_steps}
+        switched = {name: given.get(name, technique.off) for name, technique in self.items()}
+        return Config((*batch.items(), *switched.items()))
+
+    def switched_on(self, config: Config, *phases: Phase) -> tuple[tuple[str, Choice], ...]:
+        """The choices of `config` that are not off, of the techniques of some phases; of all where none is named."""
+        return tuple(
+            (name, config[name])
+            for name, technique in self.items()
+            if config[name] != technique.off and (technique.phase in phases or not phases)
         )
-    batch = {BATCH_SIZE: batch_size, ACCUMULATION: plan.accumulation_steps}
-    switched = {name: given.get(name, technique.off) for name, technique in REGISTRY.items()}
-    return Config((*batch.items(), *switched.items()))
+
+    def trained(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
+        return {name: choices.get(name, technique.off) for name, technique in self._partitions.items()}
+
+    def trained_by(self, task: Task, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        """The same under the names that the task has for it."""
+        return {name: self._partitions[name].named(task, choice) for name, choice in self.trained(choices).items()}
+
+    def narrow_task(self, task: Task, choices: Mapping[str, Choice]) -> Task:
+        """The task that trains what a config says, in which nothing else is left to choose of that.
+
+        Raises:
+            ConfigError: the task has no such choice.
+        """
+        for name, choice in self.trained(choices).items():
+            if not self.is_off(name, choice):
+                task = self._partitions[name].narrow(task, choice)
+        return task
+
+    @property
+    def _partitions(self) -> dict[str, Partition]:
+        return {name: technique for name, technique in self.items() if isinstance(technique, Partition)}
+
+    def arithmetic_of(self, config: Config) -> str:
+        """The type in which a config computes matrix products and convolutions: the shortest that one of its techniques chooses."""
+        types = (technique.arithmetic(config[name]) for name, technique in self.items())
+        return max(types, key=list(MANTISSA_BITS).index)
+
+    def untraceable(self, config: Config, device_kind: str) -> str:
+        """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
+        reasons = (self[name].untraceable(choice, device_kind) for name, choice in self.switched_on(config))
+        return "; ".join(filter(None, reasons))
+
+    def setup_s(self, config: Config) -> float:
+        """Seconds before the first step that the techniques of `config` are expected to need beyond plain training."""
+        on = ((self[name], choice) for name, choice in self.switched_on(config))
+        return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
+
+    def allocator_settings(self, config: Config) -> str:
+        """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
+        return ",".join(filter(None, (t.allocator_settings(config[name]) for name, t in self.items())))
+
+    def all_allocator_settings(self) -> tuple[str, ...]:
+        """What any one choice adds to the settings of torch's CUDA allocator, nothing first."""
+        added = (technique.allocator_settings(choice) for technique in self.values() for choice in technique.choices)
+        return tuple(dict.fromkeys(("", *added)))
+
+    @contextmanager
+    def keep_settings(self) -> Iterator[None]:
+        """Put the process-wide settings that techniques change back at the end."""
+        with ExitStack() as stack:
+            for technique in self.values():
+                stack.enter_context(technique.restored())
+            yield
+
+    def label(self, name: str, choice: Choice) -> str:
+        """A choice of any key of a config, in a word or two; also of a technique that is not among these."""
+        if name == BATCH_SIZE:
+            return f"batch {choice}"
+        return self[name].label(choice) if name in self else plain_label(name, choice)
+
+    def describe(self, config: Mapping[str, Choice], baseline: Mapping[str, Choice] | None = None) -> str:
+        """`batch 16 x3, bf16, 2 checkpoint segments, fused`; with a baseline only what differs from it.
+
+        `x3` stands for accumulation over three micro batches. Without a baseline whatever is off is left out.
+        """
+        words = []
+        if baseline is None or any(config.get(name) != baseline.get(name) for name in BATCH_KEYS):
+            words.append(describe_batch(config))
+        for name, choice in config.items():
+            if name in BATCH_KEYS:
+                continue
+            same = self.is_off(name, choice) if baseline is None or name not in baseline else choice == baseline[name]
+            if not same:
+                words.append(self.label(name, choice))
+        return ", ".join(words) if words else "as the baseline"
 
 
-def trained(choices: Mapping[str, Choice]) -> dict[str, Choice]:
-    """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
-    return {t.name: choices.get(t.name, t.off) for t in REGISTRY.values() if isinstance(t, Partition)}
-
-
-def trained_by(task: Task, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-    """The same under the names that the task has for it."""
-    named = {t.name: t for t in REGISTRY.values() if isinstance(t, Partition)}
-    return {name: named[name].named(task, choice) for name, choice in trained(choices).items()}
-
-
-def narrow_task(task: Task, choices: Mapping[str, Choice]) -> Task:
-    """The task that trains what a config says, in which nothing else is left to choose of that.
+@cache
+def find_techniques() -> Techniques:
+    """Those that are installed, in the order of phase, `order` and name. For entry points; everybody else is passed them.
 
     Raises:
-        ConfigError: the task has no such choice.
+        ConfigError: another package's cannot be used.
     """
-    for technique in REGISTRY.values():
-        choice = choices.get(technique.name, technique.off)
-        if isinstance(technique, Partition) and choice != technique.off:
-            task = technique.narrow(task, choice)
-    return task
-
-
-def arithmetic_of(config: Config) -> str:
-    """The type in which a config computes matrix products and convolutions: the shortest that one of its techniques chooses."""
-    types = (technique.arithmetic(config[technique.name]) for technique in REGISTRY.values())
-    return max(types, key=list(MANTISSA_BITS).index)
-
-
-def untraceable(config: Config, device_kind: str) -> str:
-    """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
-    on = (t for t in REGISTRY.values() if config[t.name] != t.off)
-    return "; ".join(filter(None, (t.untraceable(config[t.name], device_kind) for t in on)))
-
-
-def setup_s(config: Config) -> float:
-    """Seconds before the first step that the techniques of `config` are expected to need beyond plain training."""
-    on = [(t, choice) for t in REGISTRY.values() if (choice := config[t.name]) != t.off]
-    return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
-
-
-def allocator_settings(config: Config) -> str:
-    """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
-    return ",".join(
-        filter(None, (technique.allocator_settings(config[technique.name]) for technique in REGISTRY.values()))
-    )
-
-
-def all_allocator_settings() -> tuple[str, ...]:
-    """What any one choice adds to the settings of torch's CUDA allocator, nothing first."""
-    added = (technique.allocator_settings(choice) for technique in REGISTRY.values() for choice in technique.choices)
-    return tuple(dict.fromkeys(("", *added)))
-
-
-def with_baseline_batch(choices: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A partial config dict with the batch size of the task's baseline where it names none."""
-    stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}
-    return {**stated, **choices}
-
-
-def label_of(name: str, choice: Choice) -> str:
-    """A choice of any key of a config, in a word or two; also of a technique that is not installed here."""
-    if name == BATCH_SIZE:
-        return f"batch {choice}"
-    return REGISTRY[name].label(choice) if name in REGISTRY else plain_label(name, choice)
-
-
-@contextmanager
-def keep_settings() -> Iterator[None]:
-    """Put the process-wide settings that techniques change back at the end."""
-    with ExitStack() as stack:
-        for technique in REGISTRY.values():
-            stack.enter_context(technique.restored())
-        yield
+    taken = dict.fromkeys(BATCH_KEYS, "autotune, for the batch")
+    found = plugins.find_plugins(__name__, Technique, GROUP, _REQUIRED, taken)  # type: ignore[type-abstract]
+    return Techniques(sorted(found.values(), key=lambda technique: (technique.phase, technique.order, technique.name)))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autotune.techniques import REGISTRY, Technique
+from autotune.techniques import Technique, Techniques, find_techniques
 
 _COLUMNS = ("technique", "choices", "what it does, what it trades", "gradients", "applies")
 
 
-def table(registry: Mapping[str, Technique] = REGISTRY) -> str:
-    """Every technique in a Markdown table, in the order of the registry."""
+def table(techniques: Techniques) -> str:
+    """Every technique in a Markdown table, in their order."""
 
     def lines() -> Iterator[tuple[str, ...]]:
         yield _COLUMNS
         yield ("---",) * len(_COLUMNS)
-        for name, technique in registry.items():
+        for name, technique in techniques.items():
             gradients = "exact" if technique.exact else "reduced precision"
             if technique.changes_learning:
                 gradients = "of another training"
@@ -30,4 +30,4 @@ def _choices(technique: Technique) -> str:
 
 
 if __name__ == "__main__":
-    print(table())  # noqa: T201
+    print(table(find_techniques()))  # noqa: T201

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.block_chains import is_layer
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.checkpoint_segments import blocks_of, thinned
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques.block_chains import blocks_of, is_layer, numbers_up_to
+from autotune.techniques.forward import Forward
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
+from autotune.units import plural
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -40,31 +38,10 @@ class ActivationOffload(Technique):
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines({At.MODEL: "offload(model, DEVICE, {places})"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """0 to the number of blocks on CUDA, thinned when there are many."""
-        if not setting.device.capabilities.own_memory:
-            return Support(choices=(0,), reason="on a CPU the host's memory is the device's")
-        try:
-            blocks = _blocks(setting.task, setting.model)
-        except UnsupportedError as error:
-            return Support(choices=(0,), reason=str(error))
-        return Support(choices=(0, *thinned(len(blocks))))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the forward of the blocks."""
-        blocks, number = _blocks(build.task, build.model), int(choice)
-        if number > len(blocks):
-            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
-        spread = (blocks[index * len(blocks) // number] for index in range(number))
-        offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "offload(model, DEVICE, {places})"}))
 
     def label(self, choice: Choice) -> str:
-        return f"{choice} block{'' if choice == 1 else 's'} offloaded" if choice else "nothing offloaded"
+        return f"{plural(int(choice), 'block')} offloaded" if choice else "nothing offloaded"
 
     def conflict(self, config: Config) -> str:
         return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
@@ -74,6 +51,20 @@ class ActivationOffload(Technique):
         share = int(choice) / max(int(other) for other in choices)
         moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
         return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
+
+    def why_not(self, setting: Setting) -> str:
+        return "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
+
+    def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
+        return (0, *numbers_up_to(len(_blocks(setting.task, setting.model))))
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the blocks."""
+        blocks, number = _blocks(build.task, build.model), int(choice)
+        if number > len(blocks):
+            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
+        spread = (blocks[index * len(blocks) // number] for index in range(number))
+        offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
 
 
 def offload(model: torch.nn.Module, device: torch.device, modules: Sequence[str]) -> None:
@@ -88,20 +79,16 @@ def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for block in blocks_of(task, model).blocks if not is_layer(block)]
 
 
-class _Offloaded:
-    """The forward of a block. An object, so that a deep copy of the model refers to its own blocks."""
-
+class _Offloaded(Forward):
     def __init__(self, module: torch.nn.Module, store: _Store) -> None:
-        self.module = module
+        super().__init__(module)
         self.store = store
-        self.original = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        call = self.original or type(self.module).forward.__get__(self.module)
-        if not (self.module.training and torch.is_grad_enabled()):
-            return call(*args, **kwargs)
+        if not self.trains():
+            return self.call(*args, **kwargs)
         stays = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
         # An input of three layers is kept once. A storage that is gone keeps its number as long as the weak reference to it
         # lives; the address of its data may be another's soon.
@@ -125,7 +112,7 @@ class _Offloaded:
         # Dynamo would try to compile it, too, where it cannot compile the block as a whole
         dynamo: Any = sys.modules.get("torch._dynamo")
         with torch.autograd.graph.saved_tensors_hooks(dynamo.disable(pack) if dynamo else pack, unpack):
-            return call(*args, **kwargs)
+            return self.call(*args, **kwargs)
 
 
 class _Store:

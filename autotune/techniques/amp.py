@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import (
-    ACCELERATE,
-    DEEPSPEED,
-    LIGHTNING,
-    LOOP,
-    TORCH,
-    TRANSFORMERS,
-    At,
-    Table,
-    Unsaid,
-    Words,
+from autotune.techniques import (
+    REACHES_INTO_STEP,
+    Build,
+    Expectation,
+    Factor,
+    Phase,
+    Setting,
+    Support,
+    Technique,
+    UnsupportedError,
 )
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 from autotune.techniques.precision import forward_flops, worth
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
 
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
+_SCALER = "torch.amp.GradScaler(DEVICE.type)"
 WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
 
 
@@ -45,18 +42,16 @@ class Amp(Technique):
     applies = "where the measured rate of the device is worth it (emulated: if included)"
     off = "off"
     phase = Phase.MODEL
+    # Autocast lies around a step. fp16 does reach into it, with its GradScaler; `support` and `apply` refuse that.
+    reaches_into_step = False
     order = 10
     exact = False
     likely = ("bf16", "fp16")
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
-            {
-                "off": {"bf16": False, "fp16": False},
-                "bf16": {"bf16": True, "fp16": False},
-                "fp16": {"bf16": False, "fp16": True},
-            }
+    frameworks = words(
+        transformers=Table(
+            {choice: {"bf16": choice == "bf16", "fp16": choice == "fp16"} for choice in ("off", "bf16", "fp16")}
         ),
-        LIGHTNING: Table(
+        lightning=Table(
             {"off": {"precision": "32-true"}, "bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "16-mixed"}},
             aliases={
                 ("precision", None): "off",
@@ -67,28 +62,51 @@ class Amp(Technique):
                 ("precision", "16"): "fp16",
             },
         ),
-        ACCELERATE: Table(
+        accelerate=Table(
             {"off": {"mixed_precision": "no"}, "bf16": {"mixed_precision": "bf16"}, "fp16": {"mixed_precision": "fp16"}}
         ),
         # DeepSpeed's own `bf16` and `fp16` convert the parameters, which autocast does not.
-        DEEPSPEED: Table(
+        deepspeed=Table(
             {
                 "off": {"torch_autocast": {"enabled": False}},
                 "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
                 "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             }
         ),
-        LOOP: Unsaid(("off", "bf16")),  # fp16 scales the loss
-        TORCH: Table(
+        loop=Unsaid(("off", "bf16")),  # fp16 scales the loss
+        torch=Table(
             {
                 "bf16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"},
-                "fp16": {
-                    At.FORWARD: "torch.autocast(DEVICE.type, torch.float16)",
-                    At.SCALER: "torch.amp.GradScaler(DEVICE.type)",
-                },
+                "fp16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.float16)", At.SCALER: _SCALER},
             }
         ),
-    }
+    )
+
+    def label(self, choice: Choice) -> str:
+        return "fp32" if choice == self.off else str(choice)
+
+    def arithmetic(self, choice: Choice) -> str:
+        return {"bf16": BF16, "fp16": FP16}.get(str(choice), FP32)
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Faster where the device has the arithmetic, a little slower where it does not; fp16 pays for its scaler, too."""
+        return Expectation(
+            compute=Factor(typical=0.7 if choice == "bf16" else 0.75, spread=1.4),
+            launch=Factor(typical=1.3, spread=2.5),
+            update=Factor(typical=1.0 if choice == "bf16" else 1.3, spread=1.1),
+            activations=Factor(typical=0.7, spread=1.2),
+            untraced=Factor(spread=2.0),
+        )
+
+    def traced_as(self, choice: Choice) -> Choice:
+        """Both types have two bytes, and a GradScaler holds a few scalars."""
+        return "bf16"
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        """A type that a CPU emulates is not traced: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""
+        if capabilities_of(device_kind).own_processors or _has_arithmetic(str(choice)):
+            return ""
+        return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
 
     def support(self, setting: Setting) -> Support:
         """What is worth it by the measured rates; what is slower than fp32 is searched if included, with the reason.
@@ -125,38 +143,6 @@ class Amp(Technique):
                 raise UnsupportedError(f"amp=fp16 needs gradient scaling: {REACHES_INTO_STEP}")
             build.scaler = torch.amp.GradScaler(build.device.kind)
 
-    def label(self, choice: Choice) -> str:
-        return "fp32" if choice == self.off else str(choice)
-
-    def arithmetic(self, choice: Choice) -> str:
-        """The type that is chosen."""
-        return {"bf16": BF16, "fp16": FP16}.get(str(choice), FP32)
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Faster where the device has the arithmetic, a little slower where it does not; fp16 pays for its scaler, too."""
-        return Expectation(
-            compute=Factor(typical=0.7 if choice == "bf16" else 0.75, spread=1.4),
-            launch=Factor(typical=1.3, spread=2.5),
-            update=Factor(typical=1.0 if choice == "bf16" else 1.3, spread=1.1),
-            activations=Factor(typical=0.7, spread=1.2),
-            untraced=Factor(spread=2.0),
-        )
-
-    @property
-    def reaches_into_step(self) -> bool:
-        """No: autocast lies around a step. fp16 does reach into it, with its GradScaler; `support` and `apply` refuse that."""
-        return False
-
-    def traced_as(self, choice: Choice) -> Choice:
-        """Both types have two bytes, and a GradScaler holds a few scalars."""
-        return "bf16"
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """A type that a CPU emulates is not traced: a convolutional model in bf16 took 1.45 times the traced peak with AVX2."""
-        if not capabilities_of(device_kind).own_processors and not _has_arithmetic(str(choice)):
-            return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
-        return ""
-
 
 def _hint(device: Device, choice: str) -> str:
     """Why a type is not worth it, by what is known of such devices; empty where it may be."""
@@ -183,19 +169,15 @@ def _impossible(setting: Setting, choice: str) -> str:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # what torch can do is seen on real tensors alone
-        return _refused_by_torch(setting, choice)
-
-
-def _refused_by_torch(setting: Setting, choice: str) -> str:
-    if choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
-        return "this torch build cannot train in fp16 on a CPU"
-    if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
-        return ""
-    try:  # torch asks oneDNN for one, which may have none
-        with torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
-            torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
-    except RuntimeError:
-        return f"torch has no LSTM in {choice} on a processor that emulates it"
+        if choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
+            return "this torch build cannot train in fp16 on a CPU"
+        if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
+            return ""
+        try:  # torch asks oneDNN for one, which may have none
+            with torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
+                torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
+        except RuntimeError:
+            return f"torch has no LSTM in {choice} on a processor that emulates it"
     return ""
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Table, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+_SWITCHES = {
+    "flash": "flash_sdp",
+    "efficient": "mem_efficient_sdp",
+    "cudnn": "cudnn_sdp",
+}  # process-wide, of backends.cuda
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
 _CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
-_TAKE_NO_MASK = ("flash",)
-_FUSED = ("flash", "mem_efficient", "cudnn")  # as the process-wide switches call them
 
 
 class Attention(Technique):
@@ -41,65 +41,16 @@ class Attention(Technique):
     phase = Phase.MODEL
     order = 5
     likely = ("sdpa",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Table(
+    frameworks = words(
+        loop=Unsaid(),
+        torch=Table(
             {
                 "sdpa": {At.MODEL: "use_implementation(model, {places})"},
                 "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
-                **{kernel: {At.STEP: f"preferring({backend!r})"} for kernel, backend in _BACKENDS.items()},
+                **{kernel: {At.STEP: f"prefer_kernel({backend!r})"} for kernel, backend in _BACKENDS.items()},
             }
         ),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
-        if eager := _eager(setting.model):
-            _set_implementation(eager, "sdpa")  # raises where the model has no such implementation
-            _set_implementation(eager, "eager")
-            return Support(choices=("default", "sdpa"))
-        calls = _calls(setting)
-        if not calls:
-            return Support(choices=("default",), reason="the model does not call scaled_dot_product_attention")
-        if not setting.device.capabilities.attention_kernels:
-            reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
-            return Support(choices=("default",), optional=("math",), reason=reason)
-        capability = setting.device.info().capability
-        all_masked = all(call.masked for call in calls)
-        refused = {name: _refusal(name, capability, all_masked) for name in _BACKENDS}
-        left_out = [f"{name}: {why}" for name, why in refused.items() if why]
-        left_out.append("math: it keeps the scores of all pairs, and is slower")
-        usable = tuple(name for name, why in refused.items() if not why)
-        return Support(
-            choices=("default", *usable),
-            optional=("math",),
-            reason="; ".join(left_out),
-            always=usable if any(call.short for call in calls) else (),
-        )
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Set the process's preference, or the model's implementation."""
-        if choice == "sdpa":
-            use_implementation(build.model, **build.acting_on(self.name, _eager(build.model)))
-        elif choice == "math":
-            for kernel in _FUSED:
-                _switch(kernel)(False)
-        else:
-            first = _number(str(choice))
-            others = [number for number in _settled_order(build.device.torch_device) if number != first]
-            torch._C._set_sdp_priority_order([first, *others])
-            _switch({"efficient": "mem_efficient"}.get(str(choice), str(choice)))(True)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        order = torch._C._get_sdp_priority_order()
-        switched = {kernel: getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _FUSED}
-        try:
-            yield
-        finally:
-            torch._C._set_sdp_priority_order(order)
-            for kernel, on in switched.items():
-                _switch(kernel)(on)
+    )
 
     def label(self, choice: Choice) -> str:
         return f"{choice} attention"
@@ -121,24 +72,67 @@ class Attention(Technique):
         return self.off if choice in _BACKENDS else choice
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not, for `math` on a GPU: tracing stands for the fused kernels there."""
+        """Tracing stands for the fused kernels on a GPU."""
         stands_for_fused = choice == "math" and capabilities_of(device_kind).attention_kernels
         return "what attention in single steps keeps on a GPU is not traced" if stands_for_fused else ""
+
+    def support(self, setting: Setting) -> Support:
+        """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
+        if eager := _eager(setting.model):
+            for implementation in ("sdpa", "eager"):  # raises where the model has no such implementation
+                for module in eager:
+                    module.set_attn_implementation(implementation)
+            return Support(choices=("default", "sdpa"))
+        calls = _calls(setting)
+        if not calls:
+            return Support(choices=("default",), reason="the model does not call scaled_dot_product_attention")
+        if not setting.device.capabilities.attention_kernels:
+            reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
+            return Support(choices=("default",), optional=("math",), reason=reason)
+        capability = setting.device.info().capability
+        refused = {kernel: _refusal(kernel, capability, all(call.masked for call in calls)) for kernel in _BACKENDS}
+        usable = tuple(kernel for kernel, why in refused.items() if not why)
+        refused["math"] = "it keeps the scores of all pairs, and is slower"
+        return Support(
+            choices=("default", *usable),
+            optional=("math",),
+            reason="; ".join(f"{kernel}: {why}" for kernel, why in refused.items() if why),
+            always=usable if any(call.short for call in calls) else (),
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Set the process's preference, or the model's implementation."""
+        if choice == "sdpa":
+            use_implementation(build.model, **build.acting_on(self.name, _eager(build.model)))
+        elif choice == "math":
+            for kernel in _SWITCHES:
+                _switch(kernel, False)
+        else:
+            first = _number(str(choice))
+            others = [number for number in _settled_order(build.device.torch_device) if number != first]
+            torch._C._set_sdp_priority_order([first, *others])
+            _switch(str(choice), True)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        order = torch._C._get_sdp_priority_order()
+        enabled = {kernel: getattr(torch.backends.cuda, f"{switch}_enabled")() for kernel, switch in _SWITCHES.items()}
+        try:
+            yield
+        finally:
+            torch._C._set_sdp_priority_order(order)
+            for kernel, on in enabled.items():
+                _switch(kernel, on)
 
 
 def _eager(model: torch.nn.Module) -> list[Any]:
     """The Hugging Face models in `model`, itself included, that compute attention in single steps."""
-    configured = ((module, getattr(module, "config", None)) for module in model.modules())
-    return [
-        module
-        for module, config in configured
-        if hasattr(module, "set_attn_implementation") and getattr(config, "_attn_implementation", "") == "eager"
-    ]
 
+    def is_eager(module: Any) -> bool:
+        config = getattr(module, "config", None)
+        return hasattr(module, "set_attn_implementation") and getattr(config, "_attn_implementation", "") == "eager"
 
-def _set_implementation(models: Sequence[Any], implementation: str) -> None:
-    for model in models:
-        model.set_attn_implementation(implementation)
+    return list(filter(is_eager, model.modules()))
 
 
 def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
@@ -148,7 +142,7 @@ def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
         module.set_attn_implementation("sdpa")
 
 
-def preferring(backend: str) -> AbstractContextManager[Any]:
+def prefer_kernel(backend: str) -> AbstractContextManager[Any]:
     """A context in which torch tries that kernel of `scaled_dot_product_attention` first, and then the others."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -199,7 +193,7 @@ def _refusal(name: str, capability: tuple[int, int], all_masked: bool) -> str:
     least = _CAPABILITY[name]
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
-    if name in _TAKE_NO_MASK and all_masked:
+    if name == "flash" and all_masked:
         return "it takes no mask, and every call of the model has one"
     if _number(name) == torch._C._get_sdp_priority_order()[0]:
         return "torch prefers it anyway"
@@ -220,5 +214,5 @@ def _number(name: str) -> int:
     return int(SDPBackend.__members__[_BACKENDS[name]].value)
 
 
-def _switch(kernel: str) -> Callable[[bool], None]:
-    return cast("Callable[[bool], None]", getattr(torch.backends.cuda, f"enable_{kernel}_sdp"))
+def _switch(kernel: str, on: bool) -> None:
+    getattr(torch.backends.cuda, f"enable_{_SWITCHES[kernel]}")(on)

@@ -32,8 +32,9 @@ class Phase(IntEnum):
     TASK = 0  # what is trained at all, before anything exists: `autotune.techniques.partition`
     PROCESS = 1  # process-wide settings, before the model exists
     MODEL = 2  # the model is on its device; the optimizer does not exist yet
-    OPTIMIZER = 3  # the optimizer exists and has no state
-    LOADER = 4  # options of the data loader
+    SPREAD = 3  # how the model is spread over the processes of a world; its parameters may be others from here on
+    OPTIMIZER = 4  # the optimizer exists and has no state
+    LOADER = 5  # options of the data loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Recomputation:
 
 
 class Technique(ABC):
-    """One thing that can be switched. Stateless: `autotune.techniques.REGISTRY` holds one instance of each.
+    """One thing that can be switched. Stateless: `autotune.techniques.Techniques` hold one instance of each.
 
     An inspection asks `support` once, with a model that it may try things on. A search asks `is_redundant`, `expectation` and
     `label` of every config that it considers. In a probe's process, and in `prepare`, `apply` comes in the order of the phases,
@@ -64,8 +65,8 @@ class Technique(ABC):
             applies = "everywhere, if included"
             phase = Phase.PROCESS
 
-            def support(self, setting: Setting) -> Support:
-                return Support(choices=self.choices, optional=(True,))
+            def why_optional(self, setting: Setting) -> str:
+                return "it is slower"
 
             def apply(self, build: Build, choice: Choice) -> None:
                 torch.use_deterministic_algorithms(True)
@@ -131,13 +132,34 @@ class Technique(ABC):
     frameworks: ClassVar[Mapping[str, Words]] = {}
     said_of: ClassVar[str] = ""
 
-    @abstractmethod
     def support(self, setting: Setting) -> Support:
-        """Say what of this technique applies to the task on the device.
+        """Say what of this technique applies to the task on the device, by the next three, which are asked in this order.
 
         It may try things on the setting's model, with gradients, as training does. An exception, except for want of
         memory, is taken as the reason why the technique does not apply.
         """
+        try:
+            if reason := self.why_not(setting):
+                return Support(choices=(self.off,), reason=reason)
+            choices = self.choices_for(setting)
+        except UnsupportedError as error:
+            return Support(choices=(self.off,), reason=str(error))
+        if reason := self.why_optional(setting):
+            others = tuple(choice for choice in choices if choice != self.off)
+            return Support(choices=(self.off,), optional=others, reason=reason)
+        return Support(choices=choices)
+
+    def why_not(self, setting: Setting) -> str:
+        """Why it does not apply to the task on the device; empty where it does. It may as well raise `UnsupportedError`."""
+        return ""
+
+    def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
+        """The choices where it applies, `off` included."""
+        return self.choices
+
+    def why_optional(self, setting: Setting) -> str:
+        """Why it is searched only if it is included, where it applies; empty where it is searched unasked."""
+        return ""
 
     @abstractmethod
     def apply(self, build: Build, choice: Choice) -> None:
@@ -219,12 +241,12 @@ class Technique(ABC):
 
         It is not offered then for a task whose `train_step` is one unit.
         """
-        return self.phase in (Phase.MODEL, Phase.OPTIMIZER)
+        return self.phase in (Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
     @property
     def shapes_memory(self) -> bool:
         """Whether its choices change what a training step holds on the device."""
-        return self.phase in (Phase.TASK, Phase.MODEL, Phase.OPTIMIZER)
+        return self.phase in (Phase.TASK, Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
     def traced_as(self, choice: Choice) -> Choice:
         """The choice whose traced memory also stands for `choice`, since both need the same."""

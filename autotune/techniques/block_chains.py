@@ -1,18 +1,23 @@
-"""Finds the blocks of a model that can be recomputed: its longest repeated chain, however deep it is nested."""
+"""The blocks of a model that can be recomputed: those that the task names, else its longest repeated chain, however nested."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from autotune.lazy import torch
+from autotune.techniques.base import UnsupportedError
+
+if TYPE_CHECKING:
+    from autotune.task import Task
 
 # Blocks inside the blocks of a chain are taken instead when they hold nearly all of its layers (stages of a residual
 # network): finer pieces keep fewer activations alive while one of them is recomputed. Experts of a mixture hold less.
 _NEARLY_ALL = 0.9
 _AT_LEAST_HALF = 0.5  # a repeated chain with fewer of the layers loses to a mixed one
+_EVERY_CHOICE_UP_TO = 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,26 @@ class Chain:
 
     blocks: tuple[torch.nn.Module, ...]
     sequential: torch.nn.Sequential | None = None
+
+
+def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
+    """The blocks that the task names, else those found in the model.
+
+    Raises:
+        UnsupportedError: there are none, or what the task names is not part of the model.
+    """
+    if task.checkpoint_blocks is None:
+        chain = find_chain(model)
+        if chain is None:
+            raise UnsupportedError(
+                "the model has no Sequential or ModuleList of blocks; checkpoint_blocks(model) can name them"
+            )
+        return chain
+    blocks = tuple(dict.fromkeys(task.checkpoint_blocks(model)))
+    modules = set(model.modules())
+    if not blocks or not all(block in modules for block in blocks):
+        raise UnsupportedError("checkpoint_blocks(model) must return modules of that model, at least one")
+    return Chain(blocks)
 
 
 def find_chain(model: torch.nn.Module) -> Chain | None:
@@ -110,3 +135,14 @@ def _num_layers(chain: Chain) -> int:
 
 def _most_layers(chains: list[Chain]) -> int:
     return max(map(_num_layers, chains), default=0)
+
+
+def numbers_up_to(num_blocks: int) -> list[int]:
+    """1 to `num_blocks`; of more than 8 blocks 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `num_blocks` itself."""
+    if num_blocks <= _EVERY_CHOICE_UP_TO:
+        return list(range(1, num_blocks + 1))
+    choices, octave = {1, num_blocks}, 2
+    while octave <= num_blocks:
+        choices.update((octave, octave * 3 // 2))
+        octave *= 2
+    return sorted(choice for choice in choices if choice <= num_blocks)

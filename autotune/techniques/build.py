@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice, Config
+from autotune.records.world import ALONE, World
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,7 @@ class Build:
 
     Attributes:
         task: what is trained; a technique of `Phase.TASK` puts a narrower one in its place.
+        world: the processes that train the model together, this one among them.
         forward_contexts: entered around every forward pass, outermost first.
         batch_transforms: applied in order to every micro batch once it is on the device.
         scaler: scales the loss and unscales the gradients, or None.
@@ -85,6 +87,7 @@ class Build:
     task: Task
     device: Device
     config: Config
+    world: World = ALONE
     model: torch.nn.Module = field(init=False)
     optimizer: Any = field(init=False)
     forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)

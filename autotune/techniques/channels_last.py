@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
 
 
 class ChannelsLast(Switch):
@@ -21,27 +17,28 @@ class ChannelsLast(Switch):
     summary = "images with the channels innermost, as convolution kernels prefer: often faster"
     applies = "2-D convolutions"
     phase = Phase.MODEL
+    reaches_into_step = False  # the layout of the model and of its input is set before any step
     order = 20
     likely = (True,)
     # Most fast convolutions use this layout, yet some kernels do not have it.
     expected = Expectation(compute=Factor(typical=0.93, spread=1.2), activations=Factor(spread=1.05))
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines(
+    frameworks = words(
+        loop=Unsaid(),
+        torch=Lines(
             {
                 At.MODEL: "model.to(memory_format=torch.channels_last)",
                 At.BATCH: "batch = images_to_channels_last(batch)",
             }
         ),
-    }
+    )
 
-    def support(self, setting: Setting) -> Support:
+    def why_not(self, setting: Setting) -> str:
         """It applies to 2-D convolutions, unless the model's code calls `view` in the old layout.
 
         Their input need not be in the batch as it is: models stack lists of images, and make spectrograms of sound.
         """
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
-            return Support(choices=(False,), reason="the model has no 2-D convolution")
+            return "the model has no 2-D convolution"
         layouts = [(parameter, parameter.data) for parameter in setting.model.parameters()]
         try:
             setting.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -49,19 +46,11 @@ class ChannelsLast(Switch):
         except RuntimeError as error:
             if "view size is not compatible" not in str(error):
                 raise
-            return Support(
-                choices=(False,),
-                reason="the model calls .view() where channels_last is not contiguous; .reshape() there would do",
-            )
+            return "the model calls .view() where channels_last is not contiguous; .reshape() there would do"
         finally:
             for parameter, data in layouts:
                 parameter.data = data
-        return Support(choices=(False, True))
-
-    @property
-    def reaches_into_step(self) -> bool:
-        """The layout of the model and of its input is set before any step."""
-        return False
+        return ""
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Convert the model in place and every micro batch as it arrives."""

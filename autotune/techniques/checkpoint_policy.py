@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.checkpoint_segments import CheckpointSegments, blocks_of
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
-from autotune.techniques.recomputed import Recomputed
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.checkpoint_segments import CheckpointSegments
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
+from autotune.techniques.recomputation import Recomputed
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -44,43 +42,7 @@ class CheckpointPolicy(Technique):
         activations=Factor(typical=1.5, spread=1.4),
     )
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines({At.MODEL: "keep_costly_results(model)"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to models with blocks to recompute that do not change what they keep in place."""
-        try:
-            blocks_of(setting.task, setting.model)
-        except UnsupportedError as error:
-            return Support(choices=("full",), reason=str(error))
-        if not setting.device.capabilities.saving_pays:
-            reason = "fewer checkpoint segments give about the same on a CPU"
-            return Support(choices=("full",), optional=("selective",), reason=reason)
-        self._try(setting)
-        return Support(choices=self.choices)
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Let every recomputed block keep the results of costly operators."""
-        keep_costly_results(build.model)
-
-    def _try(self, setting: Setting) -> None:
-        """Take a step with every block recomputed. Raises where a block changes in place what is kept, for example."""
-        model = setting.model
-        forwards = {module: vars(module).get("forward") for module in model.modules()}
-        build = Build(task=setting.task, device=setting.device, config=Config(tuple(setting.baseline.items())))
-        build.model = model
-        try:
-            CheckpointSegments().apply(build, len(blocks_of(setting.task, model).blocks))
-            self.apply(build, "selective")
-            torch.autograd.backward(setting.task.loss(model, setting.fresh_batch()))
-        finally:
-            for module, forward in forwards.items():
-                vars(module).pop("forward", None)
-                if forward is not None:
-                    module.forward = forward
-            model.zero_grad(set_to_none=True)
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "keep_costly_results(model)"}))
 
     def label(self, choice: Choice) -> str:
         return f"{choice} checkpointing"
@@ -88,6 +50,34 @@ class CheckpointPolicy(Technique):
     def is_redundant(self, config: Config) -> bool:
         """Without recomputation it does nothing."""
         return config["checkpoint_segments"] == 0
+
+    def why_not(self, setting: Setting) -> str:
+        """A step with every block recomputed raises where a block changes in place what is kept, for example."""
+        model = setting.model
+        num_blocks = len(blocks_of(setting.task, model).blocks)
+        if self.why_optional(setting):
+            return ""
+        forwards = {module: vars(module).get("forward") for module in model.modules()}
+        build = Build(task=setting.task, device=setting.device, config=Config(tuple(setting.baseline.items())))
+        build.model = model
+        try:
+            CheckpointSegments().apply(build, num_blocks)
+            keep_costly_results(model)
+            torch.autograd.backward(setting.task.loss(model, setting.fresh_batch()))
+        finally:
+            for module, forward in forwards.items():
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
+            model.zero_grad(set_to_none=True)
+        return ""
+
+    def why_optional(self, setting: Setting) -> str:
+        saving_pays = setting.device.capabilities.saving_pays
+        return "" if saving_pays else "fewer checkpoint segments give about the same on a CPU"
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        keep_costly_results(build.model)
 
 
 def keep_costly_results(model: torch.nn.Module) -> None:

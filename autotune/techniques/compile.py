@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.devices.compiler import why_not_on
+from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError, one_of
-from autotune.techniques.block_chains import is_layer
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.checkpoint_segments import blocks_of
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, LOOP, TORCH, TRANSFORMERS, At, Table, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.block_chains import blocks_of, is_layer
+from autotune.techniques.forward import Forward
+from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.task import Task
+
 BACKEND = "inductor"
 _GRAPHS = "reduce-overhead"
-_CHOICES = ("off", "default", _GRAPHS, "max-autotune-no-cudagraphs")
-_SETUP_S = {"default": 90.0, _GRAPHS: 90.0, "max-autotune-no-cudagraphs": 300.0}  # of an unknown model
+_SETUP_S = {"default": 90.0, _GRAPHS: 90.0, "max-autotune-no-cudagraphs": 300.0}  # choice -> of an unknown model
 # of a known one, on one core; seen there: 43 s with 7 layers, and, beside other work, 81 to 170 s with 18 to 46
 _FIXED_S, _LAYER_S = 20.0, 2.0
-
-
-def _lines(choice: str) -> dict[str, str]:
-    compiled: dict[str, str] = {At.MODEL: f"compile_forward(model, {choice!r}, {{places}})"}
-    return {**compiled, At.BATCH: "torch.compiler.cudagraph_mark_step_begin()"} if choice == _GRAPHS else compiled
 
 
 class Compile(Technique):
@@ -42,75 +33,44 @@ class Compile(Technique):
     wraps the compiled forward.
     """
 
-    name: ClassVar[str] = "compile"
-    summary: ClassVar[str] = (
-        "`torch.compile`, block by block where blocks repeat: faster steps after up to minutes of compiling"
-    )
-    listed_choices: ClassVar[str] = "`off` `default` `reduce-overhead` `max-autotune-no-cudagraphs`"
-    applies: ClassVar[str] = (
-        "GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`). Unasked where a tenth of the budget will do"
-    )
-    off: ClassVar[Choice] = "off"
-    phase: ClassVar[Phase] = Phase.MODEL
-    order: ClassVar[int] = 25  # what is recomputed is the compiled block
-    likely: ClassVar[tuple[Choice, ...]] = ("default",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    name = "compile"
+    summary = "`torch.compile`, block by block where blocks repeat: faster steps after up to minutes of compiling"
+    choices = ("off", *_SETUP_S)
+    applies = "GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`). Unasked where a tenth of the budget will do"
+    off = "off"
+    phase = Phase.MODEL
+    reaches_into_step = False  # a compiled block is called as it was before, by whatever step
+    order = 25  # what is recomputed is the compiled block
+    untraced = "what compiled code keeps for the backward pass is decided when it is compiled"
+    likely = ("default",)
+    frameworks = words(
+        transformers=Table(
             {
                 "off": {"torch_compile": False},
-                **{c: {"torch_compile": True, "torch_compile_mode": c} for c in _CHOICES if c != "off"},
+                **{mode: {"torch_compile": True, "torch_compile_mode": mode} for mode in _SETUP_S},
             }
         ),
-        ACCELERATE: Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
-        LOOP: Unsaid(),
-        TORCH: Table({c: _lines(c) for c in _CHOICES if c != "off"}),
-    }
-
-    @property
-    def reaches_into_step(self) -> bool:
-        """A compiled block is called as it was before, by whatever step."""
-        return False
-
-    def support(self, setting: Setting) -> Support:
-        """What the device's compiler can do, at the price of compiling it."""
-        if reason := why_not_on(setting.device):
-            return Support(choices=("off",), reason=reason)
-        possible = _CHOICES[1:] if setting.device.capabilities.triton else ("default",)
-        regions = _regions(setting.task, setting.model)
-        default_s = _FIXED_S + _LAYER_S * _num_layers({_kind(region): region for region in regions}.values())
-        setup_s = tuple((choice, default_s * _SETUP_S[choice] / _SETUP_S["default"]) for choice in possible)
-        return Support(choices=("off",), optional=possible, reason="compiling takes time", setup_s=setup_s)
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the forward of the blocks, or of the model, by a compiled one."""
-        if reason := _why_not_beside(build.config):
-            raise UnsupportedError(f"compile={choice}: {reason}")
-        regions = _regions(build.task, build.model, recomputed=bool(build.config["checkpoint_segments"]))
-        compile_forward(build.model, str(choice), **build.acting_on(self.name, regions))
-        if choice == _GRAPHS:
-            build.batch_transforms.append(_begin_step)
-            build.unrepeatable = "the CUDA graphs that were being recorded keep the memory that they took"
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put the limit of compilations back. What nobody has imported yet, which takes seconds, has no limit to keep."""
-        config: Any = sys.modules.get("torch._dynamo.config")
-        before = config.cache_size_limit if config is not None else None
-        try:
-            yield
-        finally:
-            if before is not None:
-                config.cache_size_limit = before
+        accelerate=Table({"off": {"dynamo_backend": "no"}, "default": {"dynamo_backend": "inductor"}}),
+        loop=Unsaid(),
+        torch=Table(
+            {
+                mode: {
+                    At.MODEL: f"compile_forward(model, {mode!r}, {{places}})",
+                    **({At.BATCH: "torch.compiler.cudagraph_mark_step_begin()"} if mode == _GRAPHS else {}),
+                }
+                for mode in _SETUP_S
+            }
+        ),
+    )
 
     def label(self, choice: Choice) -> str:
-        """`compiled`, `compiled (reduce-overhead)`, `not compiled`."""
         if choice == self.off:
             return "not compiled"
         return "compiled" if choice == "default" else f"compiled ({choice})"
 
-    def is_redundant(self, config: Config) -> bool:
-        """It cannot be combined with what looks at single operators."""
-        return bool(_why_not_beside(config))
+    def conflict(self, config: Config) -> str:
+        selective = config["checkpoint_policy"] != "full"
+        return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""
@@ -122,19 +82,38 @@ class Compile(Technique):
             setup_s=_SETUP_S[str(choice)],
         )
 
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: the compiler decides what is kept for the backward pass."""
-        return "what compiled code keeps for the backward pass is decided when it is compiled"
+    def support(self, setting: Setting) -> Support:
+        """What the device's compiler can do, at the price of compiling it."""
+        if reason := why_not_on(setting.device):
+            return Support(choices=("off",), reason=reason)
+        possible = tuple(_SETUP_S) if setting.device.capabilities.triton else ("default",)
+        regions = _regions(setting.task, setting.model)
+        default_s = _FIXED_S + _LAYER_S * _num_layers({_kind(region): region for region in regions}.values())
+        setup_s = tuple((choice, default_s * _SETUP_S[choice] / _SETUP_S["default"]) for choice in possible)
+        return Support(choices=("off",), optional=possible, reason="compiling takes time", setup_s=setup_s)
 
-    def validate(self, choice: Any) -> Choice:
-        """One of `off`, `default`, `reduce-overhead`, `max-autotune-no-cudagraphs`."""
-        return one_of(choice, _CHOICES)
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the forward of the blocks, or of the model, by a compiled one."""
+        regions = _regions(build.task, build.model, recomputed=bool(build.config["checkpoint_segments"]))
+        compile_forward(build.model, str(choice), **build.acting_on(self.name, regions))
+        if choice == _GRAPHS:
+            build.batch_transforms.append(_begin_step)
+            build.unrepeatable = "the CUDA graphs that were being recorded keep the memory that they took"
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the limit of compilations back. What nobody has imported yet, which takes seconds, has no limit to keep."""
+        config: Any = sys.modules.get("torch._dynamo.config")
+        before = config and config.cache_size_limit
+        try:
+            yield
+        finally:
+            if config:
+                config.cache_size_limit = before
 
 
 def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -> None:
     """Replace the forward of modules, by their names; those that are alike share a compilation."""
-    import torch
-
     if mode == _GRAPHS:  # gradients lie in the graphs' own memory, which the next micro batch overwrites
         for parameter in {p for name in modules for p in model.get_submodule(name).parameters() if p.requires_grad}:
             parameter.register_hook(torch.clone)
@@ -151,11 +130,9 @@ def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -
         module.forward = _Compiled(module, compiled[kind])
 
 
-class _Compiled:
-    """A module's compiled forward. An object, so that a deep copy of the model computes with its own parameters."""
-
+class _Compiled(Forward):
     def __init__(self, module: torch.nn.Module, function: Any) -> None:
-        self.module = module
+        super().__init__(module)
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,12 +176,5 @@ def _own_copy(function: Any) -> Any:
 
 def _begin_step(batch: Any) -> Any:
     """Tell CUDA graphs that what the step before returned may be overwritten."""
-    import torch
-
     torch.compiler.cudagraph_mark_step_begin()
     return batch
-
-
-def _why_not_beside(config: Config) -> str:
-    selective = config["checkpoint_policy"] != "full"
-    return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""

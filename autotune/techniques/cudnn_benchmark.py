@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LIGHTNING, LOOP, TORCH, Argument, At, Lines, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.techniques.frameworks import Argument, At, Lines, Unsaid, words
 
 
 class CudnnBenchmark(Switch):
@@ -27,26 +23,22 @@ class CudnnBenchmark(Switch):
     expected = Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))
     keeps_random_masks = True
     likely = (True,)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LIGHTNING: Argument("benchmark"),
-        LOOP: Unsaid(),
-        TORCH: Lines({At.PROCESS: "torch.backends.cudnn.benchmark = True"}),
-    }
+    frameworks = words(
+        lightning=Argument("benchmark"),
+        loop=Unsaid(),
+        torch=Lines({At.PROCESS: "torch.backends.cudnn.benchmark = True"}),
+    )
 
-    def support(self, setting: Setting) -> Support:
-        """It applies to models with convolutions on CUDA, unless the model file switches it on already."""
+    def why_not(self, setting: Setting) -> str:
         from torch.nn.modules.conv import _ConvNd
 
         if not setting.device.capabilities.cudnn:
-            return Support(choices=(False,), reason="cuDNN exists on NVIDIA GPUs only")
+            return "cuDNN exists on NVIDIA GPUs only"
         if not any(isinstance(module, _ConvNd) for module in setting.model.modules()):
-            return Support(choices=(False,), reason="the model has no convolution")
-        if torch.backends.cudnn.benchmark:
-            return Support(choices=(False,), reason="the model file switches it on itself")
-        return Support(choices=(False, True))
+            return "the model has no convolution"
+        return "the model file switches it on itself" if torch.backends.cudnn.benchmark else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Switch it on for the rest of the process."""
         torch.backends.cudnn.benchmark = True
 
     @contextmanager

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, words
 
 
 class DevicePrefetch(Switch):
@@ -28,73 +26,54 @@ class DevicePrefetch(Switch):
         launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
     )
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.BATCHES: "ahead(copier(DEVICE), batches)"})}
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to tasks with a dataset on CUDA."""
-        if not setting.device.capabilities.streams:
-            return Support(choices=(False,), reason="there is no copy to a GPU to hide")
-        if setting.task.dataset() is None:
-            return Support(choices=(False,), reason="the task has no train_dataset, so nothing is loaded")
-        return Support(choices=(False, True))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Let the loader run one micro batch ahead."""
-        build.batch_streams.append(partial(ahead, copier(build.device.torch_device)))
+    frameworks = words(torch=Lines({At.BATCHES: "ahead(Copier(DEVICE), batches)"}))
 
     def conflict(self, config: Config) -> str:
         accumulates = config.accumulation_steps > 1
         return "all micro batches of a step would be on the device at once" if accumulates else ""
 
+    def why_not(self, setting: Setting) -> str:
+        if not setting.device.capabilities.streams:
+            return "there is no copy to a GPU to hide"
+        return "the task has no train_dataset, so nothing is loaded" if setting.task.dataset() is None else ""
 
-def copier(device: torch.device) -> _Copier:
-    """What copies batches to a device."""
-    return _OnSideStream(device) if device.type == "cuda" else _Copier(device)
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let the loader run one micro batch ahead."""
+        build.batch_streams.append(partial(ahead, Copier(build.device.torch_device)))
 
 
-def ahead(copies: _Copier, batches: Iterator[Any]) -> Iterator[Any]:
+def ahead(copier: Copier, batches: Iterator[Any]) -> Iterator[Any]:
     """Each batch on the device; the copy of the next one has begun when it is yielded."""
     coming: list[Callable[[], Any]] = []
     for batch in batches:
-        coming.append(copies.begin(batch))
+        coming.append(copier.begin(batch))
         if len(coming) > 1:
             yield coming.pop(0)()
     for arrive in coming:
         yield arrive()
 
 
-class _Copier:
-    """Copies in the order of all other work."""
+class Copier:
+    """Copies batches to a device; to a GPU on a stream of its own, beside what it computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, batch: Any) -> Callable[[], Any]:
         """Begin to copy a batch. What is returned gives the copy, for the work that is queued after it."""
         from autotune.task.batches import to_device
 
-        copied = to_device(batch, self.device)
-        return lambda: copied
-
-
-class _OnSideStream(_Copier):
-    """Copies on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.stream = torch.cuda.Stream(device)
-
-    def begin(self, batch: Any) -> Callable[[], Any]:
-        """Begin to copy a batch beside what the device computes."""
-        with torch.cuda.stream(self.stream):
-            copied = super().begin(batch)()
-            done = self.stream.record_event()
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            copied = to_device(batch, self.device)
+            done = None if self.stream is None else self.stream.record_event()
 
         def arrive() -> Any:
-            present = torch.cuda.current_stream(self.device)
-            present.wait_event(done)
-            for tensor in memory_on(self.device.type, copied):
-                tensor.record_stream(present)  # else its memory could be given away while the step still reads it
+            if done is not None:
+                present = torch.cuda.current_stream(self.device)
+                present.wait_event(done)
+                for tensor in memory_on(self.device.type, copied):
+                    tensor.record_stream(present)  # else its memory could be given away while the step still reads it
             return copied
 
         return arrive

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
+from autotune.techniques.frameworks import At, Lines, words
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
 _ON = "expandable_segments:True"
+_NO_ALLOCATOR = "the CUDA allocator works on NVIDIA GPUs only"
 
 
 class ExpandableSegments(Switch):
@@ -40,28 +37,24 @@ class ExpandableSegments(Switch):
         state=Factor(typical=0.93, spread=1.07),
     )
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TORCH: Lines(
+    frameworks = words(
+        torch=Lines(
             {At.ENVIRONMENT: f'os.environ["{_VARIABLES[1]}"] = "{_ON}"  # from torch 2.9 on {_VARIABLES[0]}, too'}
         )
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to CUDA, unless the environment switches it on already."""
-        if not setting.device.capabilities.own_allocator:
-            return Support(choices=(False,), reason="the CUDA allocator works on NVIDIA GPUs only")
-        if _ON in _settings().replace(" ", ""):
-            return Support(choices=(False,), reason="the environment switches it on already")
-        return Support(choices=(False, True))
+    )
 
     def allocator_settings(self, choice: Choice) -> str:
-        """The setting itself."""
         return _ON if choice else ""
+
+    def why_not(self, setting: Setting) -> str:
+        if not setting.device.capabilities.own_allocator:
+            return _NO_ALLOCATOR
+        return "the environment switches it on already" if _ON in _settings().replace(" ", "") else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch it on for whatever the allocator takes from now on."""
         if not build.device.capabilities.own_allocator:
-            raise UnsupportedError("expandable_segments: the CUDA allocator works on NVIDIA GPUs only")
+            raise UnsupportedError(f"expandable_segments: {_NO_ALLOCATOR}")
         _set(",".join(filter(None, (_settings(), _ON))))
 
     @contextmanager

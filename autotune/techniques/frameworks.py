@@ -14,24 +14,19 @@ The names of the frameworks, which are the keys of `Technique.frameworks`:
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.config import Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
 DEEPSPEED, DATALOADER, LOOP, TORCH = "deepspeed", "dataloader", "loop", "torch"
-FRAMEWORKS = (
-    TRANSFORMERS,
-    LIGHTNING,
-    ACCELERATE,
-    DEEPSPEED,
-    DATALOADER,
-    LOOP,
-)  # a search can keep to what they can say
+# a search can keep to what these can say
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER, LOOP)
 
 
 class At(StrEnum):
@@ -50,18 +45,25 @@ class At(StrEnum):
     SCALER = "scaler"  # of the loss
 
 
-class Words(Protocol):
+class Words(ABC):
     """How one framework's arguments say a technique's choice."""
 
+    @abstractmethod
     def write(self, choice: Choice) -> dict[str, Any] | None:
         """The arguments for a choice; None where the framework has no words for it."""
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """The choice that arguments make; None where they do not say."""
+        """The choice that arguments make; None where they do not say, as in a loop, which is not seen."""
+        return None
+
+
+def words(**by_framework: Words) -> Mapping[str, Words]:
+    """What frameworks call a technique, by the names above."""
+    return by_framework
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Words):
     """Each choice has arguments of its own.
 
     Attributes:
@@ -73,22 +75,20 @@ class Table:
     aliases: Mapping[tuple[str, Any], Choice] | None = None
 
     def write(self, choice: Choice) -> dict[str, Any] | None:
-        """The arguments for a choice; None where the framework has no words for it."""
         return None if choice not in self.arguments else dict(self.arguments[choice])
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """The choice whose arguments are all there, the one with the most first."""
-        for choice, said in sorted(self.arguments.items(), key=lambda item: -len(item[1])):
+        """The choice whose arguments are all there, the one with the most first; else what an alias says."""
+        most_first = sorted(self.arguments.items(), key=lambda item: -len(item[1]))
+        aliases = [(choice, {name: value}) for (name, value), choice in (self.aliases or {}).items()]
+        for choice, said in (*most_first, *aliases):
             if all(name in arguments and arguments[name] == value for name, value in said.items()):
-                return choice
-        for (name, value), choice in (self.aliases or {}).items():
-            if name in arguments and arguments[name] == value:
                 return choice
         return None
 
 
 @dataclass(frozen=True)
-class Argument:
+class Argument(Words):
     """One argument takes the choice as it is.
 
     Attributes:
@@ -100,19 +100,15 @@ class Argument:
     unset: Choice | None = None
 
     def write(self, choice: Choice) -> dict[str, Any]:
-        """The argument with the choice as its value."""
         return {self.name: None if choice == self.unset else choice}
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """The argument's value; None where it is not there."""
-        if self.name not in arguments:
-            return None
-        value: Choice | None = arguments[self.name]
-        return self.unset if value is None else value
+        value: Choice | None = arguments.get(self.name)
+        return self.unset if value is None and self.name in arguments else value
 
 
 @dataclass(frozen=True)
-class Unsaid:
+class Unsaid(Words):
     """Nothing has to be said: `apply` does it all to the model, the optimizer or the process.
 
     Attributes:
@@ -122,17 +118,12 @@ class Unsaid:
     choices: tuple[Choice, ...] | None = None
 
     def write(self, choice: Choice) -> dict[str, Any] | None:
-        """No arguments for a choice that needs none."""
         return {} if self.choices is None or choice in self.choices else None
-
-    def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """Nothing: what a loop does is not seen."""
-        return None
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Each choice is the same lines of plain torch.
+class Lines(Words):
+    """Each choice is the same lines of plain torch, which are not read back.
 
     What they name is brought along by name from the technique's own file, with what it needs in turn. `{choice}` stands for
     the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments.
@@ -143,14 +134,9 @@ class Lines:
 
     lines: Mapping[At, str]
 
-    def write(self, choice: Choice) -> dict[str, Any]:
-        """The lines for a choice."""
+    def write(self, choice: Choice) -> dict[str, Any] | None:
         literal = json.dumps(choice) if isinstance(choice, str) else repr(choice)
         return {place: text.replace("{choice}", literal) for place, text in self.lines.items()}
-
-    def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """Nothing: lines are not read back."""
-        return None
 
 
 # The batch size of evaluation, which is no key of a config.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import UnsupportedError
-from autotune.techniques.build import Setting
-from autotune.techniques.checkpoint_segments import blocks_of
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques import Setting, Support, UnsupportedError
+from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.frameworks import At, Lines, words
 from autotune.techniques.partition import Partition
 from autotune.units import plural
 
@@ -23,6 +21,13 @@ if TYPE_CHECKING:
 
 _BLOCKS = re.compile(r"blocks:([1-9]\d*)")
 _PARTS = 4  # in which the chain of blocks is offered, where the task names nothing: each ranking takes time of its own
+
+
+class _LinesForNames(Lines):
+    """For what names parts of the model; which the first blocks are, only the model says."""
+
+    def write(self, choice: Choice) -> dict[str, Any] | None:
+        return None if _BLOCKS.search(str(choice)) else super().write(choice)
 
 
 class Freeze(Partition):
@@ -43,7 +48,12 @@ class Freeze(Partition):
     listed_choices = "`none`, the names in `FREEZE`, else `blocks:N`: the first N blocks"
     applies = "if included: named modules, or a chain of blocks"
     order = 20
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.MODEL: "freeze(model, {choice})"})}
+    frameworks = words(torch=_LinesForNames({At.MODEL: "freeze(model, {choice})"}))
+
+    def label(self, choice: Choice) -> str:
+        blocks = _BLOCKS.fullmatch(str(choice))
+        what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
+        return f"{what} frozen"
 
     def support(self, setting: Setting) -> Support:
         """What the task names, else up to four leading parts of its chain of blocks."""
@@ -79,17 +89,6 @@ class Freeze(Partition):
 
         return task.with_other_models(build_model=build_frozen)
 
-    def write(
-        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
-    ) -> dict[str, Any] | None:
-        """What names parts of the model; which the first blocks are, only the model says."""
-        return None if _BLOCKS.search(str(choice)) else super().write(framework, choice, choices, optimizer=optimizer)
-
-    def label(self, choice: Choice) -> str:
-        blocks = _BLOCKS.fullmatch(str(choice))
-        what = plural(int(blocks[1]), "block") if blocks else "nothing" if choice == self.off else choice
-        return f"{what} frozen"
-
 
 def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Parameter]:
     """The parameters that a choice freezes.
@@ -102,7 +101,8 @@ def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Pa
     for part in choice.split("+"):
         blocks = _BLOCKS.fullmatch(part)
         found = _first_blocks(task, model, int(blocks[1])) if blocks else [part]
-        if not any(map(_inside(found), (name for name, _ in model.named_parameters(remove_duplicate=False)))):
+        is_inside = _inside(found)
+        if not any(is_inside(name) for name, _ in model.named_parameters(remove_duplicate=False)):
             near = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(f"freeze={choice}: the model has no parameter in {part!r}; expected a part of: {near}")
         names += found
@@ -149,12 +149,10 @@ def _leading_parts(setting: Setting) -> Sequence[str]:
     owners = [m for m in before if m._parameters and m is not setting.model]  # all others run inside the whole model
     if blocks[0] not in (ran := setting.run_order([*owners, blocks[0]])):
         raise UnsupportedError("the model does not call its blocks as modules; FREEZE can name parts of it")
-    late = [module for module in ran[ran.index(blocks[0]) :] if module in owners]
-    if late:
-        names = {id(module): name for name, module in setting.model.named_modules()}
+    if late := [module for module in ran[ran.index(blocks[0]) :] if module in owners]:
+        name = next(name for name, module in setting.model.named_modules() if module is late[0])
         raise UnsupportedError(
-            f"{names[id(late[0])]} is registered before the blocks and runs after them; FREEZE can name what leads"
+            f"{name} is registered before the blocks and runs after them; FREEZE can name what leads"
         )
-    return [
-        f"blocks:{number}" for number in sorted({-(-len(blocks) * part // _PARTS) for part in range(1, _PARTS + 1)})
-    ]
+    numbers = sorted({-(-len(blocks) * part // _PARTS) for part in range(1, _PARTS + 1)})
+    return [f"blocks:{number}" for number in numbers]

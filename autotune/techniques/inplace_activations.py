@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, At, Lines, Unsaid, Words
-from autotune.techniques.recomputed import buffers_of, copies_stand_in
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
+from autotune.techniques.frameworks import At, Lines, Unsaid, words
+from autotune.techniques.recomputation import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
     from autotune.task import Task
+
+Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 # Modules whose backward pass in place needs their result only. The others of torch (SiLU, Mish, Hardtanh) keep a copy of
 # their input instead, and save nothing (tools/autograd/derivatives.yaml).
@@ -49,22 +48,24 @@ class InplaceActivations(Switch):
     # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        LOOP: Unsaid(),
-        TORCH: Lines({At.MODEL: "overwrite_inputs(model, {places})"}),
-    }
+    frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}))
 
-    def support(self, setting: Setting) -> Support:
+    def conflict(self, config: Config) -> str:
+        return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
+
+    def why_not(self, setting: Setting) -> str:
         """It applies where at least one module may overwrite its input, and training so raises no error."""
         safe = _safe(setting.task, setting.model, [setting.fresh_batch() for _ in range(_NUM_PASSES)])
         if not safe:
-            return Support(choices=(False,), reason=_why_none(setting.model))
+            return _why_none(setting.model)
         try:
-            _switch(safe, True)
+            for module in safe:
+                module.inplace = True
             _train(setting.task, setting.model, setting.fresh_batch())
         finally:
-            _switch(safe, False)
-        return Support(choices=(False, True))
+            for module in safe:
+                module.inplace = False
+        return ""
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Switch the safe modules on."""
@@ -76,9 +77,6 @@ class InplaceActivations(Switch):
         if not safe:
             raise UnsupportedError(f"inplace_activations: {_why_none(build.model)}")
         overwrite_inputs(build.model, **build.acting_on(self.name, safe))
-
-    def conflict(self, config: Config) -> str:
-        return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
 
 
 def overwrite_inputs(model: torch.nn.Module, modules: Sequence[str]) -> None:
@@ -94,11 +92,6 @@ def _candidates(model: torch.nn.Module) -> list[Any]:
 
     kinds = [getattr(nn, name) for name in _FUNCTIONS]
     return [m for m in model.modules() if type(m) in kinds and not m.inplace and "forward" not in vars(m)]
-
-
-def _switch(modules: Sequence[Any], on: bool) -> None:
-    for module in modules:
-        module.inplace = on
 
 
 def _only_in_training(module: Any, args: Any) -> None:
@@ -127,32 +120,21 @@ def _safe_in(build: Build, num_samples: int) -> list[Any]:
     return _safe(build.task, build.model, batches, build.forward_contexts)
 
 
-def _safe(
-    task: Task,
-    model: torch.nn.Module,
-    batches: Sequence[Any],
-    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
-) -> list[Any]:
+def _safe(task: Task, model: torch.nn.Module, batches: Sequence[Any], contexts: Contexts = ()) -> list[Any]:
     """The modules that may overwrite their input, by what training passes of `batches` do, each with its own random draws."""
-    from autotune.techniques.tensors.overwriting import overwritable
+    from autotune.techniques.tensors.overwriting import find_overwritable
 
     def train() -> None:
         for batch in batches:
             _train(task, model, batch, contexts)
 
-    candidates = _candidates(model)
-    if not candidates:
+    if not (candidates := _candidates(model)):
         return []
     with copies_stand_in(buffers_of((model,))):
-        return overwritable(candidates, train)
+        return find_overwritable(candidates, train)
 
 
-def _train(
-    task: Task,
-    model: torch.nn.Module,
-    batch: Any,
-    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
-) -> None:
+def _train(task: Task, model: torch.nn.Module, batch: Any, contexts: Contexts = ()) -> None:
     """Forward and backward pass; without gradients, as where memory is short, forward alone."""
     with ExitStack() as stack:
         for context in contexts:

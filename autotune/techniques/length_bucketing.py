@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
 from autotune.task.samples import NUM_SAMPLED, is_stream, width
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, Table, words
 
 _WINDOW = 50  # batches among which samples are put together by length, as in transformers' LengthGroupedSampler
 
@@ -41,8 +38,8 @@ class LengthBucketing(Switch):
     changes_learning = True
     keeps_random_masks = True
     likely = (True,)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    frameworks = words(
+        transformers=Table(
             {True: {"train_sampling_strategy": "group_by_length"}},
             aliases={
                 ("train_sampling_strategy", "random"): False,
@@ -50,40 +47,32 @@ class LengthBucketing(Switch):
                 ("group_by_length", False): False,
             },
         ),
-        TORCH: Lines({At.LOADER: "sampler=Buckets(dataset, BATCH_SIZE)"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """It applies where samples of unequal length are padded to the longest of their batch."""
-        if reason := _why_not(setting):
-            return Support(choices=(False,), reason=reason)
-        return Support(choices=(False, True))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the loader's order."""
-        build.loader_options["sampler"] = Buckets(build.task.dataset(), build.config.batch_size)
+        torch=Lines({At.LOADER: "sampler=Buckets(dataset, BATCH_SIZE)"}),
+    )
 
     def is_redundant(self, config: Config) -> bool:
         """A sample alone is not padded."""
         return config.batch_size == 1
 
+    def why_not(self, setting: Setting) -> str:
+        """It applies where samples of unequal length are padded to the longest of their batch."""
+        from autotune.task.lengths import sample_lengths
 
-def _why_not(setting: Setting) -> str:
-    from autotune.task.lengths import sample_lengths
+        task = setting.task
+        if task.dataset() is None:
+            return "the task has no train_dataset, so the order of samples is not the loader's"
+        if setting.dataset_size is None or is_stream(task.dataset()):
+            return "the dataset is a stream, whose order is its own"
+        if len(task.widest()) < min(setting.dataset_size, NUM_SAMPLED):
+            return "samples take long to read, and each would be read once more for its length"
+        lengths = sample_lengths(task)
+        if lengths is None:
+            return "a batch is not padded to its longest sample"
+        return "samples take the same room in a batch" if lengths.quantiles[0] == lengths.quantiles[-1] else ""
 
-    task = setting.task
-    if task.dataset() is None:
-        return "the task has no train_dataset, so the order of samples is not the loader's"
-    if setting.dataset_size is None or is_stream(task.dataset()):
-        return "the dataset is a stream, whose order is its own"
-    if len(task.widest()) < min(setting.dataset_size, NUM_SAMPLED):
-        return "samples take long to read, and each would be read once more for its length"
-    lengths = sample_lengths(task)
-    if lengths is None:
-        return "a batch is not padded to its longest sample"
-    if lengths.quantiles[0] == lengths.quantiles[-1]:
-        return "samples take the same room in a batch"
-    return ""
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Replace the loader's order."""
+        build.loader_options["sampler"] = Buckets(build.task.dataset(), build.config.batch_size)
 
 
 class Buckets:

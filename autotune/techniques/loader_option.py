@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique
-from autotune.techniques.build import Build, Setting
+from autotune.techniques import Build, Phase, Setting, Technique
 
 
 class LoaderOption(Technique):
@@ -22,17 +20,13 @@ class LoaderOption(Technique):
     keeps_random_masks = True
     needs_workers: ClassVar[bool] = False
 
-    def support(self, setting: Setting) -> Support:
-        """It applies to tasks with a dataset."""
-        if setting.task.dataset() is None:
-            return Support(choices=(self.off,), reason="the task has no train_dataset, so nothing is loaded")
-        return Support(choices=self.choices)
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Set the option."""
-        if not self.needs_workers or build.config["num_workers"]:
-            build.loader_options[self.name] = choice
+    def why_not(self, setting: Setting) -> str:
+        return "the task has no train_dataset, so nothing is loaded" if setting.task.dataset() is None else ""
 
     def is_redundant(self, config: Config) -> bool:
         """Without workers it does nothing where it needs them."""
         return self.needs_workers and config["num_workers"] == 0
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        if not self.needs_workers or build.config["num_workers"]:
+            build.loader_options[self.name] = choice

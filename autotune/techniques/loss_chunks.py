@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.techniques.forward import Forward
+from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:
     from autotune.techniques.tensors.scores import Use
@@ -41,40 +39,39 @@ class LossChunks(Switch):
     traced_in_whole_steps = True
     against_shortage = True
     likely = (True,)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TORCH: Lines(
+    frameworks = words(
+        torch=Lines(
             {
                 At.MODEL: "put_back_other_layers = compute_scores_in_pieces(model, {places})",
                 At.BATCH: "batch = put_back_other_layers(batch)",
             }
         )
-    }
+    )
 
-    def support(self, setting: Setting) -> Support:
+    def conflict(self, config: Config) -> str:
+        if config["amp"] == "fp16":
+            return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
+        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
+
+    def why_not(self, setting: Setting) -> str:
         """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
         if not (heads := _heads(setting.model)):
-            return Support(choices=(False,), reason=f"no Linear layer has {_FEWEST_CLASSES} outputs or more")
+            return f"no Linear layer has {_FEWEST_CLASSES} outputs or more"
         try:
             uses = _replace(heads)
             setting.task.loss(setting.model, setting.fresh_batch())
         finally:
             for head in heads:
                 del head.forward
-        if not any(use.losses for use in uses):
-            return Support(choices=(False,), reason="the scores do not go straight into torch's cross_entropy")
-        if not setting.device.capabilities.saving_pays:
-            return Support(choices=(False,), optional=(True,), reason="on a CPU it saves memory, and no time")
-        return Support(choices=(False, True))
+        return "" if any(use.losses for use in uses) else "the scores do not go straight into torch's cross_entropy"
+
+    def why_optional(self, setting: Setting) -> str:
+        return "" if setting.device.capabilities.saving_pays else "on a CPU it saves memory, and no time"
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
         places = build.acting_on(self.name, _heads(build.model))
         build.batch_transforms.append(compute_scores_in_pieces(build.model, **places))
-
-    def conflict(self, config: Config) -> str:
-        if config["amp"] == "fp16":
-            return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
-        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
 
 
 def _heads(model: torch.nn.Module) -> list[Any]:
@@ -85,10 +82,22 @@ def _heads(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> _PutBack:
-    """Replace the forward of layers, by their names. What is returned is called with every micro batch, which it returns."""
+def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> Callable[[Any], Any]:
+    """Replace the forward of layers, by their names.
+
+    What is returned is called with every micro batch, which it returns. It gives layers inside the model their forward back,
+    between two micro batches: what is recomputed must stay the same.
+    """
     heads = [model.get_submodule(name) for name in modules]
-    return _PutBack(heads, _replace(heads))
+    uses = _replace(heads)
+
+    def put_back(batch: Any) -> Any:
+        for head, use in zip(heads, uses, strict=True):
+            if use.computed and not use.losses and "forward" in vars(head):
+                del head.forward
+        return batch
+
+    return put_back
 
 
 def _replace(heads: Sequence[Any]) -> list[Use]:
@@ -100,31 +109,13 @@ def _replace(heads: Sequence[Any]) -> list[Use]:
     return uses
 
 
-class _PutBack:
-    """Gives layers inside the model their forward back, between two micro batches: what is recomputed must stay the same."""
-
-    def __init__(self, heads: Sequence[Any], uses: Sequence[Use]) -> None:
-        self.pieces = list(zip(heads, uses, strict=True))
-
-    def __call__(self, batch: Any) -> Any:
-        for head, use in self.pieces:
-            if use.computed and not use.losses:
-                del head.forward
-        self.pieces = [(head, use) for head, use in self.pieces if "forward" in vars(head)]
-        return batch
-
-
-class _InPieces:
-    """The forward of a large layer. An object, so that a deep copy of the model refers to its own layer."""
-
-    def __init__(self, module: torch.nn.Linear, use: Use) -> None:
-        self.module = module
+class _InPieces(Forward):
+    def __init__(self, module: torch.nn.Module, use: Use) -> None:
+        super().__init__(module)
         self.use = use
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
         from autotune.techniques.tensors.scores import Scores
 
-        module = self.module
-        if not (module.training and torch.is_grad_enabled()):
-            return type(module).forward(module, input)
-        return Scores.of(input, module.weight, module.bias, self.use)
+        layer: Any = self.module
+        return Scores.of(input, layer.weight, layer.bias, self.use) if self.trains() else self.call(input)

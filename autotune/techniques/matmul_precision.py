@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from autotune.lazy import torch
 from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 from autotune.techniques.precision import worth
 
 _TF32_CAPABILITY = (8, 0)
@@ -24,7 +20,7 @@ class MatmulPrecision(Technique):
     """The precision of fp32 matrix products, for the whole process.
 
     cuDNN's convolutions have a switch of their own, which is on by default: "plain fp32" is what torch does by default, TF32 in
-    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.exact_convolutions`).
+    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.runs`).
     """
 
     name = "matmul_precision"
@@ -38,37 +34,33 @@ class MatmulPrecision(Technique):
     expected = Expectation(compute=Factor(typical=0.85, spread=1.2))
     exact = False
     likely = ("tf32",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table({"highest": {"tf32": False}, "tf32": {"tf32": True}}),
-        LOOP: Unsaid(),
-        TORCH: Lines({At.PROCESS: 'torch.set_float32_matmul_precision("high")'}),
-    }
+    frameworks = words(
+        transformers=Table({"highest": {"tf32": False}, "tf32": {"tf32": True}}),
+        loop=Unsaid(),
+        torch=Lines({At.PROCESS: 'torch.set_float32_matmul_precision("high")'}),
+    )
 
-    def support(self, setting: Setting) -> Support:
-        """It applies to CUDA devices of compute capability 8.0 or newer."""
+    def label(self, choice: Choice) -> str:
+        return f"{choice} matmul" if choice == self.off else str(choice)
+
+    def arithmetic(self, choice: Choice) -> str:
+        return TF32 if choice == "tf32" else FP32
+
+    def why_not(self, setting: Setting) -> str:
         if not setting.device.capabilities.tf32:
-            return Support(choices=("highest",), reason="TF32 exists on NVIDIA GPUs only")
+            return "TF32 exists on NVIDIA GPUs only"
         capability = setting.device.info().capability
         if capability < _TF32_CAPABILITY:
-            return Support(
-                choices=("highest",),
-                reason=f"TF32 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}",
-            )
+            return f"TF32 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+        own = _precision() != "highest" and not self.why_optional(setting)
+        return "the model file sets the precision of fp32 products itself" if own else ""
+
+    def why_optional(self, setting: Setting) -> str:
         found = worth(setting.calibration, {MATMUL: 1.0}, TF32)
-        if found is not None and found.gain < WORTH:
-            return Support(
-                choices=("highest",), optional=("tf32",), reason=f"TF32 gains nothing on this GPU ({found.figures})"
-            )
-        if _precision() != "highest":
-            return Support(choices=("highest",), reason="the model file sets the precision of fp32 products itself")
-        return Support(choices=self.choices)
+        return f"TF32 gains nothing on this GPU ({found.figures})" if found and found.gain < WORTH else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Switch TF32 on for the rest of the process.
-
-        Not by `fp32_precision`: once that is set for one backend, the older getters raise, and inductor and Lightning read
-        those.
-        """
+        """Not by `fp32_precision`: once that is set for one backend, the older getters raise, which inductor and Lightning read."""
         torch.set_float32_matmul_precision("high")
 
     @contextmanager
@@ -79,13 +71,6 @@ class MatmulPrecision(Technique):
         finally:
             if before is not None and _precision() != before:
                 torch.set_float32_matmul_precision(before)
-
-    def label(self, choice: Choice) -> str:
-        return f"{choice} matmul" if choice == self.off else str(choice)
-
-    def arithmetic(self, choice: Choice) -> str:
-        """TF32, where it is chosen."""
-        return TF32 if choice == "tf32" else FP32
 
 
 def _precision() -> str | None:

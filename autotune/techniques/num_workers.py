@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import replace
 
 from autotune.devices import cgroup
 from autotune.devices.contention import processors
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
+from autotune.techniques import Build, Expectation, Factor, Setting, Support
+from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
+from autotune.units import plural
 
 
 class NumWorkers(LoaderOption):
@@ -31,23 +29,22 @@ class NumWorkers(LoaderOption):
     choices = (0, 1)
     # Workers hide the loading, unless they take the processors that train.
     expected = Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Argument("dataloader_num_workers"),
-        DATALOADER: Argument("num_workers"),
-        TORCH: Lines({At.LOADER: "num_workers={choice}, multiprocessing_context=start_method()"}),
-    }
+    frameworks = words(
+        transformers=Argument("dataloader_num_workers"),
+        dataloader=Argument("num_workers"),
+        torch=Lines({At.LOADER: "num_workers={choice}, multiprocessing_context=start_method()"}),
+    )
 
     def support(self, setting: Setting) -> Support:
         """0 and powers of two, up to the processors that this process may use; at most 1 for an iterable dataset."""
         from torch.utils.data import IterableDataset
 
-        dataset = setting.task.dataset()
-        if dataset is None:
-            return super().support(setting)
-        if isinstance(dataset, IterableDataset):
-            return Support(
-                choices=self.choices,
-                reason="every worker of an iterable dataset yields all of it, unless it shards itself",
+        support = super().support(setting)
+        if support.reason:
+            return support
+        if isinstance(setting.task.dataset(), IterableDataset):
+            return replace(
+                support, reason="every worker of an iterable dataset yields all of it, unless it shards itself"
             )
         most = math.ceil(min(len(processors()), cgroup.num_processors() or math.inf))
         return Support(choices=(*self.choices, *(2**power for power in range(1, most.bit_length()))))
@@ -59,7 +56,7 @@ class NumWorkers(LoaderOption):
             build.loader_options["multiprocessing_context"] = method
 
     def label(self, choice: Choice) -> str:
-        return f"{choice} worker{'' if choice == 1 else 's'}"
+        return plural(int(choice), "worker")
 
 
 def start_method() -> str | None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from autotune.errors import first_line
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import LOOP, TORCH, TRANSFORMERS, At, Lines, Table, Unsaid, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -39,33 +36,11 @@ class OptimizerImpl(Technique):
     likely = ("fused", "foreach")
     # TrainingArguments name optimizer and implementation in one word.
     said_of = "AdamW"
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
-        LOOP: Unsaid(),
-        TORCH: Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""
-        optimizer = setting.optimizer
-        if reason := _why_not(optimizer):
-            return Support(choices=(self.off,), reason=reason)
-        current = current_implementation(optimizer, foreach=setting.device.capabilities.foreach)
-        refused = {name: _refusal(optimizer, name) for name in _FLAGS if name != current}
-        if any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
-            refused["fused"] = "fused optimizers take no sparse gradients, which an embedding of the model makes"
-        left_out = [f"{name}: {refusal}" for name, refusal in refused.items() if refusal]
-        return Support(
-            choices=(self.off, *(name for name, refusal in refused.items() if not refusal)), reason="; ".join(left_out)
-        )
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Give the task's optimizer the implementation; parameter groups, hooks and the object itself stay."""
-        optimizer = build.optimizer
-        reason = _why_not(optimizer) or _refusal(optimizer, str(choice))
-        if reason:
-            raise UnsupportedError(f"optimizer_impl={choice}: {reason}")
-        implement(optimizer, str(choice))
+    frameworks = words(
+        transformers=Table({"default": {}, "fused": {"optim": "adamw_torch_fused"}}),
+        loop=Unsaid(),
+        torch=Lines({At.OPTIMIZER: "implement(optimizer, {choice})"}),
+    )
 
     def label(self, choice: Choice) -> str:
         return f"{choice} optimizer" if choice == self.off else str(choice)
@@ -78,6 +53,26 @@ class OptimizerImpl(Technique):
             update=Factor(typical=typical, spread=1.4),
             state=Factor(spread=1.15),
         )
+
+    def support(self, setting: Setting) -> Support:
+        """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""
+        optimizer = setting.optimizer
+        if reason := _why_not(optimizer):
+            return Support(choices=(self.off,), reason=reason)
+        current = current_implementation(optimizer, foreach=setting.device.capabilities.foreach)
+        refused = {name: _refusal(optimizer, name) for name in _FLAGS if name != current}
+        if any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
+            refused["fused"] = "fused optimizers take no sparse gradients, which an embedding of the model makes"
+        return Support(
+            choices=(self.off, *(name for name, why in refused.items() if not why)),
+            reason="; ".join(f"{name}: {why}" for name, why in refused.items() if why),
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Give the task's optimizer the implementation; parameter groups, hooks and the object itself stay."""
+        if reason := _why_not(build.optimizer) or _refusal(build.optimizer, str(choice)):
+            raise UnsupportedError(f"optimizer_impl={choice}: {reason}")
+        implement(build.optimizer, str(choice))
 
 
 def implement(optimizer: torch.optim.Optimizer, implementation: str) -> None:
@@ -124,10 +119,8 @@ def _refusal(optimizer: torch.optim.Optimizer, implementation: str) -> str:
         return f"{type(optimizer).__name__} has no fused implementation"
     groups = []
     for group in optimizer.param_groups:
-        kinds = {(p.device, p.dtype) for p in group["params"]}
-        stand_ins = [
-            torch.ones(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in sorted(kinds, key=str)
-        ]
+        kinds = sorted({(p.device, p.dtype) for p in group["params"]}, key=str)
+        stand_ins = [torch.ones(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in kinds]
         for stand_in in stand_ins:
             stand_in.grad = torch.ones_like(stand_in)
         groups.append({**group, "params": stand_ins})

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Switch, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, At, Lines, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
+from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:
     import torch
@@ -45,59 +41,48 @@ class OptimizerInBackward(Switch):
     check_steps = 3
     traced_in_whole_steps = True
     against_shortage = True
-    frameworks: ClassVar[Mapping[str, Words]] = {TORCH: Lines({At.OPTIMIZER: "update_in_backward(optimizer)"})}
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to optimizers that update each parameter by itself, where nothing needs all gradients."""
-        if reason := _why_not(setting.task, setting.optimizer):
-            return Support(choices=(False,), reason=reason)
-        if not setting.device.capabilities.saving_pays:
-            reason = "on a CPU activations are nearly always more than the gradients that it saves"
-            return Support(choices=(False,), optional=(True,), reason=reason)
-        return Support(choices=(False, True))
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Hook the update to the parameters that the optimizer has."""
-        reason = _why_not(build.task, build.optimizer)
-        if reason:
-            raise UnsupportedError(f"optimizer_in_backward: {reason}")
-        build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
-        update_in_backward(build.optimizer)
+    frameworks = words(torch=Lines({At.OPTIMIZER: "update_in_backward(optimizer)"}))
 
     def conflict(self, config: Config) -> str:
         if config.accumulation_steps > 1:
             return "gradients that accumulate over several micro batches must be kept"
         return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""
 
+    def why_not(self, setting: Setting) -> str:
+        return _why_not(setting.task, setting.optimizer)
+
+    def why_optional(self, setting: Setting) -> str:
+        saving_pays = setting.device.capabilities.saving_pays
+        return "" if saving_pays else "on a CPU activations are nearly always more than the gradients that it saves"
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Hook the update to the parameters that the optimizer has."""
+        if reason := _why_not(build.task, build.optimizer):
+            raise UnsupportedError(f"optimizer_in_backward: {reason}")
+        build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
+        update_in_backward(build.optimizer)
+
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer on each parameter when its gradient is there; its own step then finds none."""
-    update = _Update(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(update)
+    """Step the optimizer on each parameter when its gradient is there, and drop that; its own step then finds none."""
+    group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
-
-class _Update:
-    """Steps an optimizer on one parameter and drops the gradient."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        optimizer = self.optimizer
+    def update(parameter: torch.Tensor) -> None:
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**groups[self.group_of[parameter]], "params": [parameter]}]
+        optimizer.param_groups = [{**groups[group_of[parameter]], "params": [parameter]}]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
         parameter.grad = None
 
+    for parameter in group_of:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(update)
+
 
 def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
+    """Optimizers that update each parameter by itself will do, where nothing needs all gradients."""
     from autotune.techniques.tensors.copies import why_not_apart
 
     if reason := why_not_apart(optimizer):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import TORCH, TRANSFORMERS, At, Lines, Table, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.frameworks import At, Lines, Table, words
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
@@ -43,43 +40,16 @@ class OptimizerState(Technique):
     keeps_random_masks = True
     likely = ("8bit", "cpu")
     said_of = "AdamW"
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Table(
+    frameworks = words(
+        transformers=Table(
             {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
             aliases={("optim", "adamw_bnb_8bit"): "8bit", ("optim", "adamw_8bit"): "8bit"},
         ),
-        TORCH: Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """What the optimizer, the device and what is installed allow; all of it only if included."""
-        sparse = any(getattr(module, "sparse", False) is True for module in setting.model.modules())
-        sparse_reason = "torchao takes no sparse gradients, which an embedding of the model makes" if sparse else ""
-        low_bit = _why_not_low_bit(setting.optimizer, setting.device) or sparse_reason
-        on_cpu = "the model trains on the CPU already" if not setting.device.capabilities.own_memory else ""
-        on_host = on_cpu or _why_not_on_host(setting.optimizer)
-        reasons = {"8bit, 4bit": low_bit, "cpu": on_host}
-        left_out = [f"{choices}: {reason}" for choices, reason in reasons.items() if reason]
-        possible = (*(() if low_bit else ("8bit", "4bit")), *(() if on_host else ("cpu",)))
-        why_optional = ["short states round, and a step on the host waits for copies"] if possible else []
-        return Support(
-            choices=(self.off,),
-            optional=possible,
-            reason="; ".join([*why_optional, *left_out]),
-            note="8bit and 4bit round what the optimizer remembers: compare validation results before you use them",
-        )
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Let the optimizer step in the chosen way; state is made in its first step."""
-        optimizer = build.optimizer
-        on_host = choice == "cpu"
-        reason = _why_not_on_host(optimizer) if on_host else _why_not_low_bit(optimizer, build.device)
-        if reason:
-            raise UnsupportedError(f"optimizer_state={choice}: {reason}")
-        keep_state(optimizer, str(choice))
+        torch=Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
+    )
 
     def conflict(self, config: Config) -> str:
-        other = config["optimizer_state"] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
+        other = config[self.name] in ("8bit", "4bit") and config["optimizer_impl"] != "default"
         return "torchao's steps have one implementation: leave optimizer_impl at its default" if other else ""
 
     def label(self, choice: Choice) -> str:
@@ -100,18 +70,42 @@ class OptimizerState(Technique):
         )
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Why not: a trace knows one device, and no compiled code."""
-        return (
-            "state on the host is not traced" if choice == "cpu" else "what torchao's compiled step holds is not traced"
+        """A trace knows one device, and no compiled code."""
+        what = "state on the host" if choice == "cpu" else "what torchao's compiled step holds"
+        return f"{what} is not traced"
+
+    def support(self, setting: Setting) -> Support:
+        """What the optimizer, the device and what is installed allow; all of it only if included."""
+        low_bit, on_host = _why_not_low_bit(setting.optimizer, setting.device), _why_not_on_host(setting.optimizer)
+        if not low_bit and any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
+            low_bit = "torchao takes no sparse gradients, which an embedding of the model makes"
+        if not setting.device.capabilities.own_memory:
+            on_host = "the model trains on the CPU already"
+        possible = (*(() if low_bit else ("8bit", "4bit")), *(() if on_host else ("cpu",)))
+        reasons = [f"{choices}: {why}" for choices, why in (("8bit, 4bit", low_bit), ("cpu", on_host)) if why]
+        if possible:
+            reasons.insert(0, "short states round, and a step on the host waits for copies")
+        return Support(
+            choices=(self.off,),
+            optional=possible,
+            reason="; ".join(reasons),
+            note="8bit and 4bit round what the optimizer remembers: compare validation results before you use them",
         )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Let the optimizer step in the chosen way; state is made in its first step."""
+        optimizer = build.optimizer
+        reason = _why_not_on_host(optimizer) if choice == "cpu" else _why_not_low_bit(optimizer, build.device)
+        if reason:
+            raise UnsupportedError(f"optimizer_state={choice}: {reason}")
+        keep_state(optimizer, str(choice))
 
 
 def keep_state(optimizer: torch.optim.Optimizer, where: str) -> None:
     """Let an optimizer keep its state on the host (`cpu`), or in `8bit` or `4bit`, from its first step on."""
     from autotune.techniques.tensors.copies import CopySteps, take_steps_by
 
-    on_host = where == "cpu"
-    take_steps_by(optimizer, CopySteps(torch.device("cpu")) if on_host else _low_bit_steps(optimizer, where))
+    take_steps_by(optimizer, CopySteps(torch.device("cpu")) if where == "cpu" else _low_bit_steps(optimizer, where))
 
 
 def torchao(module: str) -> Any:
@@ -129,9 +123,8 @@ def torchao(module: str) -> Any:
 
 def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
     """Steps of torchao's optimizer on the groups and the state of another one."""
-    optim = torchao("optim")
     decouples = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    kind = getattr(optim, f"Adam{'W' if decouples else ''}{choice}")
+    kind = getattr(torchao("optim"), f"Adam{'W' if decouples else ''}{choice}")
     lean = kind([dict(group) for group in optimizer.param_groups], bf16_stochastic_round=True)
 
     def update(own: torch.optim.Optimizer) -> None:
@@ -152,9 +145,7 @@ def _why_not_low_bit(optimizer: torch.optim.Optimizer, device: Device) -> str:
     for option in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(option) for group in optimizer.param_groups):
             return f"torchao's optimizers do not take {option}=True"
-    if find_spec("torchao") is None:
-        return TORCHAO_MISSING
-    return why_not_on(device)
+    return TORCHAO_MISSING if find_spec("torchao") is None else why_not_on(device)
 
 
 def _why_not_on_host(optimizer: torch.optim.Optimizer) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from autotune.lazy import torch
-from autotune.records.calibration import BF16
+from autotune.records.calibration import BF16, FP32
 from autotune.records.config import Choice, Config
-from autotune.records.inspection import Support
-from autotune.techniques.base import Phase, Technique, UnsupportedError
-from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import ACCELERATE, TORCH, At, Table, Words
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
+from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 
-if TYPE_CHECKING:
-    from autotune.devices.base import Device
 _FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
 _AUTOCAST = "torch.autocast(DEVICE.type, torch.bfloat16)"
@@ -46,45 +41,15 @@ class ParamDtype(Technique):
     leanest = ("bf16",)
     exact = False
     likely = ("bf16",)
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        ACCELERATE: Table({"fp8": {"mixed_precision": "fp8"}}),
-        TORCH: Table(
+    frameworks = words(
+        accelerate=Table({"fp8": {"mixed_precision": "fp8"}}),
+        torch=Table(
             {
                 "bf16": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "keep_weights_in_bf16(model, optimizer)"},
                 "fp8": {At.FORWARD: _AUTOCAST, At.OPTIMIZER: "compute_in_fp8(model)"},
             }
         ),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
-        reasons = {
-            "bf16": _why_not_bf16(setting.model, setting.optimizer),
-            "fp8": _why_not_fp8(setting.model, setting.device),
-        }
-        possible = tuple(choice for choice, reason in reasons.items() if not reason)
-        left_out = [f"{choice}: {reason}" for choice, reason in reasons.items() if reason]
-        why_optional = ["gradients have 8 significant bits, also where they are added up"] if possible else []
-        return Support(
-            choices=(self.off,),
-            optional=possible,
-            reason="; ".join([*why_optional, *left_out]),
-            note="compare validation results before you use it; outside session.step, call the model under "
-            "torch.autocast to bf16",
-        )
-
-    def apply(self, build: Build, choice: Choice) -> None:
-        """Convert the weights, and let the optimizer step on their values in fp32; or replace linear layers' forward."""
-        model, optimizer = build.model, build.optimizer
-        reason = _why_not_bf16(model, optimizer) if choice == "bf16" else _why_not_fp8(model, build.device)
-        if reason:
-            raise UnsupportedError(f"param_dtype={choice}: {reason}")
-        kind = build.device.torch_device.type  # a GPU that is not here is played by the CPU
-        build.forward_contexts.append(partial(torch.autocast, kind, torch.bfloat16))
-        if choice == "fp8":
-            compute_in_fp8(model)
-        else:
-            keep_weights_in_bf16(model, optimizer)
+    )
 
     def conflict(self, config: Config) -> str:
         return "it computes in bf16 already: leave amp off" if config["amp"] != "off" else ""
@@ -94,7 +59,7 @@ class ParamDtype(Technique):
 
     def arithmetic(self, choice: Choice) -> str:
         """bf16, also beside fp8: what is not a linear layer computes in it."""
-        return super().arithmetic(choice) if choice == self.off else BF16
+        return FP32 if choice == self.off else BF16
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """As autocast, without a second copy of the weights; the update converts portion by portion."""
@@ -107,6 +72,30 @@ class ParamDtype(Technique):
             activations=Factor(typical=0.7, spread=1.3),
             untraced=Factor(spread=2.0),
         )
+
+    def support(self, setting: Setting) -> Support:
+        """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
+        refused = {choice: why for choice in ("bf16", "fp8") if (why := _why_not(choice, setting))}
+        reasons = [f"{choice}: {why}" for choice, why in refused.items()]
+        if len(refused) < len(self.choices) - 1:
+            reasons.insert(0, "gradients have 8 significant bits, also where they are added up")
+        return Support(
+            choices=(self.off,),
+            optional=tuple(choice for choice in self.choices[1:] if choice not in refused),
+            reason="; ".join(reasons),
+            note="compare validation results before you use it; outside session.step, call the model under "
+            "torch.autocast to bf16",
+        )
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        if reason := _why_not(choice, build):
+            raise UnsupportedError(f"param_dtype={choice}: {reason}")
+        kind = build.device.torch_device.type  # a GPU that is not here is played by the CPU
+        build.forward_contexts.append(partial(torch.autocast, kind, torch.bfloat16))
+        if choice == "fp8":
+            compute_in_fp8(build.model)
+        else:
+            keep_weights_in_bf16(build.model, build.optimizer)
 
 
 def keep_weights_in_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -133,11 +122,10 @@ def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _linear_layers(model: torch.nn.Module) -> list[Any]:
-    def fits(module: torch.nn.Module) -> bool:
-        sides = (module.in_features, module.out_features) if type(module) is torch.nn.Linear else (1,)
-        return not any(side % _FP8_MULTIPLE for side in sides) and "forward" not in vars(module)
-
-    return [module for module in model.modules() if fits(module)]
+    plain = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
+    return [
+        layer for layer in plain if not layer.in_features % _FP8_MULTIPLE and not layer.out_features % _FP8_MULTIPLE
+    ]
 
 
 def compute_in_fp8(model: torch.nn.Module) -> None:
@@ -148,19 +136,15 @@ def compute_in_fp8(model: torch.nn.Module) -> None:
         layer.forward = in_fp8.from_float(layer, config=config).forward
 
 
-def _why_not_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def _why_not(choice: Choice, of: Setting | Build) -> str:
     from autotune.techniques.tensors.copies import why_not_apart
 
-    if not _weights(model):
-        return "the model has no matrix in fp32"
-    return why_not_apart(optimizer)
-
-
-def _why_not_fp8(model: torch.nn.Module, device: Device) -> str:
-    capability = device.info().capability
+    if choice == "bf16":
+        return why_not_apart(of.optimizer) if _weights(of.model) else "the model has no matrix in fp32"
+    capability = of.device.info().capability
     if capability < _FP8_CAPABILITY and not EMULATED:
         found = f"this GPU has {capability[0]}.{capability[1]}" if any(capability) else "this is a CPU"
         return f"products in fp8 need a GPU of compute capability 8.9, {found}"
-    if not _linear_layers(model):
+    if not _linear_layers(of.model):
         return f"no Linear layer has numbers of inputs and outputs that are multiples of {_FP8_MULTIPLE}"
     return TORCHAO_MISSING if find_spec("torchao") is None else ""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from autotune.techniques.base import Switch
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
+from autotune.techniques import Expectation, Factor, Switch
+from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -20,8 +16,8 @@ class PersistentWorkers(Switch, LoaderOption):
     order = 30
     expected = Expectation(data=Factor(typical=0.97, spread=1.1))  # only the first batches of each pass wait less
     needs_workers = True
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Argument("dataloader_persistent_workers"),
-        DATALOADER: Argument("persistent_workers"),
-        TORCH: Lines({At.LOADER: "persistent_workers={choice}"}),
-    }
+    frameworks = words(
+        transformers=Argument("dataloader_persistent_workers"),
+        dataloader=Argument("persistent_workers"),
+        torch=Lines({At.LOADER: "persistent_workers={choice}"}),
+    )

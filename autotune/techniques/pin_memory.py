@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from autotune.records.config import Choice
-from autotune.records.inspection import Support
-from autotune.techniques.base import Switch
-from autotune.techniques.build import Setting
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
+from autotune.techniques import Expectation, Factor, Setting, Switch
+from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -22,17 +16,15 @@ class PinMemory(Switch, LoaderOption):
     applies = "with a dataset, on a GPU"
     order = 20
     expected = Expectation(data=Factor(typical=0.9, spread=1.15))
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Argument("dataloader_pin_memory"),
-        DATALOADER: Argument("pin_memory"),
-        TORCH: Lines({At.LOADER: "pin_memory={choice}"}),
-    }
-
-    def support(self, setting: Setting) -> Support:
-        """It applies to tasks with a dataset on CUDA."""
-        if not setting.device.capabilities.page_locked:
-            return Support(choices=(False,), reason="there is no copy to a GPU to speed up")
-        return super().support(setting)
+    frameworks = words(
+        transformers=Argument("dataloader_pin_memory"),
+        dataloader=Argument("pin_memory"),
+        torch=Lines({At.LOADER: "pin_memory={choice}"}),
+    )
 
     def label(self, choice: Choice) -> str:
         return "pinned" if choice else super().label(choice)
+
+    def why_not(self, setting: Setting) -> str:
+        page_locked = setting.device.capabilities.page_locked
+        return super().why_not(setting) if page_locked else "there is no copy to a GPU to speed up"

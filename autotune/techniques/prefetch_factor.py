@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from autotune.records.config import Choice
-from autotune.techniques.expectation import Expectation, Factor
-from autotune.techniques.frameworks import DATALOADER, TORCH, TRANSFORMERS, Argument, At, Lines, Words
+from autotune.techniques import Expectation, Factor
+from autotune.techniques.frameworks import Argument, At, Lines, words
 from autotune.techniques.loader_option import LoaderOption
 
 
@@ -16,20 +13,20 @@ class PrefetchFactor(LoaderOption):
 
     name = "prefetch_factor"
     summary = "batches that each worker prepares ahead: evens out slow samples, takes host memory"
-    applies = "with workers"
-    off = 2  # torch's own default
-    ordered = True
-    least = 1
-    order = 40
     choices = (2, 4, 8)
+    off = 2  # torch's own default
+    least = 1
+    ordered = True
+    applies = "with workers"
+    order = 40
     expected = Expectation(data=Factor(typical=0.97, spread=1.1))  # helps where samples take unequally long
     needs_workers = True
     # Both refuse a number without workers, so torch's own default is left unset.
-    frameworks: ClassVar[Mapping[str, Words]] = {
-        TRANSFORMERS: Argument("dataloader_prefetch_factor", unset=2),
-        DATALOADER: Argument("prefetch_factor", unset=2),
-        TORCH: Lines({At.LOADER: "prefetch_factor={choice}"}),
-    }
+    frameworks = words(
+        transformers=Argument("dataloader_prefetch_factor", unset=2),
+        dataloader=Argument("prefetch_factor", unset=2),
+        torch=Lines({At.LOADER: "prefetch_factor={choice}"}),
+    )
 
     def label(self, choice: Choice) -> str:
         return f"prefetch {choice}"

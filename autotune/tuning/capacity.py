@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.errors import TaskError
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
@@ -74,8 +73,8 @@ def answer(
         untraced=dict(traces.failures),
         left_out={
             name: reason
-            for name in techniques.REGISTRY
-            if _shapes_memory(name) and (reason := _why_left_out(inspection, space, name))
+            for name in space.techniques
+            if question.shapes_memory(name) and (reason := _why_left_out(inspection, space, name))
         },
         warnings=tuple(warnings),
         trace_s=trace_s,
@@ -151,12 +150,16 @@ class Question:
             groups[found.index(first)] = replace(first, same_memory=tuple(other.switched_on for other in alike))
         return [groups[place] for place in sorted(groups)]
 
+    def shapes_memory(self, name: str) -> bool:
+        """Whether a key of a config is a technique that changes what a training step holds."""
+        return name in self.space.techniques and self.space.techniques[name].shapes_memory
+
     def _combinations(self) -> Iterator[dict[str, Choice]]:
         """Every combination of what is searched, and can be traced, of the techniques that shape memory."""
         searched = {
             name: [choice for choice in choices if not self.space.why_untraced(name, choice)]
             for name, choices in self.space.choices.items()
-            if _shapes_memory(name)
+            if self.shapes_memory(name)
         }
         for values in itertools.product(*searched.values()):
             yield dict(zip(searched, values, strict=True))
@@ -178,9 +181,11 @@ class Question:
         peak = peak_at(sizes[max(0, num_fitting - 1)])
         if peak is None:
             return None
-        shaping = {name: choice for name, choice in peak.config.items() if _shapes_memory(name)}
+        shaping = {name: choice for name, choice in peak.config.items() if self.shapes_memory(name)}
         return GroupPrediction(
-            switched_on={name: choice for name, choice in shaping.items() if choice != techniques.REGISTRY[name].off},
+            switched_on={
+                name: choice for name, choice in shaping.items() if not self.space.techniques.is_off(name, choice)
+            },
             same_memory=(),
             peak=peak,
             fits=num_fitting > 0,
@@ -194,7 +199,3 @@ def _alike(one: GroupPrediction, other: GroupPrediction) -> bool:
         return False
     same_batch = one.peak.config["batch_size"] == other.peak.config["batch_size"]
     return same_batch and abs(one.peak.peak_bytes - other.peak.peak_bytes) < ALIKE * one.peak.peak_bytes
-
-
-def _shapes_memory(name: str) -> bool:
-    return name in techniques.REGISTRY and techniques.REGISTRY[name].shapes_memory

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Outcome
-from autotune.study.excused import find_excused
+from autotune.study.failures import find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
 from autotune.tuning.entrant import Standing, failure
@@ -98,7 +97,7 @@ def _other_batch(answer: Answer) -> Iterator[str]:
 
 def _notes_of_techniques(answer: Answer) -> Iterator[str]:
     space = answer.search.history.space
-    trained_otherwise = space.fixed.keys() & techniques.trained({})
+    trained_otherwise = space.fixed.keys() & space.techniques.trained({})
     for name in (*answer.config.differences(space.baseline), *sorted(trained_otherwise)):
         if note := answer.search.inspection.support_of(name).note:
             yield f"{name}: {note}"
@@ -137,7 +136,7 @@ def _never_ran(answer: Answer) -> Iterator[str]:
 def _asked_and_never_run(answer: Answer) -> list[str]:
     """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
     search = answer.search
-    asked = techniques.REGISTRY.keys() if search.runner.command(answer.config) else search.options.include
+    asked = search.runner.techniques.keys() if search.runner.command(answer.config) else search.options.include
     return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
 
 

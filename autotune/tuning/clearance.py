@@ -8,10 +8,9 @@ or of which the comparison tells nothing takes no part in the play-off and is no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from autotune import techniques
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.check import Check, Comparison
 from autotune.records.config import Choice, Config
@@ -19,6 +18,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.runner import ProbeFault
 from autotune.space import CUT, Changes
+from autotune.techniques import Phase, Techniques
 from autotune.tuning.confirm import finalists_of
 from autotune.tuning.state import Search
 
@@ -103,7 +103,7 @@ class Clearance:
     def _parts(self, config: Config) -> Iterator[Changes]:
         """The sets of changes that must pass: the exact ones, which the bound of reduced precision would hide, and all."""
         changes = self._compared(config)
-        exact = frozenset(change for change in changes if _is_exact(change))
+        exact = frozenset(change for change in changes if self._is_exact(change))
         if exact and exact != changes and not self._passed_with_others(exact):
             yield exact
         if changes:
@@ -122,7 +122,7 @@ class Clearance:
         return frozenset(
             (name, choice)
             for name, choice in self._search.history.space.changes(config)
-            if (not asked if (name, choice) == CUT else _acts_on_gradients(name, choice))
+            if (not asked if (name, choice) == CUT else self._acts_on_gradients(name, choice))
         )
 
     def _of(self, changes: Changes) -> Finding:
@@ -136,7 +136,7 @@ class Clearance:
                     for known, one in self._found.items()
                     if one.check is not None
                 )
-                self._search.store.keep(replace(self._search.store.facts, checks=checks))
+                self._search.store.keep(checks=checks)
         return self._found[changes]
 
     def _blame(self, changes: Changes) -> None:
@@ -215,27 +215,30 @@ class Clearance:
         own = {
             name: choice
             for name, choice in baseline.items()
-            if name in techniques.REGISTRY and _acts_on_gradients(name, choice) and _is_exact((name, choice))
+            if name in self._techniques and self._acts_on_gradients(name, choice) and self._is_exact((name, choice))
         }
         steps = 2 if CUT in changes else 1
         said: Mapping[str, Any] = {name: choice for name, choice in changes if name != ACCUMULATION}
         plan = {BATCH_SIZE: 1, ACCUMULATION: steps}
+        techniques = self._techniques
         return techniques.complete({**techniques.trained(baseline), **own, **said, **plan})
+
+    @property
+    def _techniques(self) -> Techniques:
+        return self._search.history.space.techniques
+
+    def _acts_on_gradients(self, name: str, choice: Choice) -> bool:
+        """Whether a comparison of gradients can tell anything of a choice: it is on, and trains the same from the same batches."""
+        technique = self._techniques[name]
+        return choice != technique.off and technique.phase not in (Phase.LOADER, Phase.TASK)
+
+    def _is_exact(self, change: tuple[str, Choice]) -> bool:
+        name, _ = change
+        return name == ACCUMULATION or self._techniques[name].exact
 
 
 def _finding(check: Check) -> Finding:
     return Finding(check=check, reason=check.reason, has_finished=True)
-
-
-def _acts_on_gradients(name: str, choice: Choice) -> bool:
-    """Whether a comparison of gradients can tell anything of a choice: it is on, and trains the same from the same batches."""
-    technique = techniques.REGISTRY[name]
-    return choice != technique.off and technique.phase not in (techniques.Phase.LOADER, techniques.Phase.TASK)
-
-
-def _is_exact(change: tuple[str, Choice]) -> bool:
-    name, _ = change
-    return name == ACCUMULATION or techniques.REGISTRY[name].exact
 
 
 def _in_words(changes: Changes) -> str:

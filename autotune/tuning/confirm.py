@@ -112,17 +112,19 @@ def _open_play_off(search: Search) -> PlayOff:
         phases=False,  # the search has split them
     )
 
+    slot = search.runner.slots()[0].name  # of all rounds: configs are compared in one place
+
     def run(config: Config, number: int) -> Outcome | None:
         assert search.play_off is not None
         timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
         trial = None
         while trial is None and not search.interrupted() and search.left_s > 0:  # once more after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
-            trial = search.probe(proposal, timed)
+            trial = search.probe(proposal, timed, slot)
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:
-        search.store.keep(replace(search.store.facts, whole_rounds=(*whole_rounds(search), number)))
+        search.store.keep(whole_rounds=(*whole_rounds(search), number))
 
     earlier = [trial for trial in history.trials if trial.in_play_off]
     rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]

@@ -37,8 +37,7 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
 
         def keep(found: Evaluated) -> None:
             tried.append(found)
-            facts = search.store.facts
-            search.store.keep(replace(facts, evaluated={**facts.evaluated, key: tuple(tried)}))
+            search.store.keep(evaluated={**search.store.facts.evaluated, key: tuple(tried)})
             rate = f"{found.samples_per_s:.3g} samples/s" if found.samples_per_s else f"{found.kind}: {found.cause}"
             search.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
 

@@ -11,6 +11,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.trial import Prediction, Trial
+from autotune.techniques import Techniques
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class SearchStarted:
     known: tuple[Trial, ...]  # finished probes found in the study, with the best feasible of them and the baseline
     best: tuple[Config, Outcome] | None
     baseline: Outcome | None
+    techniques: Techniques  # those of the configs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.devices.targets import Target
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, describe_batch
 from autotune.records.config import Choice, Config
 from autotune.records.explanation import LOSS, Advice, Anatomy, Explanation, ModuleTimes, Remark
 from autotune.records.inspection import Inspection
@@ -17,7 +16,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import AnatomyJob, JobFailed, ModulesJob
 from autotune.runners.runner import Runner
-from autotune.techniques.labels import describe
+from autotune.techniques import Techniques
 
 WORTH = 0.01  # of the peak: advice that saves less is none
 NOTABLE = 0.15  # of the peak: a part that a remark is made of
@@ -56,7 +55,7 @@ def explain(
         timeout_s: no config is traced after that, but for the first one, which may take as long again.
     """
     started_s = runner.now_s()
-    alternatives, unpredicted = _alternatives(inspection, config)
+    alternatives, unpredicted = _alternatives(inspection, config, runner.techniques)
     memory, untraced, found = _trace(runner, inspection, [config, *(a.config for a in alternatives)], target, timeout_s)
     trace_s = runner.now_s() - started_s
     pairs = list(zip(alternatives, found, strict=False))
@@ -90,7 +89,7 @@ def _trace(
     runner: Runner, inspection: Inspection, configs: list[Config], target: Target, timeout_s: float
 ) -> tuple[Anatomy | None, str, tuple[Anatomy | str, ...]]:
     """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
-    if why := _untraceable(inspection, configs[0]):
+    if why := _untraceable(inspection, configs[0], runner.techniques):
         return None, why, ()
     job = AnatomyJob(configs=tuple(configs), target=target, slice_s=timeout_s, timeout_s=2 * timeout_s)
     try:
@@ -100,14 +99,15 @@ def _trace(
     return (None, first, ()) if isinstance(first, str) else (first, "", tuple(others))
 
 
-def _untraceable(inspection: Inspection, config: Config) -> str:
+def _untraceable(inspection: Inspection, config: Config, techniques: Techniques) -> str:
     """Why whole steps of the config cannot be traced, by what the inspection found: asking a technique may import torch."""
     found = []
-    for name, technique in techniques.REGISTRY.items():
-        if config[name] != technique.off and not technique.traced_in_whole_steps:
+    for name, choice in techniques.switched_on(config):
+        technique = techniques[name]
+        if not technique.traced_in_whole_steps:
             reasons = dict(inspection.support_of(name).untraceable)
             # a number need not be among those that were inspected
-            found.append(next(iter(reasons.values()), "") if technique.ordered else reasons.get(config[name], ""))
+            found.append(next(iter(reasons.values()), "") if technique.ordered else reasons.get(choice, ""))
     return "; ".join(filter(None, found))
 
 
@@ -140,10 +140,12 @@ def _measure(
     return probe, replace(found, seconds=scaled), ""
 
 
-def _alternatives(inspection: Inspection, config: Config) -> tuple[list[_Alternative], dict[str, str]]:
+def _alternatives(
+    inspection: Inspection, config: Config, techniques: Techniques
+) -> tuple[list[_Alternative], dict[str, str]]:
     """Half the micro batch, and one choice of each technique that shapes memory (each choice, where they are on no scale)."""
     found, unpredicted = [*_half_batch(inspection, config)], {}
-    for name, technique in techniques.REGISTRY.items():
+    for name, technique in techniques.items():
         support = inspection.support_of(name)
         choices = [choice for choice in (*support.choices, *support.optional) if choice != technique.off]
         if not technique.shapes_memory or config[name] != technique.off or not choices:
@@ -154,8 +156,8 @@ def _alternatives(inspection: Inspection, config: Config) -> tuple[list[_Alterna
             changed = config.replace(**{name: choice})
             if technique.is_redundant(changed) or technique.traced_as(choice) == technique.off:
                 continue
-            label = techniques.label_of(name, choice)
-            if why := _untraceable(inspection, changed):
+            label = techniques.label(name, choice)
+            if why := _untraceable(inspection, changed, techniques):
                 unpredicted[label] = why
                 continue
             included = choice in support.choices
@@ -177,7 +179,7 @@ def _half_batch(inspection: Inspection, config: Config) -> Iterator[_Alternative
     changes_learning = must_stay and batch[ACCUMULATION] not in known
     included = batch[ACCUMULATION] in known
     note = inspection.batch.note or ("" if included else inspection.batch.reason)
-    yield _Alternative(changed, dict(batch), describe(changed, config), included, changes_learning, note)
+    yield _Alternative(changed, dict(batch), describe_batch(changed), included, changes_learning, note)
 
 
 def _advice(config: Config, memory: Anatomy, traced: Iterable[tuple[_Alternative, Anatomy]]) -> Iterator[Advice]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autotune.proposers.base import Proposer
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.outcome import Kind
@@ -40,7 +38,7 @@ def measure_baseline(search: Search) -> None:
         history.space = smaller
         while not shortage.may_fit(search, smaller.baseline) and (half := smaller.with_smaller_baseline()) is not None:
             history.space = smaller = half
-        search.store.keep(replace(search.store.facts, baseline_config=smaller.baseline.as_dict()))
+        search.store.keep(baseline_config=smaller.baseline.as_dict())
 
 
 def measure_baseline_again(search: Search) -> bool:
@@ -142,7 +140,7 @@ def _trace_beside(search: Search) -> None:
 def _note_traces(search: Search) -> None:
     traces, wall_s = search.tracing.traces, search.tracing.wall_s
     traced = Traced(num_groups=len(traces.models), failures=dict(traces.failures), wall_s=wall_s)
-    search.store.keep(replace(search.store.facts, traces=traced))
+    search.store.keep(traces=traced)
     if search.tracing.is_done:
         _tell_of_traces(search)
 

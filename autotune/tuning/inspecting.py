@@ -1,21 +1,48 @@
-"""Inspects a task within a memory limit, and says what becomes of one that does not fit or fails."""
+"""What a search finds out before its first probe: rates of the device, and what applies to the task within its memory limit."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from autotune.devices.calibration import holds_for
+from autotune.devices.contention import DISTURBED
 from autotune.errors import AutotuneError, DeviceError, TaskError
-from autotune.records.inspection import Inspection
+from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
+from autotune.records.device import DeviceInfo
+from autotune.records.inspection import Inspection, Support
 from autotune.records.outcome import Kind, Outcome
-from autotune.runners.jobs import InspectJob, JobFailed
-from autotune.runners.runner import Runner
+from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
+from autotune.runners.runner import ProbeFault, Runner
+from autotune.study.caches import CalibrationCache
 from autotune.tuning import why
 from autotune.tuning.recommend import NothingFeasible
 from autotune.units import format_bytes, format_seconds, plural
 
 LARGER_HOST = "build and load less in the model file, or use a host with more memory"
+SETUP_SHARE = 0.1  # of the budget, that one config may be expected to take before its first step
+MOST_GAIN = 0.25  # of the time of a training, which a choice that compiles is taken to win back at the most
+
+
+def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
+    """The calibration of the runner's device, and why there is none, or an empty text.
+
+    Args:
+        folder: of the study; calibrations of this machine are kept there.
+    """
+    cache = CalibrationCache(folder, holds_for(device)) if runner.keeps_traces else None
+    if cache is not None and (kept := cache.read()) is not None:
+        return kept, ""
+    try:
+        found = runner.run(CalibrateJob())
+    except (JobFailed, ProbeFault) as failed:
+        return NOT_MEASURED, str(failed)
+    is_whole = all(found.best(work, FP32) for work in (MATMUL, CONVOLUTION))
+    if cache is not None and is_whole and found.contention <= DISTURBED:  # else the next search measures again
+        cache.write(found)
+    return found, ""
 
 
 def inspect(runner: Runner, job: InspectJob, timeout_s: float | None = None) -> Inspection:
@@ -66,6 +93,43 @@ def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
     return (
         f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
         f"({inspection.shortage}); what needs least memory by prediction is tried first"
+    )
+
+
+def drop_slow_setups(
+    inspection: Inspection, budget_s: float, train_samples: float | None, included: Collection[str]
+) -> Inspection:
+    """The inspection in which choices that compile are searched unasked, where the budget pays for the time before the first step.
+
+    Args:
+        budget_s: seconds that the search has.
+        train_samples: that the training is to take; None where that is not known.
+        included: techniques that the user has asked for anyway.
+    """
+    allowed_s, unless = SETUP_SHARE * budget_s, "a --budget of {} or more does so by itself"
+    if train_samples is not None and inspection.sample_s is not None:
+        won_s = MOST_GAIN * train_samples * inspection.sample_s
+        if won_s < allowed_s:
+            allowed_s, unless = won_s, "the training is too short to win that back"
+    support = {
+        name: _judge_setup(name, found, allowed_s, unless) if found.setup_s and name not in included else found
+        for name, found in inspection.support.items()
+    }
+    return replace(inspection, support=support)
+
+
+def _judge_setup(name: str, support: Support, allowed_s: float, unless: str) -> Support:
+    cheap = [choice for choice, seconds in support.setup_s if seconds <= allowed_s]
+    dear_s = [seconds for _, seconds in support.setup_s if seconds > allowed_s]
+    reason = support.reason
+    if dear_s:
+        remedy = unless.format(format_seconds(min(dear_s) / SETUP_SHARE))
+        reason = f"{reason}: {format_seconds(min(dear_s))} or more for a config; --include {name} tries it, {remedy}"
+    return replace(
+        support,
+        choices=(*support.choices, *cheap),
+        optional=tuple(choice for choice in support.optional if choice not in cheap),
+        reason=reason,
     )
 
 

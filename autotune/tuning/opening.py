@@ -9,38 +9,36 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
+from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.registry import sampler_names
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
+from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE, BatchPlan
 from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.settings import ProbeSettings
-from autotune.records.study import SearchFacts
+from autotune.records.study import Fingerprint, SearchFacts
+from autotune.records.world import World
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
-from autotune.study.comparable import require_comparable
+from autotune.study.caches import TraceCache
 from autotune.study.history import History
-from autotune.study.place import Place, lock_study, place_of
+from autotune.study.place import Place
 from autotune.study.store import Store, storage_errors, stored_facts
-from autotune.study.traces import TraceCache
 from autotune.task.source import TaskSource
+from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.frameworks import FRAMEWORKS
-from autotune.tuning import setting_up
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
-from autotune.tuning.calibrating import calibrate_device
 from autotune.tuning.evaluation import is_asked_for
 from autotune.tuning.events import Listener, Note, SearchStarted, Working
-from autotune.tuning.inspecting import inspect_within, too_little_memory
+from autotune.tuning.inspecting import calibrate_device, drop_slow_setups, inspect_within, too_little_memory
 from autotune.tuning.interruption import interruptible
-from autotune.tuning.resuming import early_fingerprint, fingerprint, memory_limit, options_to_repeat, place_within
+from autotune.tuning.resuming import Kept, fingerprint, lock_places
 from autotune.tuning.state import Search
 from autotune.tuning.tracing import Tracing
 from autotune.units import plural
@@ -71,34 +69,44 @@ def open_search(
     """
     if source is not None and options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
-    fixed = _require_known(options, runner)  # before anything takes seconds
+    techniques = runner.techniques if runner is not None else find_techniques()
+    fixed = _require_known(options, runner, techniques)  # before anything takes seconds
+    study = options.study
+    if runner is not None:
+        study, task, version = study or runner.default_study, runner.task_name, ""
+    elif source is not None:
+        task, version = source.name, source.version
+    else:
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        plain, place = stack.enter_context(_lock_places(source, options, runner, fixed, listener))
+        kept = stack.enter_context(lock_places(options, study, task, version, fixed, techniques))
+        if kept.own.beside:
+            text = f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
+            listener.on(Note(text=text))
         if runner is None:
+            assert source is not None
             runner = LocalRunner(
-                _required(source),
+                source,
                 device=options.device,
-                logs=place.logs,
+                logs=kept.place.logs,
                 import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
-                compiled=place.compiled,
+                compiled=kept.place.compiled,
             )
         waited_s = time.monotonic() - began_s if began_s is not None else 0.0
         budget = _budget(options, runner, listener, waited_s)
-        stored = stored_facts(place)
         with budget.split("import"):
-            device = runner.device()
-            earlier = stored or stored_facts(plain)  # of which it is a ranking beside
-            limit_bytes = memory_limit(options, place if stored else plain, earlier, device.free_bytes)
-            if not earlier:  # the cache of a study that is no more: how long compiling takes is measured without it
-                shutil.rmtree(place.compiled, ignore_errors=True)
-            require_comparable(place, stored, early_fingerprint(options, limit_bytes, runner))
+            device = runner.slots()[0].device
+            agreed = kept.agree(options, device.free_bytes, environment=runner.keeps_traces)
+            if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
+                shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
-        place = plain.training({name: choice for name, choice in place.trained.items() if choice != own[name]})
+        others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
+        place = kept.own.training(others, techniques)
         for note in (*runner.notes, *device.notes):
             listener.on(Note(text=note, warning=True))
         with budget.split("inspection"):
@@ -107,9 +115,9 @@ def open_search(
                 listener.on(Note(text=f"the device could not be measured: {why_none}", warning=True))
         shared = _Shared(
             runner=runner,
-            limit_bytes=limit_bytes,
+            agreed=agreed,
             calibration=calibration,
-            asked=options_to_repeat(options, source, earlier),
+            asked=kept.options_to_repeat(options, source),
             listener=listener,
             interrupted=interruption,
         )
@@ -126,14 +134,15 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
         TaskError, ConfigError, StudyError: as `open_search`.
     """
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
-    own = search.store.place
-    place = own.training(choice)
+    own, limit_bytes = search.store.place, search.history.objective.memory_limit_bytes
+    place = own.training(choice, search.runner.techniques)
     stored = stored_facts(place)
+    kept = Kept(place=place, stored=stored, own=own, earlier=stored)
     shared = _Shared(
         runner=search.runner,
-        limit_bytes=memory_limit(options, place, stored, search.history.objective.memory_limit_bytes),
+        agreed=kept.agree(options, limit_bytes, environment=search.runner.keeps_traces),
         calibration=search.calibration,
-        asked={**search.asked, **options_to_repeat(options, None, stored)},
+        asked={**search.asked, **kept.options_to_repeat(options, None)},
         listener=search.listener,
         interrupted=search.interrupted,
     )
@@ -149,11 +158,17 @@ class _Shared:
     """What several searches over one runner have in common."""
 
     runner: Runner
-    limit_bytes: int
+    agreed: Fingerprint
     calibration: Calibration
     asked: Mapping[str, str | int]
     listener: Listener
     interrupted: Callable[[], bool]
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory limit of one training process."""
+        assert self.agreed.memory_limit_bytes is not None
+        return self.agreed.memory_limit_bytes
 
 
 @contextlib.contextmanager
@@ -168,10 +183,10 @@ def _open_over(
     runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
     inspection = _inspect(shared, options, budget)
     train_samples = _train_samples(options, inspection)
-    inspection = setting_up.drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
+    inspection = drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
-    space, notes = build_space(inspection, **wanted, frameworks=options.frameworks)
-    others = trained_beside(inspection, **wanted) if own is None else []
+    space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
+    others = trained_beside(inspection, runner.techniques, **wanted) if own is None else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
     store = Store(place, _search_facts(shared, place, options, own, inspection, space))
@@ -195,14 +210,24 @@ def _open_over(
             listener.on(Note(text=text, warning=True))
     if is_asked_for(options, inspection):
         budget.keep_for_evaluation(EVALUATION_SHARE)
-    with _tracing(runner, place, inspection, history, MAX_TRACE_SHARE * budget.budget_s) as tracing:
+    target = target_of(inspection.device)
+    sizes = [int(size) for size in space.choices[BATCH_SIZE]]
+    cache = TraceCache(place.folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
+    with Tracing(
+        runner,
+        lambda: history.space.tracing(),
+        target,
+        cache if runner.keeps_traces else None,
+        MAX_TRACE_SHARE * budget.budget_s,
+        runner.tracer(),
+    ) as tracing:
         yield Search(
             runner=runner,
             store=store,
             history=history,
             inspection=inspection,
             options=options,
-            settings=_settings(options.seed, limit_bytes, budget),
+            settings=_settings(options.seed, limit_bytes, inspection.known_world, budget),
             budget=budget,
             tracing=tracing,
             cost_model=CostModel(
@@ -228,7 +253,7 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
         TaskError, DeviceError: it cannot be inspected.
         ConfigError: the runner's task has another global batch than the one asked for.
     """
-    trained = {name: options.fix[name] for name in techniques.trained({}) if name in options.fix}
+    trained = {name: options.fix[name] for name in shared.runner.techniques.trained({}) if name in options.fix}
     job = InspectJob(
         memory_limit_bytes=shared.limit_bytes,
         timeout_s=budget.first_timeout_s,
@@ -254,7 +279,7 @@ def _search_facts(
 ) -> SearchFacts:
     """What a study says of its search beside the trials."""
     return SearchFacts(
-        fingerprint=fingerprint(inspection, early_fingerprint(options, shared.limit_bytes, shared.runner)),
+        fingerprint=fingerprint(inspection, space.techniques, shared.agreed),
         task=inspection.facts.name,
         model=shared.runner.stated.model,
         asked=dict(shared.asked),
@@ -270,67 +295,24 @@ def _search_facts(
     )
 
 
-def _tracing(
-    runner: Runner, place: Place, inspection: Inspection, history: History, max_trace_s: float
-) -> contextlib.AbstractContextManager[Tracing]:
-    """Tracing beside the probes, with what earlier searches have traced."""
-    sizes = [int(size) for size in history.space.choices["batch_size"]]
-    target = target_of(inspection.device)
-    trained = techniques.trained(history.space.baseline)
-    cache = TraceCache(place.folder, inspection.facts, target, sizes, trained) if runner.keeps_traces else None
-    return Tracing(runner, lambda: history.space.tracing(), target, cache, max_trace_s, runner.beside())
-
-
-@contextlib.contextmanager
-def _lock_places(
-    source: TaskSource | None,
-    options: SearchOptions,
-    runner: Runner | None,
-    fixed: Mapping[str, Choice],
-    listener: Listener,
-) -> Iterator[tuple[Place, Place]]:
-    """Where the user's own search is kept, and where this one is: beside it where it trains something else."""
-    task_name = runner.task_name if runner is not None else _required(source).name
-    version = _required(source).version if runner is None else ""
-    study = options.study or (runner.default_study if runner is not None else None)
-    plain = place_of(options.storage, study, task_name, version)
-    place = plain.training({name: fixed[name] for name in techniques.trained({}) if name in fixed})
-    with lock_study(plain), storage_errors(place):
-        plain = place_within(options, plain, place)
-        place = plain.training(place.trained)
-        if plain.beside:
-            text = (
-                f"the study {plain.beside} has another memory limit; this search is kept beside it, in {place.study!r}"
-            )
-            listener.on(Note(text=text))
-        yield plain, place
-
-
-def _require_known(options: SearchOptions, runner: Runner | None) -> dict[str, Choice]:
+def _require_known(options: SearchOptions, runner: Runner | None, techniques: Techniques) -> dict[str, Choice]:
     """What is fixed, once every name that the user gave is known.
 
     Raises:
         ConfigError: one is not, or options contradict each other.
     """
-    if options.sampler not in sampler_names():
-        raise ConfigError(f"sampler: {options.sampler!r} is not known; expected one of {', '.join(sampler_names())}")
+    sampler_named(options.sampler)
     if unknown := {*options.frameworks} - {*FRAMEWORKS}:
         raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    return require_possible(options.fix, options.include, options.exclude)
+    return require_possible(techniques, options.fix, options.include, options.exclude)
 
 
 def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
     """Why batches stay as they are, where the user has other ones tried all the same."""
     reasons = {name: inspection.support_of(name).reason for name in BATCH_KEYS}
     return {reason for name, reason in reasons.items() if name in options.include}
-
-
-def _required(source: TaskSource | None) -> TaskSource:
-    if source is None:
-        raise ConfigError("no task was given; expected a task, or a runner that has one")
-    return source
 
 
 def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s: float = 0.0) -> Budget:
@@ -345,9 +327,10 @@ def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s
     )
 
 
-def _settings(seed: int, limit_bytes: int, budget: Budget) -> ProbeSettings:
+def _settings(seed: int, limit_bytes: int, world: World, budget: Budget) -> ProbeSettings:
     return ProbeSettings(
         memory_limit_bytes=limit_bytes,
+        world=world,
         seed=seed,
         timeout_s=budget.first_timeout_s,
         max_timed_s=min(10.0, max(1.0, budget.budget_s / 60)),
@@ -378,6 +361,7 @@ def _describe_start(
         num_configs=history.space.num_combinations,
         known=history.trials,
         best=history.best,
+        techniques=history.space.techniques,
         baseline=history.baseline,
     )
 
@@ -389,9 +373,9 @@ def _train_samples(options: SearchOptions, inspection: Inspection) -> float | No
         ConfigError: the user says so in two ways, or by a dataset that there is not.
     """
     if options.train_epochs is None:
-        per_step = int(inspection.baseline[BATCH_SIZE]) * int(inspection.baseline[ACCUMULATION])
-        num_ranks = inspection.world.size if inspection.world else 1  # the batch is of one of them
-        return options.train_steps and options.train_steps * per_step * num_ranks
+        batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
+        plan = BatchPlan(batch_size, accumulation_steps, inspection.known_world)
+        return options.train_steps and options.train_steps * plan.samples_per_step
     if options.train_steps is not None:
         raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
     dataset_size = inspection.facts.dataset_size

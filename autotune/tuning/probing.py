@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autotune.proposers.cost_model import CostModel
 from autotune.records.inspection import Inspection
@@ -31,6 +32,7 @@ class Flight:
     Attributes:
         number: the number of its trial.
         patience: how long it may take.
+        slot: that it has to run in; empty for any.
         began_s: when it was submitted, on the runner's clock.
         disturbed: the outcome of its first run, if that was disturbed and this is the second.
         hopeless: why it was ended, and what is known of its config; None where it was not.
@@ -41,6 +43,7 @@ class Flight:
     prediction: Prediction | None
     settings: ProbeSettings
     patience: Patience
+    slot: str = ""
     began_s: float = 0.0
     disturbed: Outcome | None = None
     hopeless: tuple[str, Bound | None] | None = None
@@ -71,18 +74,22 @@ class Probing:
     @property
     def has_free_slot(self) -> bool:
         """Whether another probe may be started now."""
-        return len(self._in_flight) < self.runner.num_slots
+        return len(self._in_flight) < self._num_slots
+
+    @cached_property
+    def _num_slots(self) -> int:
+        return len(self.runner.slots())
 
     @property
     def is_running(self) -> bool:
         """Whether any probe runs."""
         return bool(self._in_flight)
 
-    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None) -> Trial | None:
-        """Run one proposal to its end. None if the machinery failed, or time was up before there was a finding."""
+    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> Trial | None:
+        """Run one proposal to its end, as `start` begins it. None if the machinery failed, or time was up before there was a finding."""
         found = None
         with self.nothing_left_running():
-            self.start(proposal, settings)
+            self.start(proposal, settings, slot)
             while self.is_running:
                 found = self.finish_next()
         return found
@@ -99,11 +106,12 @@ class Probing:
             self._in_flight.clear()
             raise
 
-    def start(self, proposal: Proposal, settings: ProbeSettings | None = None) -> None:
+    def start(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> None:
         """Begin a trial for a proposal and submit it.
 
         Args:
             settings: the play-off's; by default the search's, paced by the budget.
+            slot: of the runner, to run it in; empty for any that is free.
         """
         in_play_off = proposal.stage == PLAY_OFF
         patience = patience_for(proposal, self.history, self.budget, self.inspection, self.runner.slowest_start)
@@ -127,7 +135,14 @@ class Probing:
             )
         )
         self._submit(
-            Flight(number=number, proposal=proposal, prediction=prediction, settings=settings, patience=patience)
+            Flight(
+                number=number,
+                proposal=proposal,
+                prediction=prediction,
+                settings=settings,
+                patience=patience,
+                slot=slot,
+            )
         )
 
     @property
@@ -141,7 +156,7 @@ class Probing:
         self.history.running.add(flight.proposal.config)
         flight.began_s = self.runner.now_s()
         try:
-            ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings))
+            ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings), flight.slot)
         except ProbeFault as fault:
             self._fault([flight], fault)
         except BaseException as error:
@@ -170,7 +185,7 @@ class Probing:
             return None
         if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
             outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
-        self.budget.add_run(outcome, self.runner.num_slots)
+        self.budget.add_run(outcome, self._num_slots)
         if flight.disturbed is not None:
             self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
             outcome = calmer(flight.disturbed, outcome)

@@ -53,14 +53,14 @@ def add_rankings(search: Search, answer: Answer) -> Result:
     if result is None:
         found = [f"{in_words(r.choice)} reaches {r.samples_per_s:.3g} samples/s" for r in rankings if r.samples_per_s]
         said = "; ".join([failure, *found])
-        search.store.keep(replace(search.store.facts, no_answer=said))
+        search.store.keep(no_answer=said)
         raise NothingFeasible(said)
     if search.interrupted() and before is not None:
         reached = {ranking.study for ranking in rankings}
         rankings += [ranking for ranking in before.rankings if ranking.study not in reached]
     if (kept := search.store.facts.result) is not None:
         shown = rankings if kept == result else [*kept.rankings[:1], *rankings[1:]]  # an earlier answer that stays
-        search.store.keep(replace(search.store.facts, result=replace(kept, rankings=tuple(shown))))
+        search.store.keep(result=replace(kept, rankings=tuple(shown)))
     result = replace(result, rankings=tuple(rankings))
     if search.interrupted():
         raise Interrupted(result)
@@ -75,7 +75,7 @@ def in_words(choice: Mapping[str, Choice]) -> str:
 def _beside(search: Search, choice: Mapping[str, Choice], answer: Answer, share_s: float) -> Ranking:
     """The ranking of another choice. Whatever goes wrong with it is its own."""
     changed = {name: value for name, value in choice.items() if value != search.history.space.baseline[name]}
-    study = search.store.place.training(changed).study
+    study = search.store.place.training(changed, search.runner.techniques).study
     none = Ranking(choice=dict(choice), study=study)
     if share_s < MIN_SHARE_S:
         alone = " ".join(f"--fix {name}={value}" for name, value in changed.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from autotune.errors import AutotuneError
 from autotune.prediction.roofline import Roofline
@@ -47,10 +46,9 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
 
     The study keeps it, unless it already holds a confirmed answer and this one is not confirmed.
     """
-    result, facts = _result(search, clearance, standing), search.store.facts
-    kept = facts.result
+    result, kept = _result(search, clearance, standing), search.store.facts.result
     if result is not None and (result.play_off.confirmed or kept is None or not kept.play_off.confirmed):
-        search.store.keep(replace(facts, result=result, warnings=tuple(result.warnings)))
+        search.store.keep(result=result, warnings=tuple(result.warnings))
     return result
 
 
@@ -158,17 +156,19 @@ def _subject(search: Search) -> Subject:
 
 
 def _reasons(search: Search, answer: Config, measured: Measured) -> Reasons:
-    history, traces = search.history, search.tracing.traces
+    history, traces, techniques = search.history, search.tracing.traces, search.history.space.techniques
     own = history.known[answer].measurement if answer in history.known else None
     roofline = Roofline.of(search.calibration, traces)
-    use = roofline.use(answer, measured.samples_per_s) if roofline is not None else None
+    use = roofline.use(answer, measured.samples_per_s, techniques) if roofline is not None else None
     roles = (("baseline", history.space.baseline), ("answer", answer))
     tokens_per_sample = search.inspection.facts.tokens_per_sample
     return Reasons(
         effects=effects(answer, history.space.baseline, history.trials),
         limit=why.limiting(answer, own, history.searched, history.objective, use) if own else "",
         use=use,
-        peak_by_kind={role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config))},
+        peak_by_kind={
+            role: peak.breakdown.by_kind() for role, config in roles if (peak := traces.peak(config, techniques))
+        },
         tokens_per_s=tokens_per_sample and tokens_per_sample * measured.samples_per_s,
     )
 

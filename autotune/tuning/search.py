@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autotune.errors import AutotuneError
 from autotune.proposers.base import Proposer
@@ -69,7 +69,7 @@ def answer(search: Search) -> Result:
         if result is None and not search.interrupted():
             raise NothingFeasible(why_nothing(search))
     except AutotuneError as error:
-        search.store.keep(replace(search.store.facts, no_answer=str(error)))
+        search.store.keep(no_answer=str(error))
         raise
     except KeyboardInterrupt:  # the second one: the running probe is killed
         killed = True

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune import techniques
 from autotune.proposers.cost_model import LIKELY
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Choice, Config
 from autotune.records.outcome import Kind
-from autotune.techniques.labels import describe
 from autotune.tuning.state import Search
 from autotune.units import format_bytes
 
@@ -66,7 +64,7 @@ def what_was_left(search: Search, left: Config | None) -> str:
     """That a config which may fit was not tried yet, in words; empty where none was left."""
     if not search.history.searched or left is None or not may_fit(search, left):
         return ""
-    named = describe(left, search.history.space.baseline)
+    named = search.history.space.techniques.describe(left, search.history.space.baseline)
     failed = [trial.outcome for trial in search.history.searched if not trial.outcome.ok]
     if all(o.kind is Kind.UNSUPPORTED or search.history.objective.does_not_fit(o) for o in failed):
         left_over = f"the next to try ({named}) may fit"
@@ -84,9 +82,9 @@ def what_would_fit(search: Search) -> str:
         if (choice := next(_fitting(search, name), None)) is not None
     ]
     if history.baseline is not None and history.objective.feasible(history.baseline):
-        plan = history.space.baseline.plan
+        baseline = history.space.baseline
         hints.append(
-            f"the baseline (batch {plan.batch_size} x{plan.accumulation_steps}) fits, but is not what was fixed"
+            f"the baseline (batch {baseline.batch_size} x{baseline.accumulation_steps}) fits, but is not what was fixed"
         )
     return "; ".join(hints)
 
@@ -96,7 +94,7 @@ def _fitting(search: Search, name: str) -> Iterator[Choice]:
     inspection, space = search.inspection, search.history.space
     if name == BATCH_SIZE:
         choices: list[Choice] = [size for size in reversed(inspection.batch.sizes) if size < int(space.fixed[name])]
-    elif name in techniques.REGISTRY:
+    elif name in space.techniques:
         choices = [choice for choice in inspection.support_of(name).choices if choice != space.fixed[name]]
     else:
         choices = []

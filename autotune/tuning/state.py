@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.proposers import sampler_named
 from autotune.proposers.base import Proposer
-from autotune.proposers.one_at_a_time import Untried
-from autotune.proposers.registry import proposer_named
-from autotune.proposers.undo import UndoChanges
+from autotune.proposers.one_at_a_time import UndoChanges, Untried
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
 from autotune.records.options import SearchOptions
@@ -44,7 +43,7 @@ class Search(Probing):
 
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
-        return proposer_named(self.options.sampler, self.cost_model, self.options.seed)
+        return sampler_named(self.options.sampler)(self.cost_model, self.options.seed)
 
     def undo_changes(self) -> Proposer:
         """A proposer of the best config with each of its changes undone."""

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
@@ -25,8 +24,8 @@ from autotune.runners.recorded import Figure, Header, Row, Table, TableError, fi
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
-from autotune.tuning.calibrating import calibrate_device
-from autotune.tuning.inspecting import inspect
+from autotune.techniques import Techniques
+from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.version import __version__
 
 MIN_REPEATS = 3  # below that an interval between processes says little
@@ -52,17 +51,17 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         NothingFeasible: not even the model fits within the memory limit.
         TableError: the file is not a table, or records something else.
     """
-    require_possible({}, (*options.grid, *options.include), options.exclude)
-    _trained_choices(options.grid)
     if options.global_batch is not None:
         source = source.with_global_batch(options.global_batch)
     logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
     runner = LocalRunner(
         source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S, compiled=compiled
     )
-    begun = table.read(options.out) if options.out.exists() else None
+    require_possible(runner.techniques, {}, (*options.grid, *options.include), options.exclude)
+    trained = _trained_choices(options.grid, runner.techniques)
+    begun = table.read(options.out, runner.techniques) if options.out.exists() else None
     limit_bytes = options.memory_limit_bytes or (
-        begun.header.memory_limit_bytes if begun else runner.device().free_bytes
+        begun.header.memory_limit_bytes if begun else runner.slots()[0].device.free_bytes
     )
     settings = ProbeSettings(
         memory_limit_bytes=limit_bytes,
@@ -72,18 +71,18 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         seed=options.seed,
     )
     with runner:
-        calibration, _ = calibrate_device(runner, runner.device(), options.out.parent)
+        calibration, _ = calibrate_device(runner, runner.slots()[0].device, options.out.parent)
         job = InspectJob(
             memory_limit_bytes=limit_bytes,
             timeout_s=INSPECT_TIMEOUT_S,
             calibration=calibration,
-            trained=_trained_choices(options.grid),
+            trained=trained,
             comparing_s=COMPARING_S,
         )
         inspection = inspect(runner, job)
-        space, _ = build_space(inspection, fix={}, include=options.include, exclude=options.exclude)
+        space, _ = build_space(inspection, runner.techniques, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
-        recorded = _carried_on(begun, options.out, _header(inspection, space, settings))
+        recorded = _carried_on(begun, options.out, _header(inspection, space, settings), space.techniques)
         if recorded.traces is None:
             traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S)
             table.write_traces(options.out, traces)
@@ -100,10 +99,10 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
                 rows.append(row)
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
-    return table.read(options.out)
+    return table.read(options.out, runner.techniques)
 
 
-def _trained_choices(grid: Mapping[str, Sequence[Any]]) -> dict[str, Choice]:
+def _trained_choices(grid: Mapping[str, Sequence[Any]], techniques: Techniques) -> dict[str, Choice]:
     """What the grid says is trained. Raises ConfigError where it says several: a table is of configs that compare."""
     asked = {name: grid[name] for name in techniques.trained({}) if name in grid}
     for name, wanted in asked.items():
@@ -136,7 +135,7 @@ def _restrict(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
     Raises:
         ConfigError: an unknown technique, or a choice that is not searched for this task on this device.
     """
-    choices: dict[str, tuple[Choice, ...]] = dict(space.choices)
+    choices, techniques = dict(space.choices), space.techniques
     for name, wanted in grid.items():
         possible = choices.get(techniques.known(name), ())
         for choice in wanted:
@@ -153,7 +152,7 @@ def _restrict(space: Space, grid: Mapping[str, Sequence[Any]]) -> Space:
 def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> Header:
     device = inspection.device
     assert settings.memory_limit_bytes is not None
-    keys = (*BATCH_KEYS, *techniques.REGISTRY)
+    keys = (*BATCH_KEYS, *space.techniques)
     every = {**space.choices, ACCUMULATION: tuple(sorted({int(config[ACCUMULATION]) for config in space}))}
     return Header(
         task=inspection.facts.name,
@@ -184,7 +183,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
     )
 
 
-def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
+def _carried_on(begun: Table | None, path: Path, header: Header, techniques: Techniques) -> Table:
     """The table to add to: an earlier sweep's, or a new one."""
     if begun is None:
         try:
@@ -192,7 +191,7 @@ def _carried_on(begun: Table | None, path: Path, header: Header) -> Table:
             table.start(path, header)
         except OSError as error:
             raise TableError(f"the table {path} cannot be written: {error.strerror}; choose another file") from None
-        return table.read(path)
+        return table.read(path, techniques)
     if differences := begun.header.differences(header):
         raise TableError(
             f"the table {path} cannot be continued, because new measurements would not be comparable with it: "

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Self
 
-from autotune import techniques
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.runners.jobs import TraceJob
 from autotune.runners.runner import ProbeFault, Runner
-from autotune.study.traces import TraceCache, agrees
+from autotune.study.caches import TraceCache, agrees
 
 SLICE_S = 5.0  # of one job
 LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting
@@ -69,7 +68,7 @@ class Tracing:
     @property
     def missing(self) -> list[str]:
         """Labels of the groups of techniques that still have to be traced."""
-        return plan_traces(self._configs()).without(self.traces).labels()
+        return plan_traces(self._configs(), self._runner.techniques).without(self.traces).labels()
 
     def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], None] | None = None) -> None:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
@@ -112,7 +111,7 @@ class Tracing:
                     return
                 self._ticket = None
                 self._take(self.traces.merged(finished.result))
-            left = plan_traces(self._wanted()).without(self.traces)
+            left = plan_traces(self._wanted(), self._runner.techniques).without(self.traces)
             if left.labels():
                 job = TraceJob(plan=left, target=self._target, slice_s=SLICE_S, timeout_s=LONGEST_GROUP_S)
                 self._ticket = self.beside.submit(job)
@@ -134,12 +133,13 @@ class Tracing:
         configs = list(self._configs())
         if not self._to_confirm:
             return configs
+        techniques = self._runner.techniques
         plain = (techniques.complete({**techniques.trained(c), BATCH_SIZE: c.batch_size}) for c in configs)
         return sorted(set(plain), key=lambda config: config.batch_size)
 
     def _take(self, found: Traces) -> None:
         self.traces = found
-        if self._to_confirm and not plan_traces(self._wanted()).without(found).labels():
+        if self._to_confirm and not plan_traces(self._wanted(), self._runner.techniques).without(found).labels():
             self._to_confirm = False
             if found.failures:  # what is kept may be right, and is left for a time when this can be told
                 self._kept, self._cache = None, None

@@ -14,10 +14,12 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from autotune import techniques
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "tests" / "models" / "tiny.py"

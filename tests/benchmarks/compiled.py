@@ -16,17 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.study.figures import measured, ratio_interval
 from autotune.task.source import TaskSource
-from autotune.techniques.labels import describe
+from autotune.techniques import find_techniques
 from autotune.tuning.why import break_even
 from autotune.units import format_seconds, plural
 from tests.benchmarks.searches import write
+
+describe = find_techniques().describe
+techniques = find_techniques()
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 NAMES = ("digits", "gpt", "tagger")
@@ -54,7 +56,7 @@ def runs_of(study: str, configs: tuple[Config, ...], rounds: int, folder: Path) 
 def with_compiling(config: Config) -> Config:
     """The config compiled, without what does not go with that."""
     compiled = config.replace(compile="default")
-    excluded = [technique for technique in techniques.REGISTRY.values() if technique.conflict(compiled)]
+    excluded = [technique for technique in techniques.values() if technique.conflict(compiled)]
     return compiled.replace(**{technique.name: technique.off for technique in excluded})
 
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from autotune.techniques import labels
+from autotune.techniques import find_techniques
 from tests.benchmarks.searches import Scenario, Truth, searches, summary, write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,7 +112,7 @@ def really_searched(tasks: Iterable[str], under: Iterable[str], budget: str) -> 
                     words = ["probe", str(UNSEEN / task / "model.py"), "--config", config, "--json"]
                     speeds.append(json.loads(autotune(profile, *words))["measurement"]["samples_per_s"])
             won, bests = (statistics.median(speeds) for speeds in (*contest.values(), *contest.values())[:2])
-            changes = labels.describe(answer["config"])
+            changes = find_techniques().describe(answer["config"])
             lines.append(f"| {task} | {profile} | {answer['verdict']}: {changes} | {won / bests:.1%} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return lines

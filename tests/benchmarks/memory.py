@@ -30,6 +30,7 @@ from autotune.runners.recorded import Table
 from autotune.space import Space, build_space
 from autotune.task import load_task
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 WIDE_TABLES = sorted(STUDIES.glob("*/*.wide.csv"))  # of nearly all techniques at once
@@ -40,7 +41,7 @@ TRACE_TIMEOUT_S = 600.0
 
 def space_of(recorded: Table) -> Space:
     """The space that a table was swept over, as a search sees it."""
-    return build_space(recorded.header.inspection(), fix={}, include=(), exclude=())[0]
+    return build_space(recorded.header.inspection(find_techniques()), find_techniques())[0]
 
 
 def study_file(path: Path) -> Path:
@@ -111,7 +112,7 @@ def _name(config: Config) -> str:
 def before_any_probe(recorded: Table, traces: Traces) -> Iterator[float]:
     """Relative error of each config's traced peak."""
     for config, peak_bytes in counted(recorded).items():
-        traced = traces.peak(config)
+        traced = traces.peak(config, find_techniques())
         if traced is not None:
             yield traced.peak_bytes / peak_bytes - 1
 
@@ -175,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     found, apart, times = {}, {}, {}
     for path in options.tables:
-        recorded = table.read(path.absolute())
+        recorded = table.read(path.absolute(), find_techniques())
         name = f"{path.parent.name} {path.stem}"
         if options.count:
             count(recorded, options.count)

@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from unittest import mock
 
-from autotune import techniques
 from autotune.devices.cpu import processor_model
 from autotune.records.batch_plan import divisors
 from autotune.records.config import Config
@@ -33,10 +32,13 @@ from autotune.report.figures import rate, times
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
-from autotune.techniques.labels import describe
+from autotune.techniques import find_techniques
 from autotune.units import format_bytes, format_seconds, parse_bytes
 from tests.benchmarks.peers_worker import TOOLS
 from tests.benchmarks.searches import write
+
+describe = find_techniques().describe
+techniques = find_techniques()
 
 ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).parent / "peers_worker.py"

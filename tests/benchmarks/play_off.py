@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.objective import Throughput
 from autotune.records.options import SearchOptions
@@ -30,6 +29,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import InspectJob, Job, ProbeJob
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner
+from autotune.techniques import find_techniques
 from autotune.tuning import finalists
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
@@ -38,6 +38,8 @@ from autotune.tuning.search import search
 from tests.benchmarks.memory import TABLES
 from tests.benchmarks.searches import write
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, measurement
+
+techniques = find_techniques()
 
 NOISES = (0.05, 0.12, 0.2)
 GAINS = (0.95, 1.0, 1.1, 1.2, 1.3, 1.5)  # of the best config over the baseline

@@ -34,10 +34,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autotune import Task, techniques
+from autotune import Task
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
+from autotune.techniques import find_techniques
 from autotune.units import MIB
 
 PUBLISHED = Path(__file__).with_name("timm_a100_memory.csv")
@@ -122,7 +123,7 @@ def predict(model: str, batch_sizes: Iterable[int]) -> dict[int, tuple[float, fl
         raise ValueError("; ".join(traces.failures.values()))
     found = {}
     for size in plan.batch_sizes:
-        peak = traces.peak(techniques.complete({"batch_size": size}))
+        peak = traces.peak(find_techniques().complete({"batch_size": size}), find_techniques())
         assert peak is not None
         found[size] = peak.breakdown.total_bytes / MIB, peak.peak_bytes / MIB
     return found

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autotune import techniques
 from autotune.devices import open_device
-from autotune.devices.kernels.cublas import workspaces
+from autotune.devices.kernels.cuda_workspaces import cublas_workspaces
 from autotune.devices.targets import Target, gpu_of, target_of
 from autotune.prediction.anatomy import anatomies
 from autotune.prediction.job import trace_plan
@@ -36,7 +35,10 @@ from autotune.recovery import RAISE
 from autotune.runners.worker import hide_gpus
 from autotune.session import prepare
 from autotune.task import Task, load_task
+from autotune.techniques import find_techniques
 from autotune.units import MIB
+
+techniques = find_techniques()
 
 RECORDED = Path(__file__).parent / "reserved.json"
 STUDIES = Path(__file__).parent.parent.parent / "studies"
@@ -264,12 +266,12 @@ def predicted(model: str, rows: list[Row]) -> list[Predicted]:
     task = TASKS[model]()
     configs = [techniques.complete(row.config, global_batch=task.global_batch) for row in rows]
     traces = Traces(target=rows[0].target)
-    for message in trace_plan(task, plan_traces(configs), rows[0].target):
+    for message in trace_plan(task, plan_traces(configs, find_techniques()), rows[0].target):
         if "traces" in message:
             traces = traces.merged(Traces.from_dict(json.loads(json.dumps(message["traces"]))))
-    found, held_bytes = [], sum(workspaces(gpu_of(rows[0].target)))
-    for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target), strict=True):
-        peak = traces.peak(config)
+    found, held_bytes = [], sum(cublas_workspaces(gpu_of(rows[0].target)))
+    for config, anatomy in zip(configs, anatomies(task, configs, rows[0].target, techniques), strict=True):
+        peak = traces.peak(config, techniques)
         assert peak is not None and not isinstance(anatomy, str), (model, config, traces.failures, anatomy)
         expected = round(ON_GPU.total_bytes(peak))
         found.append(Predicted(expected, anatomy.reserved_bytes, anatomy.peak_bytes + held_bytes))

@@ -26,7 +26,6 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
@@ -34,9 +33,12 @@ from autotune.records.trial import PLAY_OFF
 from autotune.runners import table
 from autotune.runners.recorded import Table
 from autotune.runners.replay import ReplayRunner
+from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.search import search as run_search
 from tests.benchmarks.memory import TABLES, WIDE_TABLES, space_of
+
+techniques = find_techniques()
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIES = ROOT / "studies"
@@ -115,7 +117,7 @@ class Truth:
 @lru_cache
 def read(path: Path) -> Table:
     """A table, read once a process."""
-    return table.read(path)
+    return table.read(path, find_techniques())
 
 
 def limit_bytes(recorded: Table, *, tight: bool) -> int:

@@ -18,8 +18,10 @@ from statistics import median
 from typing import Any
 
 from autotune.task.loading import load_task
-from autotune.techniques import complete, labels
+from autotune.techniques import find_techniques
 from tests.benchmarks.searches import write
+
+complete = find_techniques().complete
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 Choices = Mapping[str, Any]
@@ -79,7 +81,9 @@ def table(rounds: int, studies: Iterable[str]) -> list[str]:
         entrants: list[dict[str, Any]] = [{**(task.baseline or {}), **change} for change in ({}, *changes)]
         found = [[probe(study, entrant) for entrant in entrants] for _ in range(rounds)]
         for number, entrant in enumerate(entrants[1:], start=1):
-            named = labels.describe(*(complete(one, global_batch=task.global_batch) for one in (entrant, entrants[0])))
+            named = find_techniques().describe(
+                *(complete(one, global_batch=task.global_batch) for one in (entrant, entrants[0]))
+            )
             pairs = [(turn[number], turn[0]) for turn in found if "samples_per_s" in turn[number]]
             if not pairs:
                 lines.append(f"| {study} | {named} | {found[0][number]['message']} | |")

@@ -15,6 +15,7 @@ from autotune.records.explanation import LOSS, Explanation
 from autotune.report import explanation_picture
 from autotune.report.explanation import explanation_sections
 from autotune.report.terminal import as_text
+from autotune.techniques import find_techniques
 
 VARIANTS = Path(__file__).parent.parent / "models" / "variants.py"
 BIG_HEAD = """
@@ -118,7 +119,7 @@ def test_a_big_head_is_named_with_what_saves_it(explained: Explanation) -> None:
     assert "`head`" in remark.part and remark.share > 0.5
     advice = next(one for one in explained.advice if one.label == remark.remedy)
     assert advice.saves_bytes == remark.saves_bytes > 0
-    text = as_text(explanation_sections(explained), 100)
+    text = as_text(explanation_sections(explained, find_techniques()), 100)
     assert "last layer `head`" in text and "blocks.0-2, each of 3" in text
 
 
@@ -135,7 +136,7 @@ def test_the_bars_of_the_picture_begin_at_zero(explained: Explanation) -> None:
 
 def test_what_is_not_predicted_is_named_before_the_reason(explained: Explanation) -> None:
     told = replace(explained, not_predicted={"fp16": "it is emulated"})
-    assert "fp16  not predicted: it is emulated" in as_text(explanation_sections(told), 100)
+    assert "fp16  not predicted: it is emulated" in as_text(explanation_sections(told, find_techniques()), 100)
 
 
 def test_a_model_that_cannot_be_traced_is_explained_by_what_was_measured(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_another_training_is_explained_by_itself_and_blocks_in_a_block_are_one_r
     assert found.memory is not None
     small = 64 * 32 + 32 + 3 * (32 * 32 + 32) + 32 * 10 + 10
     assert found.memory.kinds()["gradients"] == pytest.approx(4 * small, rel=0.05)
-    assert "1.0-2, each of 3" in as_text(explanation_sections(found), 100)
+    assert "1.0-2, each of 3" in as_text(explanation_sections(found, find_techniques()), 100)
 
 
 def test_half_a_batch_is_marked_where_it_trains_something_else(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
+from autotune.techniques import find_techniques
 from tests.short_play_off import AUTOTUNE
+
+techniques = find_techniques()
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -38,7 +40,7 @@ def search(folder: Path, text: str, *options: str, budget: str = "40s") -> subpr
 
 
 # one config and its batch size: the search ends once that is traced, and a twentieth of its budget is enough for it
-ALONE = ["--fix=batch_size=4", *(f"--exclude={name}" for name in techniques.REGISTRY)]
+ALONE = ["--fix=batch_size=4", *(f"--exclude={name}" for name in techniques)]
 
 
 def test_each_probe_tells_what_was_predicted_beside_what_it_found(tmp_path: Path) -> None:

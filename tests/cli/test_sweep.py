@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.runners import table
+from autotune.techniques import find_techniques
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 SMALL = (
@@ -37,7 +38,7 @@ def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny.csv: 2 configs, 2 probes; 2 ran, 0 of them known to within 3.0%")
     assert len(done.stderr.splitlines()) == 2 and "round 1,    0 left: batch 4 x12" in done.stderr
-    assert len(table.read(tmp_path / "tiny.csv").rows) == 2
+    assert len(table.read(tmp_path / "tiny.csv", find_techniques()).rows) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autotune.coupling.compare import SamplesOf, TypicalSamples, find_coupling
+from autotune.coupling.compare import find_coupling
+from autotune.coupling.samples import SamplesOf, TypicalSamples
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
 from autotune.records.coupling import Cause, Verdict

@@ -7,26 +7,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune import techniques
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
-from autotune.probe.timing import disturbances
+from autotune.probe.observers.base import Observers
 from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import BatchSupport, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.result import Result
 from autotune.records.settings import ProbeSettings
+from autotune.records.slot import Slot
+from autotune.records.world import ALONE
 from autotune.runners.failure import outcome_of_failure
-from autotune.runners.instant import InstantRunner
 from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
+from autotune.runners.runner import InstantRunner
+from autotune.techniques import find_techniques
 from autotune.tuning.search import search
 from autotune.units import GIB, MIB
 from tests.closed_form import inspection, measurement
 from tests.devices.fake_card import Machine
+
+techniques = find_techniques()
 
 MODEL_BYTES = 2 * GIB  # weights, gradients and the optimizer's state
 SAMPLE_BYTES = 750 * MIB
@@ -56,20 +59,17 @@ def train(
         machine.process.allocate(MODEL_BYTES)
         meanwhile()
         activations = [machine.process.allocate(SAMPLE_BYTES) for _ in range(batch_size)]
-        device.start_measuring()
-        slowdowns = dict.fromkeys(device.slowdowns(), 10)
+        observers = Observers(device, ALONE)
+        observers.start()
+        for number in range(6):
+            observers.sample(number)
         for key in activations:
             machine.process.free(key)
     except Exception as error:
         return replace(outcome_of_failure(error, device, "warmup"), wall_s=0.1)
     speed = 1000 * batch_size / (batch_size + 8)
     measured = measurement(config, speed, device.peak_bytes())
-    contention = device.contention()
-    counts = {name: int(value) for name, value in device.memory_detail().items() if name.startswith("num_")}
-    said = disturbances(contention, slowdowns, num_blocks=10)
-    return Outcome(
-        kind=Kind.OK, wall_s=0.1, measurement=replace(measured, contention=contention, disturbances=said, **counts)
-    )
+    return Outcome(kind=Kind.OK, wall_s=0.1, measurement=observers.stop(measured))
 
 
 @dataclass
@@ -100,8 +100,8 @@ class FakeCardRunner(InstantRunner):
     def now_s(self) -> float:
         return self._clock_s
 
-    def device(self) -> DeviceInfo:
-        return self._device.info()
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot(name=self._device.name, device=self._device.info()),)
 
     def result_of(self, job: Job[Any]) -> Any:
         self._clock_s += 1.0
@@ -146,9 +146,7 @@ class FakeCardRunner(InstantRunner):
             global_batch=None,
             baseline=techniques.complete({"batch_size": 8}).as_dict(),
             batch=BatchSupport(sizes=SIZES),
-            support={
-                name: t for name, t in inspection().support.items() if t.choices == (techniques.REGISTRY[name].off,)
-            }
+            support={name: t for name, t in inspection().support.items() if t.choices == (techniques[name].off,)}
             | {name: replace(t, choices=t.choices[:1]) for name, t in inspection().support.items()},
             outside_bytes=device.current_bytes(),
         )

@@ -87,7 +87,7 @@ def broken(what):
     ids=["hangs", "crashes", "raises"],
 )
 def test_a_figure_that_fails_does_not_cost_the_others(what, failure):
-    found = measured(open_device("cpu"), _convolution=broken(what), ON_HOST=replace(PATIENT["ON_HOST"], step_s=5.0))
+    found = measured(open_device("cpu"), _convolution=broken(what), ON_HOST=replace(PATIENT["ON_HOST"], step_s=2.5))
     assert found.rate("convolution", "bf16").sizes == ()
     assert failure in found.rate("convolution", "bf16").failure
     assert found.gain("convolution", "bf16") == 0.0

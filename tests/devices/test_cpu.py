@@ -170,11 +170,11 @@ def train(limit_bytes):
     if limit_bytes:
         device.limit_memory(limit_bytes)
     # pieces too large for the heap, whose holes differ between processes
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     optimizer = torch.optim.AdamW(model.parameters())
     try:
         for _ in range(2):
-            model(torch.randn(40_000, 256)).square().mean().backward()
+            model(torch.randn(160_000, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:

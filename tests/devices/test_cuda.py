@@ -15,7 +15,7 @@ import torch
 from autotune import prepare
 from autotune.devices import device_named, nvml, open_device
 from autotune.devices.instruments import Instruments
-from autotune.devices.oom import attempted_bytes, give_back
+from autotune.devices.oom import attempted_bytes
 from autotune.errors import DeviceError
 from autotune.runners.failure import outcome_of_failure
 from autotune.task import Task
@@ -245,7 +245,7 @@ def peak_after_free():
     held_bytes = device.current_bytes()
     del block
     after_bytes = device.current_bytes()  # while the allocator keeps it
-    give_back(device)
+    device.give_back()
     return before_bytes, held_bytes, device.peak_bytes(), after_bytes, torch.cuda.memory_reserved()
 
 
@@ -446,7 +446,7 @@ def judge_in_a_broken_context():
         device.synchronize()
     except RuntimeError as error:
         outcome = outcome_of_failure(error, device, "warmup")
-    give_back(device)
+    device.give_back()
     later = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`")
     pinning = RuntimeError("CUDA error: out of memory")
     return str(outcome.kind), outcome.cause, device.is_out_of_memory(later), device.is_of_host(pinning)

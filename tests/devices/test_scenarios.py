@@ -19,11 +19,13 @@ from autotune.errors import DeviceError
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import CheckJob, InspectJob, Job
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from autotune.tuning.why import as_error
 from autotune.units import GIB, MIB, format_bytes
 from tests.devices.fake_card import CONTEXT_BYTES, NO_NVML, Card, Machine, Neighbour
 from tests.devices.scenarios import MODEL_BYTES, SAMPLE_BYTES, FakeCardRunner, fits, found, train
+
+complete = find_techniques().complete
 
 ALONE = MODEL_BYTES + 8 * SAMPLE_BYTES + CONTEXT_BYTES  # a probe of batch 8
 ROWS: dict[str, dict[str, str]] = {}

@@ -26,10 +26,14 @@ from autotune.recovery import RAISE
 from autotune.session import prepare
 from autotune.task import load_task
 from autotune.task.facts import gather_facts
-from autotune.techniques import REGISTRY, complete, keep_settings
 from autotune.techniques import compile as techniques_compile
+from autotune.techniques import find_techniques
 from tests.report.sample_study import answer, but
 from tests.techniques.test_frameworks import CHOICES
+
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
+keep_settings = find_techniques().keep_settings
 
 RESULT = but(answer("sqlite:///gpt.db"), device="cpu", model="model.py", parts=("build_model", "make_batch"))
 ROOT = Path(autotune.__file__).parents[1]
@@ -233,7 +237,7 @@ def test_it_takes_the_sessions_steps_to_the_last_bit(kind: str, cases: dict[str,
 
 def test_every_technique_that_can_run_here_is_among_them() -> None:
     tried = {name for configs in CONFIGS.values() for config in configs for name in config}
-    assert REGISTRY.keys() - tried == {"expandable_segments", "pin_memory"}
+    assert TECHNIQUES.keys() - tried == {"expandable_segments", "pin_memory"}
 
 
 def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]]) -> None:
@@ -248,7 +252,7 @@ def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]])
 
 def test_all_techniques_share_a_script_without_two_things_of_one_name() -> None:
     config = {name: choices[-1] for name, choices in CHOICES.items()} | {"freeze": "encoder", "amp": "fp16"}
-    places = {name: {"modules": ["blocks.0"]} for name in REGISTRY}
+    places = {name: {"modules": ["blocks.0"]} for name in TECHNIQUES}
     parts = ("build_model", "train_dataset", "MAX_GRAD_NORM")
     exported = export(but(RESULT, config=RESULT.config | config, places=places, parts=parts), "torch")
     assert not exported.unsaid

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
 from autotune.devices import nvml, open_device, selftest
 from autotune.devices.compiler import why_not_on
 from autotune.devices.targets import target_of
@@ -26,9 +25,12 @@ from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import AnatomyJob, CheckJob, InspectJob, ModulesJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.units import GIB, MIB
 from tests.devices.processes import in_process
 from tests.short_play_off import AUTOTUNE
+
+techniques = find_techniques()
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +83,9 @@ def test_the_parts_of_the_peak_and_of_the_time_are_what_the_card_shows(tmp_path,
         monkeypatch.setenv(name, "512")
     config = techniques.complete({"batch_size": 12}, global_batch=48)
     with LocalRunner(TaskSource.of(GPT), device="cuda:0", logs=tmp_path) as runner:
-        (anatomy,) = runner.run(AnatomyJob(configs=(config,), target=target_of(runner.device()), timeout_s=100))
+        (anatomy,) = runner.run(
+            AnatomyJob(configs=(config,), target=target_of(runner.slots()[0].device), timeout_s=100)
+        )
         times = runner.run(ModulesJob(config=config, settings=SETTINGS))
         step_s = run(runner).measurement.step_s
     assert anatomy.peak_bytes == pytest.approx(times.allocated_bytes, rel=0.1)
@@ -343,9 +347,9 @@ def test_predicted_reserved_memory_is_near_what_is_measured(prober):
 
     inspection = prober.run(InspectJob(memory_limit_bytes=8 * GIB, timeout_s=120))
     assert isinstance(inspection, Inspection), inspection
-    space, _ = build_space(inspection, fix={}, include=(), exclude=())
+    space, _ = build_space(inspection, find_techniques())
     config = techniques.complete({"batch_size": 48}, global_batch=48)
-    traces = prober.trace([config], target_of(prober.device()), 120)
+    traces = prober.trace([config], target_of(prober.slots()[0].device), 120)
     assert not traces.failures
     estimate = MemoryModel(traces, inspection.outside_bytes, space).estimate(config)
     measured = run(prober, batch_size=48).measurement
@@ -365,12 +369,11 @@ for _ in range(10**6):
 def test_the_memory_limit_holds_for_a_command_on_a_gpu(tmp_path):
     (tmp_path / "greedy.py").write_text(GREEDY)
     command = Command(f"{sys.executable} {tmp_path / 'greedy.py'} {{batch_size}}", {})
-    with (
-        CommandRunner(command, logs=tmp_path / "logs", device="cuda:0") as runner,
-        techniques.REGISTRY.only(runner.switches),
-    ):
+    with CommandRunner(command, logs=tmp_path / "logs", device="cuda:0") as runner:
         limited = SETTINGS.replace(memory_limit_bytes=2 * GIB)
-        outcome = runner.probe(techniques.complete({"batch_size": 10**6}), limited)  # 2 GB a batch, and its product
+        outcome = runner.probe(
+            runner.techniques.complete({"batch_size": 10**6}), limited
+        )  # 2 GB a batch, and its product
     assert (outcome.kind, outcome.crowded) == (Kind.OOM, False), outcome
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 
-from autotune import techniques
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.values]
 

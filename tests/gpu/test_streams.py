@@ -24,7 +24,7 @@ from autotune.records.settings import ProbeSettings
 from autotune.task import Task
 from autotune.techniques import activation_offload
 from autotune.techniques.activation_offload import _Store
-from autotune.techniques.device_prefetch import copier
+from autotune.techniques.device_prefetch import Copier
 from autotune.units import KIB
 from tests.devices.processes import in_process
 from tests.driver.played import Played
@@ -86,7 +86,7 @@ def test_a_prefetched_batch_is_read_when_it_has_arrived() -> None:
 
 def test_a_prefetched_batch_keeps_its_memory_until_the_step_has_read_it() -> None:
     def give_away() -> bool:
-        copies: Any = copier(torch.device("cuda"))
+        copies: Any = Copier(torch.device("cuda"))
 
         def read() -> int:
             batch = copies.begin(torch.ones(2**20))()

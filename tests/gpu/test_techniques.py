@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import CheckJob, InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.techniques.device_prefetch import DevicePrefetch
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require, require_compiler
+
+techniques = find_techniques()
 
 pytestmark = pytest.mark.gpu
 

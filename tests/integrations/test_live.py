@@ -51,6 +51,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[A
     return [own, model.training, len(model._forward_pre_hooks), str(optimizer.state_dict()), drawn]
 
 
+@pytest.mark.usefixtures("measured_once", "short_play_off")
 def test_a_search_leaves_model_optimizer_randomness_and_workers_as_they_were(tmp_path: Path) -> None:
     model, loss = net().eval(), torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -14,9 +14,11 @@ from autotune.errors import TaskError
 from autotune.integrations.loops import Tuned, _changed_loader, _fixed, _switch_on, task_of, tune
 from autotune.session import prepare
 from autotune.task import Task
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import LOOP
 from tests.arithmetic import needs_bf16_arithmetic
+
+TECHNIQUES = find_techniques()
 
 pytestmark = pytest.mark.usefixtures("measured_once", "short_play_off")
 
@@ -47,7 +49,7 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any
 
 def tuned(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Tuned:
     options = {"loader": loader(), "budget": "60s", "trials": 2, "listeners": (), **options}
-    others = {*REGISTRY} - {*options.get("fix", {}), *options.get("baseline", {})}
+    others = {*TECHNIQUES} - {*options.get("fix", {}), *options.get("baseline", {})}
     storage = f"sqlite:///{folder / 'loop.db'}"
     return tune(
         model,
@@ -166,9 +168,9 @@ def test_a_lightning_module_is_for_its_trainer() -> None:
 
 
 def test_what_would_need_another_loop_is_not_for_it() -> None:
-    assert REGISTRY["amp"].write(LOOP, "fp16") is None and REGISTRY["amp"].write(LOOP, "bf16") == {}
-    assert REGISTRY["optimizer_in_backward"].write(LOOP, True) is None
-    assert REGISTRY["optimizer_impl"].write(LOOP, "fused", optimizer="SGD") == {}
+    assert TECHNIQUES["amp"].write(LOOP, "fp16") is None and TECHNIQUES["amp"].write(LOOP, "bf16") == {}
+    assert TECHNIQUES["optimizer_in_backward"].write(LOOP, True) is None
+    assert TECHNIQUES["optimizer_impl"].write(LOOP, "fused", optimizer="SGD") == {}
 
 
 def switched_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **found: Any) -> None:

@@ -11,14 +11,16 @@ from torch import nn
 from autotune.prediction.anatomy import anatomies
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, STEP, UPDATE, Anatomy
 from autotune.task import Task, load_task
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from tests.prediction.real_memory import real_peak_bytes
+
+complete = find_techniques().complete
 
 MODELS = Path(__file__).parent / "models"
 
 
 def anatomy(task: Task, choices: dict[str, object], target: str = "cpu") -> Anatomy:
-    (found,) = anatomies(task, [complete(choices, global_batch=task.global_batch)], target)
+    (found,) = anatomies(task, [complete(choices, global_batch=task.global_batch)], target, find_techniques())
     assert isinstance(found, Anatomy), found
     return found
 

@@ -17,7 +17,9 @@ from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.task import Task
 from autotune.task.batches import tensors
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
+
+complete = find_techniques().complete
 
 HUGE = 2**40  # elements: 4 TiB
 LARGE = 2**16  # elements: more than have values while a model is built
@@ -122,7 +124,7 @@ def task(build_model: Any) -> Task:
 def traced(of: Task, target: str) -> Traces:
     found = Traces(target=target)
     configs = [complete({"batch_size": 4, **more}) for more in ({}, {"amp": "bf16"}, {"optimizer_impl": "for-loop"})]
-    for message in trace_plan(of, plan_traces(configs), target):
+    for message in trace_plan(of, plan_traces(configs, find_techniques()), target):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
     return found
@@ -135,23 +137,25 @@ def test_a_model_without_values_is_predicted_as_one_that_was_built_for_real(kind
         return kind()
 
     reads_values.of = kind
-    fakes = Fakes(task(kind), "cuda")
+    fakes = Fakes(task(kind), "cuda", find_techniques())
     fakes.task.model()
-    for_real = Fakes(task(reads_values), "cuda")
+    for_real = Fakes(task(reads_values), "cuda", find_techniques())
     for_real.task.model()
     assert (fakes.why_real, bool(for_real.why_real)) == ("", True)
     without, real = traced(task(kind), "cuda"), traced(task(reads_values), "cuda")
     assert without.failures == real.failures == {}
     for choices in ({}, {"amp": "bf16"}):
         for size in (2, 32, 1000):
-            found, expected = (each.peak(complete({"batch_size": size, **choices})) for each in (without, real))
+            found, expected = (
+                each.peak(complete({"batch_size": size, **choices}), find_techniques()) for each in (without, real)
+            )
             assert found is not None and expected is not None
             assert found.breakdown == expected.breakdown
             assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.001)
 
 
 def test_what_is_shared_stays_shared() -> None:
-    fakes = Fakes(task(Tied), "cpu")
+    fakes = Fakes(task(Tied), "cpu", find_techniques())
     built = fakes.task.model()
     assert built.head.weight is built.words.weight
 
@@ -159,7 +163,7 @@ def test_what_is_shared_stays_shared() -> None:
         assert torch.ones(LARGE)[0].item() == 1
         return Tied()
 
-    fakes = Fakes(task(reads_values), "cpu")
+    fakes = Fakes(task(reads_values), "cpu", find_techniques())
     for _ in range(2):
         built = fakes.task.model()
         assert built.head.weight is built.words.weight
@@ -183,7 +187,7 @@ def test_where_the_constructor_reads_values_the_model_is_built_for_real_once_and
         num_built.append(1)
         return nn.Linear(32, 32)
 
-    fakes = Fakes(task(build_model), "cpu")
+    fakes = Fakes(task(build_model), "cpu", find_techniques())
     models = [fakes.task.model() for _ in range(3)]
     assert len(num_built) == 1 and len(set(map(id, models))) == 3
     assert "values of" in fakes.why_real and "(test_fakes.py, line " in fakes.why_real
@@ -216,7 +220,7 @@ class Dropped(nn.Module):
 
 
 def test_values_of_small_tensors_can_be_read() -> None:
-    fakes = Fakes(task(Dropped), "cpu")
+    fakes = Fakes(task(Dropped), "cpu", find_techniques())
     assert [type(block).__name__ for block in fakes.task.model().blocks] == ["Identity", "Dropout", "Dropout"]
     assert fakes.why_real == ""
     with fakes.run():  # where values that are read are plausible ones
@@ -232,7 +236,7 @@ def test_values_that_depend_on_unknown_ones_are_unknown() -> None:
         assert abs(float(view[0])) < 100
         return nn.Linear(32, 32)
 
-    fakes = Fakes(task(build_model), "cpu")
+    fakes = Fakes(task(build_model), "cpu", find_techniques())
     fakes.task.model()
     assert "(test_fakes.py, line " in fakes.why_real
 
@@ -240,11 +244,11 @@ def test_values_that_depend_on_unknown_ones_are_unknown() -> None:
 def test_weights_that_are_loaded_need_not_be_there_twice(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).state_dict(), tmp_path / "weights.pt")
     found = traced(task(lambda: loaded(tmp_path)), "cuda")
-    assert found.failures == {} and found.peak(complete({"batch_size": 4})) is not None
+    assert found.failures == {} and found.peak(complete({"batch_size": 4}), find_techniques()) is not None
 
 
 def test_a_model_that_no_host_can_hold_is_built_all_the_same() -> None:
-    fakes = Fakes(task(lambda: nn.Linear(HUGE // 32, 32)), "cpu")
+    fakes = Fakes(task(lambda: nn.Linear(HUGE // 32, 32)), "cpu", find_techniques())
     assert sum(p.numel() for p in fakes.task.model().parameters()) == HUGE + 32
 
 
@@ -254,7 +258,7 @@ def test_what_the_host_cannot_hold_for_real_is_told_as_the_hosts(monkeypatch: py
         return nn.Linear(HUGE, 32)
 
     with pytest.raises(TaskError) as raised:
-        Fakes(task(build_model), "cuda", host_bytes=3 * 2**30).task.model()
+        Fakes(task(build_model), "cuda", find_techniques(), host_bytes=3 * 2**30).task.model()
     told = str(raised.value)
     assert "the host has too little memory" in told and "3.00 GiB" in told and "(test_fakes.py, line " in told
     assert "--memory-limit" not in told
@@ -262,9 +266,9 @@ def test_what_the_host_cannot_hold_for_real_is_told_as_the_hosts(monkeypatch: py
 
 def test_a_mistake_in_build_model_is_told_as_what_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
-        Fakes(task(lambda: 1 / 0), "cpu").task.model()
+        Fakes(task(lambda: 1 / 0), "cpu", find_techniques()).task.model()
 
 
 def test_data_stay_real() -> None:
-    fakes = Fakes(task(with_batch_norm), "cpu")
+    fakes = Fakes(task(with_batch_norm), "cpu", find_techniques())
     assert all(type(tensor) is torch.Tensor for tensor in tensors(fakes.task.batch(2)))

@@ -12,7 +12,7 @@ from torch import nn
 
 from autotune.devices.absent import AbsentGpu
 from autotune.devices.cpu import CpuDevice
-from autotune.prediction.inspection import inspect_untrained
+from autotune.prediction.fakes import inspect_untrained
 from autotune.probe.inspection import inspect_task
 from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection

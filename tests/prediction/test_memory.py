@@ -17,6 +17,7 @@ from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Config
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
+from autotune.techniques import Techniques, find_techniques
 from tests.closed_form import MIB, ClosedFormRunner, inspection, measurement
 from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner
 
@@ -25,7 +26,7 @@ PROBER = RoughRunner()
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 def ran(config: Config, prober: ClosedFormRunner = PROBER) -> tuple[Config, Outcome]:
@@ -80,7 +81,10 @@ def test_two_probes_correct_every_group(space: Space) -> None:
 
 def test_the_breakdown_is_passed_on(space: Space) -> None:
     estimate = traced(space).estimate(space.baseline)
-    assert estimate is not None and estimate.breakdown == NoisyPeaks(PROBER).peak(space.baseline).breakdown
+    assert (
+        estimate is not None
+        and estimate.breakdown == NoisyPeaks(PROBER).peak(space.baseline, find_techniques()).breakdown
+    )
 
 
 def test_a_probe_of_one_group_moves_its_own_group_most(space: Space) -> None:
@@ -222,8 +226,8 @@ def test_traces_that_a_probe_refutes_by_far_are_left_aside(space: Space) -> None
 class AbsurdPeaks(NoisyPeaks):
     """Traced with a pebibyte that only larger batches ask for."""
 
-    def peak(self, config: Config) -> TracedPeak:
-        return replace(super().peak(config), peak_bytes=2**50)
+    def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
+        return replace(super().peak(config, techniques), peak_bytes=2**50)
 
 
 @pytest.mark.parametrize("make", [traced, untraced])

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from autotune import techniques
 from autotune.prediction.plan import Plan, allocator_sizes, plan_traces, traced_sizes
 from autotune.prediction.traces import Traces
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 
 def configs():
@@ -21,14 +23,14 @@ def configs():
 
 
 def test_each_group_is_traced_once_plain_training_first():
-    plan = plan_traces(configs())
+    plan = plan_traces(configs(), find_techniques())
     assert plan.models == ((), (("amp", "bf16"),))
     assert plan.updates == ((), (("optimizer_impl", "fused"),))
     assert plan.batch_sizes == (1, 4, 16)
 
 
 def test_what_failed_is_not_tried_again():
-    plan = plan_traces(configs()).without(Traces(target="cpu", failures={"model: amp=bf16": "why"}))
+    plan = plan_traces(configs(), find_techniques()).without(Traces(target="cpu", failures={"model: amp=bf16": "why"}))
     assert plan.labels() == [
         "model: nothing switched on",
         "optimizer: nothing switched on",
@@ -37,7 +39,7 @@ def test_what_failed_is_not_tried_again():
 
 
 def test_a_plan_survives_json():
-    plan = plan_traces(configs())
+    plan = plan_traces(configs(), find_techniques())
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 

@@ -22,9 +22,12 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.task import Task
 from autotune.task.lengths import LengthDistribution
-from autotune.techniques import REGISTRY, Phase, Technique, complete
+from autotune.techniques import Phase, Technique, Techniques, find_techniques
 from autotune.techniques.build import Build, Setting
 from tests.closed_form import inspection, measurement
+
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
 
 ROWS, HIDDEN, SIZE = 6, 32, 8
 
@@ -50,7 +53,9 @@ def images() -> Task:
 
 def traced(task: Task, **changes: object) -> Traces:
     found = Traces(target="cpu")
-    plan = plan_traces([complete({"batch_size": size, "accumulation_steps": 1, **changes}) for size in (2, SIZE)])
+    plan = plan_traces(
+        [complete({"batch_size": size, "accumulation_steps": 1, **changes}) for size in (2, SIZE)], find_techniques()
+    )
     for message in trace_plan(task, plan, "cpu"):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
@@ -143,19 +148,19 @@ def test_an_answer_is_as_far_from_the_limits_as_its_speed_and_the_rates_say() ->
     roofline = Roofline.of(rates(fp32=(2, 1), bf16=(8, 1)), traced(matrices()))
     assert roofline is not None
     plain = complete({"batch_size": SIZE, "accumulation_steps": 1})
-    fast, short = roofline.use(plain, 1000.0), roofline.use(plain.replace(amp="bf16"), 1000.0)
+    fast, short = (roofline.use(config, 1000.0, find_techniques()) for config in (plain, plain.replace(amp="bf16")))
     assert fast is not None and short is not None
     assert fast.flops_per_s == short.flops_per_s == pytest.approx(1000 * roofline.flops(SIZE))
     assert fast.flops_share == pytest.approx(fast.flops_per_s / 2e9)
     assert (short.arithmetic, short.flops_share) == ("bf16", pytest.approx(fast.flops_per_s / 8e9))
     assert fast.bandwidth_share == pytest.approx(fast.bytes_per_s / 1e10)
     assert fast.bytes_per_s > 1000 * 4 * ROWS * (16 + HIDDEN + 4)  # every tensor moves once at the least
-    assert roofline.use(plain.replace(amp="fp16"), 1000.0) is None
+    assert roofline.use(plain.replace(amp="fp16"), 1000.0, find_techniques()) is None
 
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 def expected_ratio(model: TimeModel, config: Config, baseline: Config) -> float:
@@ -185,9 +190,7 @@ def test_launching_and_updating_are_expected_to_take_what_operators_and_bytes_sa
     assert expected_ratio(launching, twice, space.baseline) > 1.4
 
 
-def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_step_spends_its_time_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_step_spends_its_time_on() -> None:
     class Silent(Technique):
         name = "silent"
         summary = listed_choices = applies = ""
@@ -200,9 +203,9 @@ def test_a_technique_that_says_nothing_of_its_effect_is_never_idle_whatever_a_st
         def apply(self, build: Build, choice: Choice) -> None:
             pass
 
-    monkeypatch.setitem(REGISTRY._techniques, "silent", Silent())
+    techniques = Techniques([*find_techniques().values(), Silent()])
     support = dict(inspection().support) | {"silent": Support(choices=(False, True))}
-    space = build_space(inspection(support=support), fix={}, include=(), exclude=())[0]
+    space = build_space(inspection(support=support), techniques)[0]
     phases_s = {"data": 1e-6, "forward": 0.5, "backward": 0.5, "optimizer": 1e-6}
     measured = replace(measurement(space.baseline, space.baseline.samples_per_step, 2**29), phases_s=phases_s)
     probes = [(space.baseline, Outcome(kind=Kind.OK, measurement=measured))]

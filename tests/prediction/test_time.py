@@ -15,13 +15,14 @@ from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.task.lengths import LengthDistribution
+from autotune.techniques import find_techniques
 from tests.closed_form import SIZES, ClosedFormRunner, inspection, measurement
 from tests.rough_world import RoughRunner, rough_inspection
 
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def free_space() -> Space:
     batch = BatchSupport(sizes=SIZES)
     baseline = inspection().baseline | {"accumulation_steps": 1}
     found = inspection(global_batch=None, batch=batch, baseline=baseline)
-    return build_space(found, fix={}, include=(), exclude=())[0]
+    return build_space(found, find_techniques())[0]
 
 
 def ran(config: Config, samples_per_s: float, **changes: object) -> tuple[Config, Outcome]:
@@ -125,7 +126,7 @@ def test_errors_that_two_configs_share_cancel(space: Space) -> None:
 
 @pytest.mark.parametrize("count", [4, 12, 30])
 def test_intervals_hold_what_they_promise(count: int) -> None:
-    space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
+    space = build_space(rough_inspection(), find_techniques())[0]
     inside: list[bool] = []
     for world in range(8):
         prober = RoughRunner(world=world)
@@ -137,7 +138,7 @@ def test_intervals_hold_what_they_promise(count: int) -> None:
 
 
 def test_thirty_noisy_probes_of_a_rough_world_predict_the_rest_within_five_percent() -> None:
-    space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
+    space = build_space(rough_inspection(), find_techniques())[0]
     prober = RoughRunner(world=1)
     configs = random.Random(0).sample(list(space), 30)
     model = TimeModel(space, probed(prober, configs, noise=0.03))

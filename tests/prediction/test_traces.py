@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.prediction.traces import ModelTrace, PeakFit, Piece, Reserved, Traces, UpdateTrace
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 PARAMETERS, STATE = 1000.0, 2000.0
 
@@ -53,37 +55,40 @@ def config(batch_size: int, **choices):
 
 @pytest.mark.parametrize(("batch_size", "activations"), [(4, 5040), (100, 10_000)])
 def test_the_peak_is_the_largest_line_at_the_batch_size(batch_size, activations):
-    peak = TRACES.peak(config(batch_size))
+    peak = TRACES.peak(config(batch_size), find_techniques())
     assert peak.breakdown.activations_bytes == activations
     assert peak.peak_bytes == PARAMETERS + STATE + activations
     assert peak.breakdown.modules == (("a", activations),)
 
 
 def test_who_accumulates_holds_gradients_beside_activations_and_all_micro_batches():
-    alone, several = TRACES.peak(config(4)), TRACES.peak(config(4, accumulation_steps=3))
+    alone, several = (
+        TRACES.peak(config(4), find_techniques()),
+        TRACES.peak(config(4, accumulation_steps=3), find_techniques()),
+    )
     assert several.breakdown.gradients_bytes == PARAMETERS
     assert several.peak_bytes - alone.peak_bytes == PARAMETERS + 2 * 4 * 8
 
 
 def test_an_update_that_needs_more_than_the_micro_batches_is_the_peak():
-    peak = TRACES.peak(config(4, optimizer_impl="foreach"))
+    peak = TRACES.peak(config(4, optimizer_impl="foreach"), find_techniques())
     assert peak.breakdown.activations_bytes == 0
     assert peak.breakdown.temporaries_bytes == 50_000 + 4 * 8
     assert peak.peak_bytes == 2 * PARAMETERS + STATE + 50_000 + 4 * 8
 
 
 def test_techniques_that_act_on_the_loading_of_data_do_not_matter():
-    assert TRACES.peak(config(4, num_workers=2)) == TRACES.peak(config(4))
+    assert TRACES.peak(config(4, num_workers=2), find_techniques()) == TRACES.peak(config(4), find_techniques())
 
 
 def test_a_group_that_was_not_traced_has_no_peak():
-    assert TRACES.peak(config(4, amp="fp16")) is None
-    assert TRACES.peak(config(4, optimizer_impl="fused")) is None
+    assert TRACES.peak(config(4, amp="fp16"), find_techniques()) is None
+    assert TRACES.peak(config(4, optimizer_impl="fused"), find_techniques()) is None
 
 
 @pytest.mark.parametrize(("batch_size", "uncertainty"), [(2, 0.0), (5, 0.1), (32, 0.0), (64, 0.2), (1, 0.2)])
 def test_a_law_that_is_not_affine_is_unsure_where_it_was_not_traced(batch_size, uncertainty):
-    assert TRACES.peak(config(batch_size, amp="bf16")).uncertainty == pytest.approx(uncertainty)
+    assert TRACES.peak(config(batch_size, amp="bf16"), find_techniques()).uncertainty == pytest.approx(uncertainty)
 
 
 def test_on_a_gpu_the_allocator_reserves_more_than_lives():
@@ -91,19 +96,19 @@ def test_on_a_gpu_the_allocator_reserves_more_than_lives():
     growing = Reserved(added="expandable_segments:True", factors=((8, 1.0625, 1.125),))
     model = replace(PLAIN, reserved=(plain, growing))
     traces = replace(TRACES, target="cuda", models={(): model})
-    living = TRACES.peak(config(8))
-    assert traces.peak(config(8)).peak_bytes == 1.25 * living.peak_bytes
-    assert traces.peak(config(8)).uncertainty == 0
-    assert traces.peak(config(8, expandable_segments=True)).peak_bytes == 1.0625 * living.peak_bytes
-    between = traces.peak(config(16))
-    assert 1.125 < between.peak_bytes / TRACES.peak(config(16)).peak_bytes < 1.25
+    living = TRACES.peak(config(8), find_techniques())
+    assert traces.peak(config(8), find_techniques()).peak_bytes == 1.25 * living.peak_bytes
+    assert traces.peak(config(8), find_techniques()).uncertainty == 0
+    assert traces.peak(config(8, expandable_segments=True), find_techniques()).peak_bytes == 1.0625 * living.peak_bytes
+    between = traces.peak(config(16), find_techniques())
+    assert 1.125 < between.peak_bytes / TRACES.peak(config(16), find_techniques()).peak_bytes < 1.25
     assert between.uncertainty > 0.05
 
 
 def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
-    assert TRACES.peak(config(8)).volume_bytes == 100 + 8 * 20
+    assert TRACES.peak(config(8), find_techniques()).volume_bytes == 100 + 8 * 20
     model = replace(PLAIN, reserved=(Reserved(added="", factors=((8, 1.25, 1.3),)),))
-    assert replace(TRACES, models={(): model}).peak(config(8)).volume_bytes == 0
+    assert replace(TRACES, models={(): model}).peak(config(8), find_techniques()).volume_bytes == 0
 
 
 def test_traces_survive_json():
@@ -121,7 +126,7 @@ def test_data_of_another_form_is_refused(data):
 def test_merging_forgets_the_failure_of_what_was_traced_later():
     later = Traces(target="cpu", models={(("amp", "fp16"),): PLAIN}, failures={"model: amp=bf16": "a crash"})
     merged = TRACES.merged(later)
-    assert merged.peak(config(4, amp="fp16")) is not None
+    assert merged.peak(config(4, amp="fp16"), find_techniques()) is not None
     assert merged.failures == {}
     assert merged.updates == TRACES.updates
 
@@ -129,5 +134,5 @@ def test_merging_forgets_the_failure_of_what_was_traced_later():
 def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
     model = replace(PLAIN, volume=((0.0, 2.0**20, 3), (1000.0, 0.0, 1)))
     traces = replace(TRACES, models={(): model})
-    assert traces.peak(config(8)).volume_bytes == 3 * 8 * 2**20 + 1000
-    assert traces.peak(config(32)).volume_bytes == 1000
+    assert traces.peak(config(8), find_techniques()).volume_bytes == 3 * 8 * 2**20 + 1000
+    assert traces.peak(config(32), find_techniques()).volume_bytes == 1000

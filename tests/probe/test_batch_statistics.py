@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autotune.devices import open_device
-from autotune.probe.batch_statistics import NUM_VALUES, enough_samples
+from autotune.probe.runs import NUM_VALUES, enough_samples
 from autotune.task import Task
 
 

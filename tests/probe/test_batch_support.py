@@ -10,7 +10,9 @@ from autotune.probe.batch_support import batch_support, fine_sizes
 from autotune.records.batch_plan import BatchPlan
 from autotune.records.coupling import Coupling, Verdict
 from autotune.task.facts import uses_batch_statistics
-from autotune.techniques import validate
+from autotune.techniques import find_techniques
+
+validate = find_techniques().validate
 
 
 def linear() -> nn.Module:

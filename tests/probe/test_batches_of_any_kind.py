@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.errors import TaskError
 from autotune.prediction.job import trace_plan
@@ -16,7 +15,10 @@ from autotune.probe.measure import Run
 from autotune.records.settings import ProbeSettings
 from autotune.session import prepare
 from autotune.task.batches import StepBatch
+from autotune.techniques import find_techniques
 from tests.batches_of_any_kind import BELIEVED, CUT, TASKS
+
+techniques = find_techniques()
 
 torch.set_num_threads(1)
 every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -47,7 +49,7 @@ def test_a_probe_measures_it_also_where_it_accumulates(task):
 @pytest.mark.parametrize("kind", TASKS)
 def test_its_memory_is_traced_unless_its_shapes_are_values(kind):
     configs = [techniques.complete({"batch_size": size}) for size in (4, 8)]
-    messages = list(trace_plan(TASKS[kind], plan_traces(configs), "cpu"))
+    messages = list(trace_plan(TASKS[kind], plan_traces(configs, find_techniques()), "cpu"))
     failures = [message["traces"]["failures"] for message in messages if message.get("traces", {}).get("failures")]
     assert bool(failures) == (kind in ("jagged", "PackedSequence"))  # learned from probes
 

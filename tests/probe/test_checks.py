@@ -8,10 +8,11 @@ from torch.nn import functional
 from autotune.coupling.dropout_off import dropout_off
 from autotune.probe.checks import EXACT_ERROR, run_checks
 from autotune.task import Task
-from autotune.techniques import REGISTRY
-from autotune.techniques.recomputed import _Buffers
+from autotune.techniques import find_techniques, recomputation
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
+
+TECHNIQUES = find_techniques()
 
 torch.set_num_threads(1)
 
@@ -101,7 +102,7 @@ def test_a_gradient_of_another_size_is_caught_where_the_model_magnifies_rounding
         for parameter in build.model.parameters():
             parameter.register_hook(lambda gradient: gradient * factor)
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", scaled)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", scaled)
     task = task_of(deep_with_batch_norm, make_batch=images)
     check = run_checks(task, {"amp": "bf16", "channels_last": True}, "cpu", batch_size=4)
     assert not check.passed
@@ -119,7 +120,7 @@ def changed_by(monkeypatch, hook):
         for parameter in build.model.parameters():
             parameter.register_hook(hook)
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", apply)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", apply)
     task = task_of(very_deep_with_batch_norm, make_batch=images)
     return run_checks(task, {"amp": "bf16", "channels_last": True}, "cpu", batch_size=4)
 
@@ -187,10 +188,10 @@ def test_a_failed_check_names_the_cause_micro_batches_precision_or_a_technique(m
     cut = run_checks(coupled, {"amp": "bf16", "accumulation_steps": 2}, "cpu", batch_size=8)
     assert cut.passed is False and cut.cause == ("accumulation_steps",)
     assert cut.reason.startswith(
-        "the cause is cutting the batch into micro batches, which plain fp32 does not bear either"
+        "the cause is cutting the batch into micro batches, which changes the gradient of plain fp32 as well"
     )
     assert run_checks(coupled, {"accumulation_steps": 2}, "cpu", batch_size=8).cause == ("accumulation_steps",)
-    halve_the_gradients(monkeypatch, REGISTRY["checkpoint_segments"])
+    halve_the_gradients(monkeypatch, TECHNIQUES["checkpoint_segments"])
     wrong = {"amp": "bf16", "checkpoint_segments": 2}
     assert run_checks(task_of(lambda: Model(dropout=0.0)), wrong, "cpu", batch_size=4).cause == ("checkpoint_segments",)
     both = run_checks(coupled, {**wrong, "accumulation_steps": 2}, "cpu", batch_size=8)
@@ -198,7 +199,7 @@ def test_a_failed_check_names_the_cause_micro_batches_precision_or_a_technique(m
 
 
 def test_precision_is_named_where_it_is_the_cause(monkeypatch):
-    halve_the_gradients(monkeypatch, REGISTRY["amp"])
+    halve_the_gradients(monkeypatch, TECHNIQUES["amp"])
     check = run_checks(
         task_of(lambda: Model(dropout=0.0)), {"amp": "bf16", "checkpoint_segments": 2}, "cpu", batch_size=4
     )
@@ -221,7 +222,7 @@ def test_an_inexact_technique_that_claims_to_be_exact_is_caught(monkeypatch):
     def wrong(technique, build, choice):
         build.model.blocks[1].up.register_full_backward_hook(lambda module, into, out: (into[0] * 1.01,))
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", wrong)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", wrong)
     check = run_checks(task_of(lambda: Model(dropout=0.0)), {"channels_last": True}, "cpu", batch_size=8)
     assert not check.passed
     assert "the gradient differs" in check.reason
@@ -239,14 +240,14 @@ def test_activations_in_place_that_are_used_again_are_caught(monkeypatch):
     def in_place(technique, build, choice):
         build.model.act.inplace = True
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", in_place)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", in_place)
     check = run_checks(task_of(Rectified), {"channels_last": True}, "cpu", batch_size=8)
     assert not check.passed
     assert "the loss differs" in check.reason
 
 
 def test_batch_norm_updated_twice_is_caught_by_the_buffers_alone(monkeypatch):
-    monkeypatch.setattr(_Buffers, "recorded", lambda self: torch.enable_grad())
+    monkeypatch.setattr(recomputation, "remember_buffers", lambda *args: torch.enable_grad())
     check = run_checks(task_of(with_batch_norm), {"checkpoint_segments": 4}, "cpu", batch_size=8)
     assert not check.passed
     assert check.gradient_error <= EXACT_ERROR
@@ -265,7 +266,7 @@ def test_renamed_parameters_are_caught(monkeypatch):
     def wrap(technique, build, choice):
         build.model.blocks[0] = Wrapper(build.model.blocks[0])
 
-    monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", wrap)
+    monkeypatch.setattr(type(TECHNIQUES["checkpoint_segments"]), "apply", wrap)
     check = run_checks(task_of(), {"checkpoint_segments": 1}, "cpu", batch_size=8)
     assert not check.passed and not check.names_equal
     assert check.gradient_error <= EXACT_ERROR
@@ -280,7 +281,7 @@ def test_an_optimizer_that_loses_its_weight_decay_is_caught_after_three_steps(mo
     def configure(model):
         return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
-    monkeypatch.setattr(type(REGISTRY["optimizer_impl"]), "apply", forget)
+    monkeypatch.setattr(type(TECHNIQUES["optimizer_impl"]), "apply", forget)
     check = run_checks(task_of(configure_optimizers=configure), {"optimizer_impl": "foreach"}, "cpu", batch_size=8)
     assert not check.passed
     assert check.gradient_error <= EXACT_ERROR
@@ -296,7 +297,7 @@ def test_lost_dropout_masks_are_caught(monkeypatch):
         for block in build.model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
-    monkeypatch.setattr(type(REGISTRY["checkpoint_segments"]), "apply", apply)
+    monkeypatch.setattr(type(TECHNIQUES["checkpoint_segments"]), "apply", apply)
     assert not run_checks(task_of(), {"checkpoint_segments": 4}, "cpu", batch_size=8).passed
 
 
@@ -338,7 +339,7 @@ def test_a_gradient_that_turns_on_one_rounding_is_judged_in_double_precision(mon
     def reverse(technique, build, choice):
         build.model.reverse = True
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", reverse)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", reverse)
     check = run_checks(task_of(Kinked), {"channels_last": True}, "cpu", batch_size=8)
     assert check.gradient_error > EXACT_ERROR
     assert check.passed, check.reason
@@ -392,7 +393,7 @@ def test_noise_is_the_same_in_another_layout(draw, monkeypatch):
         build.model.to(memory_format=torch.channels_last)
         build.model.second.weight.register_hook(lambda gradient: gradient * 1.01)
 
-    monkeypatch.setattr(type(REGISTRY["channels_last"]), "apply", wrong)
+    monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", wrong)
     assert not run_checks(noisy_task(draw), {"channels_last": True}, "cpu", batch_size=4).passed
 
 

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune import techniques
 from autotune.devices import open_device
-from autotune.devices.cpu import CpuDevice
-from autotune.probe import compilation, measure
+from autotune.probe import measure
 from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, is_finite
-from autotune.probe.timing import disturbances
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import outcome_of_failure
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.techniques import compile as techniques_compile
+from autotune.techniques import find_techniques
 from autotune.units import plural
+
+techniques = find_techniques()
 
 torch.set_num_threads(1)
 
@@ -202,22 +202,6 @@ def largest_result():
         yield found
 
 
-def test_a_slowdown_counts_as_a_disturbance_if_it_lasts_for_more_than_a_tenth_of_the_blocks():
-    assert disturbances(0.0, {"temperature": 1}, 10) == ()
-    assert disturbances(0.0, {"temperature": 2}, 10) == ("clock throttled: temperature",)
-    assert disturbances(0.5, {}, 10) == ("others held the processor for 50% of the time",)
-
-
-def test_slowdowns_are_read_at_every_block():
-    class Hot(CpuDevice):
-        def slowdowns(self):
-            return ("temperature",)
-
-    run = run_of(task_of(), {"batch_size": 4})
-    run.device = Hot()
-    assert "clock throttled: temperature" in run.measure(0.0).disturbances
-
-
 @pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])
 def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
     made = []
@@ -284,9 +268,9 @@ def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch):
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def training_step(model, batch):
-        before = compilation.num_graphs()
+        before = measure.num_graphs()
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        now[0] += 0.1 + 20.0 * (compilation.num_graphs() - before)
+        now[0] += 0.1 + 20.0 * (measure.num_graphs() - before)
         Widening.num_passes = 2 + (run.num_steps > 0)
         return loss
 

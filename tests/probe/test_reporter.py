@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.probe.reporter import Reporter
+from autotune.probe.timing import Reporter
 
 
 @pytest.fixture

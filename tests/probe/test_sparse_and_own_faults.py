@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune import techniques
 from autotune.coupling.dropout_off import dropout_off
 from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
@@ -18,6 +17,9 @@ from autotune.runners import worker
 from autotune.runners.failure import failure
 from autotune.task import load_task
 from autotune.task.usercode import arose_in_autotune
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 MODELS = Path(__file__).parent.parent / "models"
 

@@ -23,6 +23,7 @@ from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import Prediction, Proposal
 from autotune.space import Space, build_space
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import measure_baseline
 from autotune.tuning.state import Search
 from tests.closed_form import LIMIT_BYTES, SUPPORT, ClosedFormRunner, inspection, make_search
@@ -37,7 +38,7 @@ def objective(name: str = "throughput", headroom: float = 0.05) -> Objective:
 
 
 def plain_space() -> Space:
-    return build_space(inspection(), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(), find_techniques())[0]
 
 
 def acquisition(space: Space, peaks: Traces | None, probes: Probes, goal: Objective | None = None) -> Acquisition:
@@ -103,7 +104,7 @@ def test_the_closed_forms_best_is_found_in_a_few_probes(traced: bool) -> None:
 
 
 def test_rough_worlds_are_searched_in_a_few_probes() -> None:
-    space = build_space(rough_inspection(), fix={}, include=(), exclude=())[0]
+    space = build_space(rough_inspection(), find_techniques())[0]
     found, stopped, out_of_memory = [], [], []
     for world in range(7):
         prober = RoughRunner(noise=0.03, seed=world, world=world)
@@ -117,7 +118,7 @@ def test_rough_worlds_are_searched_in_a_few_probes() -> None:
 
 def test_the_least_memory_is_looked_for_when_the_baseline_does_not_fit() -> None:
     large = inspection(baseline=inspection().baseline | {"batch_size": 48, "accumulation_steps": 2})
-    space = build_space(large, fix={}, include=(), exclude=())[0]
+    space = build_space(large, find_techniques())[0]
     for peaks in (None, NoisyPeaks(ClosedFormRunner())):
         probes = search(ClosedFormRunner(), space, peaks)
         assert probes[0][1].kind is Kind.OOM and num_oom(probes) <= 2
@@ -168,7 +169,9 @@ def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
         "global_batch": None,
         "baseline": base.baseline | {"accumulation_steps": 1},
     }
-    space = build_space(inspection(support=base.support | loading, **changes), fix=fix, include=(), exclude=())[0]
+    space = build_space(
+        inspection(support=base.support | loading, **changes), find_techniques(), fix=fix, include=(), exclude=()
+    )[0]
     assert space.num_combinations > MAX_ENUMERATED
     prober = ClosedFormRunner(noise=0.01)
     probes = search(prober, space, NoisyPeaks(prober))
@@ -248,7 +251,7 @@ def test_the_search_ends_when_nothing_is_likely_to_win(tmp_path: Path) -> None:
 
 def test_a_single_config_that_is_left_ends_the_search_at_once() -> None:
     fixed = {name: support.choices[0] for name, support in SUPPORT.items()}
-    space = build_space(inspection(), fix=fixed | {"batch_size": 4}, include=(), exclude=())[0]
+    space = build_space(inspection(), find_techniques(), fix=fixed | {"batch_size": 4})[0]
     prober = ClosedFormRunner()
     assert [config for config, _ in search(prober, space, None)] == [space.baseline]
 

@@ -6,12 +6,13 @@ from autotune.proposers.design import starting_configs
 from autotune.records.inspection import Support
 from autotune.records.objective import Memory, Throughput
 from autotune.space import Space, build_space
+from autotune.techniques import find_techniques
 from autotune.units import GIB
 from tests.closed_form import inspection
 
 
 def space_of(**support: Support) -> Space:
-    return build_space(inspection(support=inspection().support | support), fix={}, include=(), exclude=())[0]
+    return build_space(inspection(support=inspection().support | support), find_techniques())[0]
 
 
 def described(space: Space, **options: object) -> dict[str, dict[str, object]]:

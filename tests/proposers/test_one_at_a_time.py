@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from autotune.proposers import acquisition
+from autotune.proposers.acquisition import pairs_of
 from autotune.proposers.one_at_a_time import TakeApart
-from autotune.proposers.pairs import pairs_of
 from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.trial import Proposal
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.state import Search
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
@@ -102,7 +103,7 @@ def test_what_two_techniques_do_together_is_found(tmp_path: Path, together: floa
 
 def test_a_search_in_which_nothing_helps_ends_when_every_technique_was_seen_by_itself(tmp_path: Path) -> None:
     search = searched(tmp_path, world := World(noise=0.01))
-    shown = pairs_of(search.history.evidence)
+    shown = pairs_of(search.history.evidence, find_techniques())
     assert {("amp", "bf16"), ("amp", "fp16"), ("optimizer_impl", "fused"), ("channels_last", True)} <= shown.keys()
     assert any(name == "checkpoint_segments" for name, _ in shown)
     assert len(world.configs) < 40
@@ -113,7 +114,7 @@ def test_however_sure_the_models_are_every_technique_is_seen_by_itself(
 ) -> None:
     monkeypatch.setattr(acquisition, "ENOUGH", 2.0)  # nothing is ever worth a probe to them
     search = searched(tmp_path, world := World(gains={("channels_last", True): 1.5, ("amp", "bf16"): 0.7}))
-    shown = pairs_of(search.history.evidence)
+    shown = pairs_of(search.history.evidence, find_techniques())
     assert {("amp", "bf16"), ("amp", "fp16"), ("optimizer_impl", "fused"), ("channels_last", True)} <= shown.keys()
     assert any(config["channels_last"] and config["amp"] == "off" for config in world.configs)
     assert len(world.configs) <= 10

@@ -7,12 +7,15 @@ import pytest
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import BatchPlan, divisors
 from autotune.records.outcome import Kind, Outcome
-from autotune.techniques import REGISTRY, complete
+from autotune.techniques import find_techniques
+
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
 
 
 def test_what_is_missing_is_off():
     config = complete({"batch_size": 8})
-    assert all(config[name] == technique.off for name, technique in REGISTRY.items())
+    assert all(config[name] == technique.off for name, technique in TECHNIQUES.items())
 
 
 def test_a_config_survives_json():

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Outcome
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 MIB = 2**20
 CONFIG = techniques.complete({"batch_size": 8})

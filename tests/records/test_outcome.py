@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
 from autotune.records.progress import Progress
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 
 @pytest.mark.parametrize("high", [None, 12.5])

@@ -23,8 +23,10 @@ from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Cost, Effect, Goal, PlayOff, Reasons, Result, Subject
 from autotune.records.trial import Prediction
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from autotune.units import MIB
+
+complete = find_techniques().complete
 
 GLOBAL_BATCH = 48
 LIMIT = 1500 * MIB

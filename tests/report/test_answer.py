@@ -14,8 +14,10 @@ from autotune.records.result import DeviceUse, Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from tests.report.sample_study import ANSWER, BASELINE, but
+
+complete = find_techniques().complete
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def result(study: Study) -> Result:
 
 
 def text_of(result: Result, width: int = 80) -> str:
-    return as_text(answer_sections(result, model="models/my gpt.py"), width)
+    return as_text(answer_sections(result, find_techniques(), model="models/my gpt.py"), width)
 
 
 def _flat(text: str) -> str:
@@ -85,7 +87,7 @@ def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: R
 
 
 def test_a_task_built_in_python_has_no_command(result: Result) -> None:
-    text = as_text(answer_sections(result, model=""))
+    text = as_text(answer_sections(result, find_techniques(), model=""))
     assert "autotune.prepare(task, config)" in text and "autotune verify" not in text
 
 

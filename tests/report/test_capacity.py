@@ -9,8 +9,10 @@ from autotune.records.capacity import GroupPrediction, MemoryPrediction, Predict
 from autotune.records.config import Choice
 from autotune.report.capacity import first_words, prediction_sections
 from autotune.report.terminal import as_text
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from autotune.units import GIB, MIB
+
+complete = find_techniques().complete
 
 
 def peak(batch_size: int, activations_bytes: int, **choices: Choice) -> PredictedPeak:
@@ -63,7 +65,7 @@ TABLE = MemoryPrediction(
 
 
 def text_of(prediction: MemoryPrediction) -> str:
-    text = as_text(prediction_sections(prediction))
+    text = as_text(prediction_sections(prediction, find_techniques()))
     assert max(map(len, text.splitlines())) <= 80
     return text
 

@@ -10,7 +10,7 @@ from autotune.devices import open_device
 from autotune.devices.calibration import holds_for
 from autotune.records.calibration import Calibration, Rate
 from autotune.report.devices import render_devices
-from autotune.study.calibrations import keep, path_of
+from autotune.study.caches import CalibrationCache
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
 
 
@@ -59,14 +59,14 @@ def test_what_was_measured_of_a_device_is_shown_with_the_way_to_measure_it_again
         Rate(work="convolution", arithmetic="fp16", failure="no answer within 300 ms"),
     )
     of = holds_for(open_device("cpu").info())
-    path = path_of(Path("studies"), of)
-    keep(path, Calibration(rates=rates, bytes_per_s=3.6e10, launch_s=1.8e-6, of=of, measured_at="2026-01-02T03:04:05"))
+    cache = CalibrationCache(Path("studies"), of)
+    cache.write(Calibration(rates=rates, bytes_per_s=3.6e10, launch_s=1.8e-6, of=of, measured_at="2026-01-02T03:04:05"))
     text = render_devices()
     for shown in ("80 GFLOP/s (64)", "100 GFLOP/s (512)", "0.05x", "no answer within 300 ms", "36 GB/s", "1.8 us"):
         assert shown in text
-    assert "Measured 2026-01-02T03:04:05" in text and f"delete {path} and search" in text
+    assert "Measured 2026-01-02T03:04:05" in text and f"delete {cache.path} and search" in text
     shown = json.loads(render_devices(as_json=True))["devices"][0]["calibration"]
-    assert shown["bytes_per_s"] == 3.6e10 and shown["kept"] == str(path)
+    assert shown["bytes_per_s"] == 3.6e10 and shown["kept"] == str(cache.path)
 
 
 def test_the_json_says_why_there_is_no_gpu(monkeypatch):

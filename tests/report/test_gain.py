@@ -15,6 +15,7 @@ from autotune.report.gain import said_of
 from autotune.report.html import body
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
+from autotune.techniques import find_techniques
 from tests.report.sample_study import BASELINE, but
 
 
@@ -25,7 +26,7 @@ def result(study: Study) -> Result:
 
 
 def _told(result: Result) -> str:
-    return " ".join(as_text(answer_sections(result), 1000).split())
+    return " ".join(as_text(answer_sections(result, find_techniques()), 1000).split())
 
 
 def test_one_round_alone_is_never_a_flat_faster(result: Result, study: Study) -> None:
@@ -48,7 +49,7 @@ def test_an_interval_wider_than_a_factor_of_two_is_told_as_a_bound(
     result: Result, study: Study, num_rounds: int | None
 ) -> None:
     wide = but(result, num_rounds=num_rounds, speedup=2.61, speedup_ci=(1.31, 5.31))
-    for told in (_told(wide), body(answer_sections(wide))):
+    for told in (_told(wide), body(answer_sections(wide, find_techniques()))):
         assert "at least 1.31x the baseline" in told and "5.31x" not in told and "2.61x the" not in told
     assert "Faster: at least 1.31x the baseline's throughput (95% sure), with 0.81x its memory." in _told(wide)
     assert str(wide).startswith("faster: at least 1.31x the baseline (95% sure), with 0.81x its memory\n")

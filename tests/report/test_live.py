@@ -20,6 +20,7 @@ from autotune.records.trial import Trial
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
 from autotune.report.progress import best_speed
+from autotune.techniques import find_techniques
 from autotune.tuning.events import (
     Event,
     Listener,
@@ -47,6 +48,7 @@ STARTED = SearchStarted(
     known=(KNOWN,),
     best=(BASELINE, measured(BASELINE)),
     baseline=measured(BASELINE),
+    techniques=find_techniques(),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from autotune.cli.parser import build_parser
 from autotune.report.run_it import python_lines, verify_command
+from autotune.techniques import find_techniques
 from autotune.units import parse_bytes
 
 CONFIG = {"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}
@@ -37,7 +38,7 @@ def prepared_with(
 def test_nothing_is_said_of_defaults() -> None:
     assert _lines("model.py", {}).splitlines()[0] == 'session = autotune.prepare("model.py", config)'
     command = """autotune verify model.py --config '{"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}' --steps 100"""
-    assert verify_command(CONFIG, "model.py", {}) == command
+    assert verify_command(CONFIG, find_techniques(), "model.py", {}) == command
 
 
 def test_what_was_asked_of_the_search_is_given_on() -> None:
@@ -45,14 +46,16 @@ def test_what_was_asked_of_the_search_is_given_on() -> None:
         ("my gpt.py:task", CONFIG),
         {"device": "cpu", "global_batch": 512},
     )
-    options = build_parser().parse_args(shlex.split(verify_command(CONFIG, "my gpt.py:task", EVERYTHING))[1:])
+    options = build_parser().parse_args(
+        shlex.split(verify_command(CONFIG, find_techniques(), "my gpt.py:task", EVERYTHING))[1:]
+    )
     assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", "512")
     assert options.memory_limit == "1536MiB"
 
 
 @pytest.mark.parametrize("limit", [2**30, 12 * 2**30, 700 * 2**20, 2**20 + 1, 25276502016, 80 * 2**40])
 def test_a_memory_limit_is_given_to_the_byte(limit: int) -> None:
-    words = shlex.split(verify_command(CONFIG, "model.py", {"memory_limit": limit}))
+    words = shlex.split(verify_command(CONFIG, find_techniques(), "model.py", {"memory_limit": limit}))
     assert parse_bytes(words[words.index("--memory-limit") + 1]) == limit
 
 
@@ -66,9 +69,9 @@ def test_lines_are_wrapped_between_arguments() -> None:
 def test_a_name_with_quotes_and_other_letters_stays_a_name() -> None:
     name = "größtes 'mo\"dell.py"
     assert prepared_with(name, {})[0][0] == name
-    assert shlex.split(verify_command(CONFIG, name, {}))[2] == name
+    assert shlex.split(verify_command(CONFIG, find_techniques(), name, {}))[2] == name
 
 
 def test_a_task_built_in_python_is_run_from_there() -> None:
     assert prepared_with("", {"device": "cpu"}) == (("the task", CONFIG), {"device": "cpu"})
-    assert verify_command(CONFIG, "", {"device": "cpu"}) == ""
+    assert verify_command(CONFIG, find_techniques(), "", {"device": "cpu"}) == ""

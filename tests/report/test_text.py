@@ -7,6 +7,7 @@ from dataclasses import replace
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
+from autotune.techniques import find_techniques
 
 
 def test_an_answer_prints_itself_in_two_lines(study: Study) -> None:
@@ -27,4 +28,6 @@ def test_a_baseline_that_is_kept_is_said_in_two_lines_too(study: Study) -> None:
 
 def test_the_summary_is_what_the_command_prints(study: Study) -> None:
     assert study.result is not None
-    assert study.result.summary(80) == as_text(answer_sections(study.result, model=study.result.model), 80)
+    assert study.result.summary(80) == as_text(
+        answer_sections(study.result, find_techniques(), model=study.result.model), 80
+    )

@@ -9,8 +9,11 @@ import pytest
 
 from autotune.records.config import Choice
 from autotune.report.run_it import as_code, as_json
-from autotune.techniques import complete, label_of
-from autotune.techniques.labels import describe
+from autotune.techniques import find_techniques
+
+describe = find_techniques().describe
+complete = find_techniques().complete
+label_of = find_techniques().label
 
 FULL = complete({"batch_size": 16, "amp": "bf16", "checkpoint_segments": 2, "optimizer_impl": "fused"}, global_batch=48)
 
@@ -51,11 +54,11 @@ def test_each_technique_has_its_words(name: str, choice: Choice, words: str) -> 
 
 
 def test_the_python_literal_builds_the_same_config() -> None:
-    text = "\n".join(as_code(FULL, "config = ").lines(60))
+    text = "\n".join(as_code(FULL, find_techniques(), "config = ").lines(60))
     assert complete(ast.literal_eval(text.removeprefix("config = "))) == FULL
     assert all(len(line) <= 60 for line in text.splitlines()) and len(text.splitlines()) > 1
 
 
 def test_the_json_builds_the_same_config() -> None:
     choices = complete({"batch_size": 4, "channels_last": True}).as_dict()
-    assert complete(json.loads(as_json(choices))).as_dict() == choices
+    assert complete(json.loads(as_json(choices, find_techniques()))).as_dict() == choices

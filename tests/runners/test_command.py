@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.records.world import World
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import InspectJob
+from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+
+techniques = find_techniques()
 
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(900), max_timed_s=0.5, max_warmup_s=1.0, timeout_s=90)
 LOOP = """
@@ -43,10 +45,7 @@ batch = int(sys.argv[1])
 @contextmanager
 def commanded(tmp_path: Path, line: str, choices: Any = None, **options: Any) -> Iterator[CommandRunner]:
     command = Command(line, choices or {})
-    with (
-        CommandRunner(command, logs=tmp_path / "logs", device="cpu", **options) as runner,
-        techniques.REGISTRY.only(runner.switches),
-    ):
+    with CommandRunner(command, logs=tmp_path / "logs", device="cpu", **options) as runner:
         yield runner
 
 
@@ -219,7 +218,7 @@ train(batch)
 """
     found = inspected(tmp_path, script, "{batch_size} {output_dir}", global_batch=64, baseline={"batch_size": 32})
     assert found.world.size == 2 and found.step_samples == 32
-    assert found.global_batch == found.baseline["batch_size"] == 32
+    assert found.global_batch == 64 and found.baseline["batch_size"] == 32
 
 
 def test_a_baseline_that_does_not_fit_is_a_shortage_and_a_command_without_accumulation_takes_the_global_batch(tmp_path):
@@ -328,7 +327,7 @@ def test_the_processes_of_one_command_are_gathered(tmp_path):
     with commanded(tmp_path, f"{start} {file} {{batch_size}} {{accumulation_steps}}", global_batch=16) as runner:
         inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=90))
         assert not isinstance(inspection, Outcome), inspection
-        assert inspection.world.size == 2 and inspection.global_batch == 8
+        assert inspection.world.size == 2 and inspection.global_batch == 16 and inspection.batch.sizes == (1, 2, 4, 8)
         config = techniques.complete({"batch_size": 8}, global_batch=8)
         found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None)))
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
@@ -366,7 +365,6 @@ def test_a_command_without_a_batch_size_needs_a_global_batch(tmp_path):
 def test_a_baseline_that_does_not_make_the_global_batch_is_refused_once_the_processes_are_known(tmp_path):
     command = Command("python train.py {batch_size}", {})
     runner = CommandRunner(command, logs=tmp_path, device="cpu", global_batch=64, baseline={"batch_size": 32})
-    with techniques.REGISTRY.only(runner.switches):
-        assert runner._shared(2)[1].batch_size == 32
-        with pytest.raises(ConfigError, match="does not make a global batch of 64"):
-            runner._shared(1)
+    assert runner._baseline_in(World(size=2)).batch_size == 32
+    with pytest.raises(ConfigError, match="does not make a global batch of 64"):
+        runner._baseline_in(World())

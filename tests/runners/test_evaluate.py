@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import EvaluateJob
@@ -15,7 +14,10 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+
+techniques = find_techniques()
 
 TESTS = Path(__file__).parent.parent
 ROOM_MIB = 150

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autotune import techniques
 from autotune.prediction.plan import plan_traces
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
@@ -27,7 +26,10 @@ from autotune.runners.jobs import (
     ProbeJob,
     TraceJob,
 )
+from autotune.techniques import find_techniques
 from tests.closed_form import ClosedFormRunner, inspection
+
+techniques = find_techniques()
 
 CONFIG = techniques.complete({"batch_size": 4})
 SETTINGS = ProbeSettings(memory_limit_bytes=2**30)
@@ -39,7 +41,7 @@ JOBS: list[Job[Any]] = [
     EvaluateJob(**RUN, num_samples=2),
     CheckJob(**RUN, batch_size=2),
     ModulesJob(**RUN),
-    TraceJob(plan=plan_traces([CONFIG]), target="cpu", timeout_s=60.0),
+    TraceJob(plan=plan_traces([CONFIG], find_techniques()), target="cpu", timeout_s=60.0),
     AnatomyJob(configs=(CONFIG,), target="cpu", timeout_s=60.0),
 ]
 

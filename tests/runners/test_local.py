@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.outcome import Kind, Overflow
@@ -20,7 +19,10 @@ from autotune.runners.portable import PortableRunner
 from autotune.runners.runner import ProbeFault
 from autotune.runners.worker import Channel
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+
+techniques = find_techniques()
 
 MODEL = Path(__file__).parent.parent / "models" / "faulty.py"
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=30)
@@ -236,7 +238,7 @@ def test_there_is_one_slot(runner):
     with pytest.raises(RuntimeError, match="nothing is in flight"):
         runner.collect()
     ticket = runner.submit(job(8))
-    with pytest.raises(RuntimeError, match="collect it first"):
+    with pytest.raises(RuntimeError, match="the slot is taken; collect a job first"):
         runner.submit(job(8))
     finished = runner.collect()
     assert finished.ticket == ticket and finished.result.ok
@@ -274,7 +276,7 @@ def test_an_unread_pipe_does_not_hold_a_probe_up(runner):
 def test_what_the_author_states_and_how_to_name_the_task_are_known(runner):
     assert runner.task_name == runner.default_study == "faulty"
     assert runner.stated.model.endswith("tests/models/faulty.py")
-    assert runner.notes == () and runner.device().name == "cpu"
+    assert runner.notes == () and runner.slots()[0].device.name == "cpu"
 
 
 def test_a_task_that_was_found_by_itself_is_named_with_what_holds_it(tmp_path, monkeypatch):

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from autotune import techniques
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+
+techniques = find_techniques()
 
 MODEL = Path(__file__).parent.parent / "prediction" / "models" / "recurrent.py"
 

@@ -18,6 +18,7 @@ from autotune.runners.jobs import CheckJob, InspectJob, NotCompared
 from autotune.runners.recorded import Header, Row, Table, TableError
 from autotune.runners.replay import ReplayRunner
 from autotune.space import Space, build_space
+from autotune.techniques import find_techniques
 from tests.runners.test_table import HEADER, config, ok, written
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
@@ -29,7 +30,7 @@ SPEEDS = (90.0, 100.0, 110.0)
 @pytest.fixture
 def recorded(tmp_path: Path) -> Table:
     rows = [Row(config=config(), repeat=i, outcome=ok(config(), speed)) for i, speed in enumerate(SPEEDS)]
-    return table.read(written(tmp_path, *rows))
+    return table.read(written(tmp_path, *rows), find_techniques())
 
 
 def speeds(runner: ReplayRunner, which: Config, number: int) -> list[float]:
@@ -67,7 +68,7 @@ def test_a_combination_that_was_not_swept_is_an_error(recorded: Table) -> None:
 
 def test_a_runner_may_have_less_memory_than_the_device_that_was_recorded(recorded: Table) -> None:
     runner = ReplayRunner(recorded, memory_limit_bytes=10**9 - 1)
-    assert runner.device().free_bytes == 10**9 - 1
+    assert runner.slots()[0].device.free_bytes == 10**9 - 1
     assert runner.probe(config(), SETTINGS).kind is Kind.OOM
 
 
@@ -92,15 +93,15 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     with ReplayRunner(path) as runner:
         found = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
     assert isinstance(found, Inspection)
-    space, notes = build_space(found, fix={}, include=(), exclude=())
-    swept = table.read(path)
+    space, notes = build_space(found, find_techniques())
+    swept = table.read(path, find_techniques())
     assert set(space) == set(swept.figures) and notes == []
     assert found.device == swept.header.device_info()
     assert swept.header.baseline.items() <= found.baseline.items()  # a technique that is younger than the table is off
 
 
 def test_reasons_notes_and_facts_of_the_inspection_come_back(tmp_path: Path) -> None:
-    facts = replace(HEADER.inspection().facts, has_batchnorm=True)
+    facts = replace(HEADER.inspection(find_techniques()).facts, has_batchnorm=True)
     header = replace(HEADER, reasons={"pin_memory": "no GPU"}, notes={"amp": "mind the scale"}, facts=facts)
     table.start(tmp_path / "some.csv", header)
     found = ReplayRunner(tmp_path / "some.csv").run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
@@ -118,7 +119,7 @@ def test_a_choice_that_acts_in_every_config_is_in_the_space_of_its_table_too(tmp
         table.append(tmp_path / name, header, Row(config=which, repeat=0, outcome=ok(which, 90.0)))
         found = ReplayRunner(tmp_path / name).run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
         assert isinstance(found, Inspection)
-        return build_space(found, fix={}, include=(), exclude=())[0]
+        return build_space(found, find_techniques())[0]
 
     assert which in set(swept("short.csv", replace(header, always={"attention": ("cudnn",)})))
     assert which not in set(swept("fp32.csv", header))

@@ -6,14 +6,16 @@ import sys
 
 import pytest
 
-from autotune import techniques
 from autotune.records.check import Check
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.in_flight import InFlight
+from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
 
 # a torch built with CUDA, on a machine with a GPU that must not be touched
 PRETEND = """
@@ -151,5 +153,7 @@ def ended(**how):
 def test_how_a_process_ended_says_what_it_means_for_the_device(tmp_path, how, on_gpu, kind, said):
     (tmp_path / "log").touch()
     job = ProbeJob(config=techniques.complete({"batch_size": 1}), settings=ProbeSettings(memory_limit_bytes=None))
-    outcome = InFlight(1, job, tmp_path / "log", os.open(os.devnull, os.O_RDONLY), on_gpu).result(ended(**how))
+    outcome = InFlight(Stay(1, job, "cpu", "cpu"), tmp_path / "log", os.open(os.devnull, os.O_RDONLY), on_gpu).result(
+        ended(**how)
+    )
     assert (outcome.kind, said in outcome.cause) == (kind, True), outcome

@@ -11,17 +11,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from autotune import techniques
 from autotune.records.config import Config
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
 from autotune.runners.recorded import Header, Row, TableError, figures_of
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 CHOICES = {
     "batch_size": (4, 8),
     "accumulation_steps": (6, 12),
-    **{name: (technique.off,) for name, technique in techniques.REGISTRY.items()},
+    **{name: (technique.off,) for name, technique in techniques.items()},
     "amp": ("off", "bf16"),
     "channels_last": (False, True),
 }
@@ -73,7 +75,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = written(
         tmp_path, Row(config=first, repeat=0, outcome=ok(first, 100.0)), Row(config=second, repeat=1, outcome=failed)
     )
-    found = table.read(path)
+    found = table.read(path, find_techniques())
     assert found.header == HEADER
     assert [(row.config, row.repeat) for row in found.rows] == [(first, 0), (second, 1)]
     assert found.rows[1].outcome == failed
@@ -86,7 +88,7 @@ def test_the_bound_that_a_killed_probe_left_comes_back(tmp_path: Path) -> None:
     bound = Bound(samples_per_s_high=12.5, peak_bytes_low=7)
     killed = Outcome(kind=Kind.TIMEOUT, cause="killed after 60 s", wall_s=60.0, train_s=50.0, bound=bound)
     path = written(tmp_path, Row(config=config(), repeat=0, outcome=killed))
-    assert table.read(path).rows[0].outcome == killed
+    assert table.read(path, find_techniques()).rows[0].outcome == killed
 
 
 def test_a_table_of_format_1_opens(tmp_path: Path) -> None:
@@ -96,14 +98,14 @@ def test_a_table_of_format_1_opens(tmp_path: Path) -> None:
     for name in ("capability", "baseline_given", "reasons", "notes", "facts"):
         del old[name]
     path.write_text("".join([magic.replace("format 2", "format 1"), f"# {json.dumps(old)}\n", *rows]))
-    assert table.read(path).header == HEADER
+    assert table.read(path, find_techniques()).header == HEADER
 
 
 def test_a_table_of_a_later_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = written(tmp_path)
     path.write_text(path.read_text().replace("format 2", "format 3"))
     with pytest.raises(TableError, match=r"has format 3, and .* up to 2; upgrade it"):
-        table.read(path)
+        table.read(path, find_techniques())
 
 
 def test_what_a_table_says_of_techniques_that_came_later_is_that_they_were_off(tmp_path: Path) -> None:
@@ -111,9 +113,11 @@ def test_what_a_table_says_of_techniques_that_came_later_is_that_they_were_off(t
     header = replace(HEADER, choices=choices)
     table.start(tmp_path / "old.csv", header)
     table.append(tmp_path / "old.csv", header, Row(config=config(), repeat=0, outcome=ok(config(), 90.0)))
-    found = table.read(tmp_path / "old.csv")
+    found = table.read(tmp_path / "old.csv", find_techniques())
     assert found.rows[0].config == config()
-    assert found.header.inspection().support["prefetch_factor"].choices == (config()["prefetch_factor"],)
+    assert found.header.inspection(find_techniques()).support["prefetch_factor"].choices == (
+        config()["prefetch_factor"],
+    )
 
 
 def test_pandas_reads_a_table_as_a_plain_csv_file(tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_configs_figure_is_the_geometric_mean_with_the_interval_of_the_tables_
     rows = [Row(config=config(), repeat=i, outcome=ok(config(), *speed)) for i, speed in enumerate(speeds)]
     steady = [config(amp="bf16"), config(batch_size=8), config(channels_last=True)]  # so that the rounds are alike
     rows += [Row(config=which, repeat=i, outcome=ok(which, 50.0)) for which in steady for i in range(3)]
-    figure = table.read(written(tmp_path, *rows)).figures[config()]
+    figure = table.read(written(tmp_path, *rows), find_techniques()).figures[config()]
     assert figure.samples_per_s == pytest.approx((90 * 100 * 111.1) ** (1 / 3))
     assert figure.half_width == pytest.approx(1.96 * 0.1053 / math.sqrt(4) / math.sqrt(3), rel=0.01)
     assert (figure.kind, figure.peak_bytes, figure.num_repeats) == (Kind.OK, 7, 3)
@@ -152,7 +156,7 @@ def test_what_a_whole_round_was_slower_by_is_no_noise(tmp_path: Path) -> None:
         for number, slower in enumerate((1.0, 0.8, 1.0))
         for which, speed in zip(configs, (100.0, 150.0, 50.0), strict=True)
     ]
-    figures = table.read(written(tmp_path, *rows)).figures
+    figures = table.read(written(tmp_path, *rows), find_techniques()).figures
     assert all(figure.half_width < 1e-4 for figure in figures.values())
     assert figures[configs[1]].samples_per_s / figures[configs[0]].samples_per_s == pytest.approx(1.5, rel=1e-4)
 
@@ -160,7 +164,7 @@ def test_what_a_whole_round_was_slower_by_is_no_noise(tmp_path: Path) -> None:
 def test_a_config_that_failed_once_counts_as_failed(tmp_path: Path) -> None:
     oom = Outcome(kind=Kind.OOM, cause="no memory", peak_bytes=9)
     rows = [Row(config=config(), repeat=0, outcome=ok(config(), 90.0)), Row(config=config(), repeat=1, outcome=oom)]
-    figure = table.read(written(tmp_path, *rows)).figures[config()]
+    figure = table.read(written(tmp_path, *rows), find_techniques()).figures[config()]
     assert (figure.kind, figure.samples_per_s) == (Kind.OOM, 0.0)
 
 
@@ -168,7 +172,7 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     rows = [Row(config=config(), repeat=i, outcome=ok(config(), 90.0)) for i in range(2)]
     path = written(tmp_path, *rows)
     path.write_text(path.read_text()[:-20])
-    assert len(table.read(path).rows) == 1
+    assert len(table.read(path, find_techniques()).rows) == 1
 
 
 @pytest.mark.parametrize("lost", [1, 20])
@@ -178,7 +182,7 @@ def test_what_is_appended_after_a_line_that_was_cut_short_stands_by_itself(tmp_p
     path.write_text(path.read_text()[:-lost])
     table.mend(path)
     table.append(path, HEADER, rows[2])
-    assert [row.repeat for row in table.read(path).rows] == [0, 2]
+    assert [row.repeat for row in table.read(path, find_techniques()).rows] == [0, 2]
 
 
 def test_an_older_table_with_a_column_that_is_gone_is_read_and_added_to(tmp_path: Path) -> None:
@@ -194,8 +198,12 @@ def test_an_older_table_with_a_column_that_is_gone_is_read_and_added_to(tmp_path
         older.append(",".join([*cells[:position], "7", *cells[position:]]))
     path.write_text("\n".join(older) + "\n")
     table.append(path, HEADER, rows[1])
-    assert [row.config for row in table.read(path).rows] == [row.config for row in (*rows, rows[1])]
-    assert {row.outcome.measurement.peak_bytes for row in table.read(path).rows if row.outcome.measurement} == {10**9}
+    assert [row.config for row in table.read(path, find_techniques()).rows] == [row.config for row in (*rows, rows[1])]
+    assert {
+        row.outcome.measurement.peak_bytes
+        for row in table.read(path, find_techniques()).rows
+        if row.outcome.measurement
+    } == {10**9}
 
 
 def test_differences_name_what_changed_and_forgive_the_date() -> None:
@@ -231,7 +239,7 @@ def test_what_is_no_table_is_refused_with_the_reason(tmp_path: Path, content: st
     path = tmp_path / "some.csv"
     path.write_text(content)
     with pytest.raises(TableError) as caught:
-        table.read(path)
+        table.read(path, find_techniques())
     assert expected in str(caught.value) and str(path) in str(caught.value)
 
 
@@ -239,9 +247,9 @@ def test_a_row_that_is_no_probe_is_named_by_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, Row(config=config(), repeat=0, outcome=ok(config(), 90.0)))
     path.write_text(path.read_text().replace(",off,", ",fp8,"))
     with pytest.raises(TableError, match="line 4"):
-        table.read(path)
+        table.read(path, find_techniques())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"nowhere\.csv"):
-        table.read(tmp_path / "nowhere.csv")
+        table.read(tmp_path / "nowhere.csv", find_techniques())

@@ -7,15 +7,17 @@ import autotune.devices
 import autotune.probe.checks
 import autotune.probe.inspection
 import autotune.session
-from autotune import techniques
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.tuning.inspecting import inspection_failed
 from autotune.units import GIB
+
+techniques = find_techniques()
 
 
 class Card(CpuDevice):
@@ -38,7 +40,7 @@ def fail(monkeypatch):
         def prepare(task, config, **options):
             raise error
 
-        monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+        monkeypatch.setattr(worker, "open_device", lambda name: Card())
         monkeypatch.setattr(autotune.session, "prepare", prepare)
         settings = ProbeSettings(memory_limit_bytes=None)
         arguments = {"config": techniques.complete({}).as_dict(), "device": "cuda:0", "settings": settings.to_dict()}
@@ -75,7 +77,7 @@ def test_an_inspection_and_a_check_tell_memory_that_others_hold_from_what_the_mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     monkeypatch.setattr(Card, "is_crowded", lambda self, attempted_bytes: shared)
-    monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+    monkeypatch.setattr(worker, "open_device", lambda name: Card())
     monkeypatch.setattr(module, function, fail)
     task = Task(build_model=lambda: torch.nn.Linear(1, 1), make_batch=lambda n: (torch.zeros(n, 1), torch.zeros(n, 1)))
     given = {"device": "cuda:0", "memory_limit_bytes": None, **arguments}
@@ -92,7 +94,7 @@ def test_memory_of_the_host_that_a_gpus_job_lacked_is_told_as_the_hosts(monkeypa
         )
 
     monkeypatch.setattr(Card, "is_crowded", lambda self, attempted_bytes: True)
-    monkeypatch.setattr(autotune.devices, "open_device", lambda name: Card())
+    monkeypatch.setattr(worker, "open_device", lambda name: Card())
     monkeypatch.setattr(autotune.probe.inspection, "inspect_task", fail)
     given = {"device": "cuda:0", "memory_limit_bytes": None, "absent": None, "trains": True}
     outcome = Outcome.from_dict(worker.JOBS["inspect"](None, given, lambda progress: None)["outcome"])

@@ -6,8 +6,10 @@ import pytest
 
 from autotune.records.outcome import Kind, Outcome
 from autotune.study.figures import at_one_time, measured, unrest
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from tests.closed_form import measurement
+
+complete = find_techniques().complete
 
 ONE, TWO, OTHER = (complete({"batch_size": size}, global_batch=96) for size in (4, 8, 16))
 

@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Trial
 from autotune.space import build_space
 from autotune.study.history import History, feasible_each_time
+from autotune.techniques import find_techniques
 from tests.closed_form import LIMIT_BYTES, inspection, measurement
 
-SPACE = build_space(inspection(), fix={}, include=(), exclude=())[0]
+techniques = find_techniques()
+
+SPACE = build_space(inspection(), find_techniques())[0]
 OBJECTIVE = Throughput(memory_limit_bytes=LIMIT_BYTES, headroom=0.05)
 OOM = Outcome(kind=Kind.OOM, wall_s=0.1)
 

@@ -16,7 +16,9 @@ from autotune.runners.local import LocalRunner
 from autotune.task import Task, samples
 from autotune.task.odd_samples import odd_sample
 from autotune.task.source import TaskSource
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
+
+complete = find_techniques().complete
 
 SIZE, BAD = 48, 17
 USUAL = "and 47 others looked at are like sample 0, a tuple of 2 (a float32 tensor of shape (8,), the int 0)"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import techniques
 from autotune.devices import open_device
 from autotune.records.config import Choice
 from autotune.task import Task
-from autotune.techniques import Setting
+from autotune.techniques import Setting, find_techniques
+
+techniques = find_techniques()
 
 torch.set_num_threads(1)
 
@@ -55,7 +56,7 @@ def skip_unsupported(make_setting: Callable[..., Setting]) -> Callable[[Task, Ma
     """Skips the test where this machine cannot train a task with a config."""
 
     def skip(task: Task, config: Mapping[str, Choice]) -> None:
-        for technique in techniques.REGISTRY.values():
+        for technique in techniques.values():
             if technique.name in config:
                 support = technique.support(make_setting(task))
                 if config[technique.name] not in (*support.choices, *support.optional):

@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
-from autotune.techniques import UnsupportedError
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques import activation_offload as module
 from autotune.techniques.activation_offload import ActivationOffload
 
 from .kinds import KINDS
 from .test_checkpoint_segments import Block, Listed, with_gradient_penalty
+
+techniques = find_techniques()
 
 GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 

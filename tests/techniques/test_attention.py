@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.space import build_space
 from autotune.task import Task
-from autotune.techniques import keep_settings
+from autotune.techniques import find_techniques
 from autotune.techniques.attention import Attention
 from tests.closed_form import inspection
 
 from .kinds import KINDS
+
+techniques = find_techniques()
+keep_settings = find_techniques().keep_settings
 
 
 def gpu(capability: tuple[int, int]) -> AbsentGpu:
@@ -165,7 +168,7 @@ def test_a_model_in_a_short_type_of_its_own_has_the_kernels_without_amp(
         torch._C._set_sdp_priority_order([1, 2, 0, 3])  # flash first
         support = Attention().support(make_setting(task(), device=gpu((9, 0))))
     found = inspection(support={**inspection().support, "attention": support})
-    space, _ = build_space(found, fix={}, include=(), exclude=())
+    space, _ = build_space(found, find_techniques())
     plain = techniques.complete({"batch_size": 4, "attention": "cudnn"}, global_batch=96)
     assert space.contains(plain) is searched
     assert space.contains(plain.replace(amp="bf16"))

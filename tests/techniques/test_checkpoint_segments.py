@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from autotune import prepare
 from autotune.techniques import UnsupportedError
-from autotune.techniques.checkpoint_segments import CheckpointSegments, thinned
+from autotune.techniques.block_chains import numbers_up_to
+from autotune.techniques.checkpoint_segments import CheckpointSegments
 
 
 class Block(nn.Module):
@@ -305,7 +306,7 @@ def test_a_hugging_face_cache_is_switched_off(make_setting):
 
 def test_every_number_of_blocks_is_a_choice_until_there_are_many(make_task, make_setting):
     assert CheckpointSegments().support(make_setting(make_task(lambda: Listed(depth=4)))).choices == (0, 1, 2, 3, 4)
-    assert thinned(13) == [1, 2, 3, 4, 6, 8, 12, 13]
+    assert numbers_up_to(13) == [1, 2, 3, 4, 6, 8, 12, 13]
 
 
 def test_a_model_without_a_chain_says_so(make_task, make_setting):

@@ -12,17 +12,19 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.cudagraph_trees import MarkStepBox
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices import compiler, open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
-from autotune.techniques import UnsupportedError
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques import compile as module
 from autotune.techniques.compile import Compile
 
 from .kinds import KINDS
 from .test_checkpoint_segments import Block, Listed
+
+techniques = find_techniques()
 
 ON = {"compile": "default"}
 

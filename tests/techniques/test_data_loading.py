@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices import cgroup
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
+
+techniques = find_techniques()
+TECHNIQUES = find_techniques()
 
 LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
@@ -31,7 +34,7 @@ def linear() -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", LOADING)
 def test_without_a_dataset_there_is_nothing_to_load(name, make_task, make_setting):
-    technique = REGISTRY[name]
+    technique = TECHNIQUES[name]
     support = technique.support(make_setting(make_task(linear)))
     assert support.choices == (technique.off,)
     assert support.reason
@@ -41,19 +44,19 @@ def test_workers_go_up_to_the_processors_there_are(make_task, make_setting, monk
     setting = make_setting(make_task(linear, train_dataset=Samples))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr(cgroup, "num_processors", lambda: None)
-    assert REGISTRY["num_workers"].support(setting).choices == (0, 1, 2, 4)
+    assert TECHNIQUES["num_workers"].support(setting).choices == (0, 1, 2, 4)
     monkeypatch.setattr(cgroup, "num_processors", lambda: 2.5)
-    assert REGISTRY["num_workers"].support(setting).choices == (0, 1, 2)
+    assert TECHNIQUES["num_workers"].support(setting).choices == (0, 1, 2)
 
 
 def test_an_iterable_dataset_gets_one_worker_at_most_with_the_reason(make_task, make_setting):
-    support = REGISTRY["num_workers"].support(make_setting(make_task(linear, make_batch=None, train_dataset=Stream)))
+    support = TECHNIQUES["num_workers"].support(make_setting(make_task(linear, make_batch=None, train_dataset=Stream)))
     assert support.choices == (0, 1)
     assert "iterable" in support.reason
 
 
 def test_pinned_memory_is_for_gpus(make_task, make_setting):
-    assert REGISTRY["pin_memory"].support(make_setting(make_task(linear, train_dataset=Samples))).choices == (False,)
+    assert TECHNIQUES["pin_memory"].support(make_setting(make_task(linear, train_dataset=Samples))).choices == (False,)
 
 
 def test_without_workers_their_options_are_redundant_and_not_passed_on(make_task):
@@ -61,9 +64,9 @@ def test_without_workers_their_options_are_redundant_and_not_passed_on(make_task
     session = prepare(task, {"batch_size": 5, "persistent_workers": True, "prefetch_factor": 4}, device="cpu")
     assert sum(len(micro[1]) for group in session.loader for micro in group) == 10
     config = techniques.complete({"num_workers": 0})
-    assert REGISTRY["persistent_workers"].is_redundant(config)
-    assert REGISTRY["prefetch_factor"].is_redundant(config)
-    assert not REGISTRY["prefetch_factor"].is_redundant(config.replace(num_workers=1))
+    assert TECHNIQUES["persistent_workers"].is_redundant(config)
+    assert TECHNIQUES["prefetch_factor"].is_redundant(config)
+    assert not TECHNIQUES["prefetch_factor"].is_redundant(config.replace(num_workers=1))
 
 
 def test_workers_load_every_sample_once(make_task):
@@ -118,11 +121,11 @@ def test_workers_know_what_a_model_file_defines_whatever_pythons_default(tmp_pat
 def test_workers_are_forked_unless_the_user_has_chosen_otherwise(start_method, chosen, default, options):
     start_method(chosen, default=default)
     build = SimpleNamespace(loader_options={})
-    REGISTRY["num_workers"].apply(build, 2)
+    TECHNIQUES["num_workers"].apply(build, 2)
     assert build.loader_options == options
 
 
 @pytest.mark.parametrize(("name", "choice"), [("num_workers", -1), ("num_workers", True), ("prefetch_factor", 0)])
 def test_impossible_numbers_are_refused(name, choice):
     with pytest.raises(ValueError, match="expected a whole number"):
-        REGISTRY[name].validate(choice)
+        TECHNIQUES[name].validate(choice)

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.task.batches import tensors
-from autotune.techniques import UnsupportedError
-from autotune.techniques.device_prefetch import DevicePrefetch, _Copier, ahead, memory_on
+from autotune.techniques import UnsupportedError, find_techniques
+from autotune.techniques.device_prefetch import Copier, DevicePrefetch, ahead, memory_on
 from tests.batches_of_any_kind import BELIEVED
+
+techniques = find_techniques()
 
 GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 
@@ -34,12 +36,12 @@ def test_a_dataset_on_a_gpu_has_it(make_setting: Any, make_task: Any) -> None:
 def test_the_next_copy_begins_before_a_batch_is_trained_on() -> None:
     events: list[str] = []
 
-    class Copier(_Copier):
+    class Noting(Copier):
         def begin(self, batch: Any) -> Any:
             events.append(f"copy {batch}")
             return lambda: batch
 
-    for batch in ahead(Copier(torch.device("cpu")), iter("abc")):
+    for batch in ahead(Noting(torch.device("cpu")), iter("abc")):
         events += [f"train {batch}"]
     assert events == ["copy a", "copy b", "train a", "copy c", "train b", "train c"]
 
@@ -48,7 +50,7 @@ def test_a_batch_of_a_class_of_its_own_is_copied_too() -> None:
     task = BELIEVED["graphs"]
     session = prepare(task, {"batch_size": 20, "device_prefetch": True}, device="cpu")
     assert [step.sizes for step in session.loader] == [[20], [20], [10]]
-    (copied,) = ahead(_Copier(torch.device("meta")), iter([task.batch(2)]))
+    (copied,) = ahead(Copier(torch.device("meta")), iter([task.batch(2)]))
     assert {tensor.device.type for tensor in tensors(copied)} == {"meta"}
 
 

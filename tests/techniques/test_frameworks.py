@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from autotune.techniques import REGISTRY
+from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, LIGHTNING, TRANSFORMERS
+
+TECHNIQUES = find_techniques()
 
 FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER)
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -44,7 +46,7 @@ def sayable() -> Iterator[Any]:
     for name, choices in CHOICES.items():
         for framework in FRAMEWORKS:
             for choice in choices:
-                if REGISTRY[name].write(framework, choice, choices, optimizer="AdamW") is not None:
+                if TECHNIQUES[name].write(framework, choice, choices, optimizer="AdamW") is not None:
                     yield pytest.param(name, framework, choice, id=f"{framework}-{name}={choice}")
 
 
@@ -52,7 +54,7 @@ def said(framework: str) -> dict[str, Any]:
     """What every technique's last choice that can be said makes of the framework's arguments."""
     arguments: dict[str, Any] = {}
     for name, choices in CHOICES.items():
-        written = [REGISTRY[name].write(framework, choice, choices, optimizer="AdamW") for choice in choices]
+        written = [TECHNIQUES[name].write(framework, choice, choices, optimizer="AdamW") for choice in choices]
         arguments |= next((words for words in reversed(written) if words is not None), {})
     for words in BATCH.values():
         arguments |= words[framework].write(4) if framework in words else {}
@@ -60,20 +62,20 @@ def said(framework: str) -> dict[str, Any]:
 
 
 def test_every_technique_is_looked_at() -> None:
-    assert CHOICES.keys() == REGISTRY.keys()
+    assert CHOICES.keys() == TECHNIQUES.keys()
 
 
 @pytest.mark.parametrize(("name", "framework", "choice"), list(sayable()))
 def test_what_is_written_is_read_back(name: str, framework: str, choice: Any) -> None:
-    written = REGISTRY[name].write(framework, choice, CHOICES[name], optimizer="AdamW")
+    written = TECHNIQUES[name].write(framework, choice, CHOICES[name], optimizer="AdamW")
     assert written is not None
     others = {"learning_rate": 1e-3, "seed": 42}
-    assert REGISTRY[name].read(framework, written | others, CHOICES[name]) == choice
+    assert TECHNIQUES[name].read(framework, written | others, CHOICES[name]) == choice
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_arguments_that_do_not_speak_of_a_technique_say_nothing(framework: str) -> None:
-    says = {name for name, technique in REGISTRY.items() if technique.read(framework, {}) is not None}
+    says = {name for name, technique in TECHNIQUES.items() if technique.read(framework, {}) is not None}
     assert says <= {"optimizer_impl"}  # whose `default` is whatever optimizer the framework makes
 
 
@@ -88,7 +90,7 @@ def test_arguments_that_do_not_speak_of_a_technique_say_nothing(framework: str) 
     ],
 )
 def test_what_a_framework_has_no_words_for_is_not_dropped_silently(name: str, framework: str, choice: Any) -> None:
-    assert REGISTRY[name].write(framework, choice, CHOICES[name]) is None
+    assert TECHNIQUES[name].write(framework, choice, CHOICES[name]) is None
 
 
 def test_the_batch_has_names_as_well() -> None:
@@ -98,7 +100,7 @@ def test_the_batch_has_names_as_well() -> None:
 
 
 def test_a_lightning_trainers_short_names_of_precisions_are_read() -> None:
-    read = REGISTRY["amp"].read
+    read = TECHNIQUES["amp"].read
     assert [read(LIGHTNING, {"precision": value}) for value in (None, 32, "bf16", 16)] == ["off", "off", "bf16", "fp16"]
     assert read(LIGHTNING, {"precision": "64-true"}) is None
 

@@ -13,10 +13,12 @@ from autotune.errors import ConfigError
 from autotune.probe.checks import run_checks
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
-from autotune.techniques import narrow_task
+from autotune.techniques import find_techniques
 from autotune.techniques.freeze import Freeze
 
 from .kinds import KINDS, block, residual, sgd
+
+narrow_task = find_techniques().narrow_task
 
 SAMPLES = 4
 # the first of several blocks, or a part by its name; of every kind something is left to train

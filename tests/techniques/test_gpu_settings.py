@@ -11,11 +11,13 @@ from torch import nn
 from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
-from autotune.techniques import UnsupportedError, keep_settings
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.cudnn_benchmark import CudnnBenchmark
 from autotune.techniques.expandable_segments import ExpandableSegments, _set, _settings
 
 from .kinds import KINDS
+
+keep_settings = find_techniques().keep_settings
 
 GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 

@@ -12,11 +12,13 @@ from torch import nn
 
 from autotune import prepare
 from autotune.task import Task
-from autotune.techniques import UnsupportedError, activation_offload, complete
+from autotune.techniques import UnsupportedError, activation_offload, find_techniques
 from autotune.techniques.inplace_activations import InplaceActivations
 from tests.arithmetic import skip_without_arithmetic
 from tests.prediction.real_memory import real_peak_bytes
-from tests.prediction.test_tracing import traced
+from tests.prediction.test_fake_steps import traced
+
+complete = find_techniques().complete
 
 WIDTH = 8
 
@@ -288,7 +290,7 @@ def test_its_memory_is_predicted_and_less(amp: str) -> None:
     task = Task(build_model=convolutional, make_batch=lambda n: (torch.randn(n, 3, 32, 32), torch.randint(0, 4, (n,))))
     plain, switched = (complete({"batch_size": 8, "amp": amp, "inplace_activations": on}) for on in (False, True))
     traces = traced(task, [plain, switched])
-    peaks = {config: traces.peak(config) for config in (plain, switched)}
+    peaks = {config: traces.peak(config, find_techniques()) for config in (plain, switched)}
     predicted = {config: peak.peak_bytes for config, peak in peaks.items() if peak is not None}
     assert predicted[switched] < 0.9 * predicted[plain]
     for config in (plain, switched):

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.probe.micro_batches import micro_batches
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.techniques.length_bucketing import LengthBucketing
+
+techniques = find_techniques()
 
 NUM_SAMPLES, BATCH_SIZE = 1003, 8
 LENGTHS = [random.Random(i).choice((3, 5, 8, 13, 40)) + i % 3 for i in range(NUM_SAMPLES)]

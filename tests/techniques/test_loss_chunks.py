@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
-from autotune.techniques import UnsupportedError
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.loss_chunks import LossChunks
 from autotune.techniques.tensors import scores
+
+techniques = find_techniques()
 
 CLASSES = 4099
 GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))

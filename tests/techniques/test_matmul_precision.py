@@ -7,12 +7,14 @@ import torch
 
 from autotune import prepare
 from autotune.devices.cuda import CudaDevice
-from autotune.probe.exact_convolutions import exact_convolutions
+from autotune.probe.runs import exact_convolutions
 from autotune.records.calibration import Calibration, Rate
-from autotune.techniques import keep_settings
+from autotune.techniques import find_techniques
 from autotune.techniques.matmul_precision import MatmulPrecision
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
+
+keep_settings = find_techniques().keep_settings
 
 
 def linear() -> torch.nn.Module:
@@ -80,7 +82,7 @@ def test_tf32_leaves_the_older_getters_readable_since_inductor_and_lightning_rea
 SET_BY_THE_FILE = """
 import torch
 from autotune.techniques.matmul_precision import _precision
-from autotune.probe.exact_convolutions import exact_convolutions
+from autotune.probe.runs import exact_convolutions
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 torch.backends.cudnn.conv.fp32_precision = "ieee"
 with exact_convolutions():

@@ -13,7 +13,7 @@ import pytest
 
 import autotune
 from autotune.errors import ConfigError
-from autotune.techniques.discovery import Registry
+from autotune.techniques import find_techniques
 
 PACKAGE = Path(autotune.__file__).parent
 NAME = "skip_naps"
@@ -103,11 +103,11 @@ def install(folder: Path, distribution: str, entry: str, module: str, source: st
     (metadata / "entry_points.txt").write_text(f"[autotune.techniques]\n{entry}\n")
 
 
-def run(*arguments: str, installed: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, installed: Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(installed), str(PACKAGE.parent)])
     environment = os.environ | {"PYTHONPATH": path, "APPLIED": str(cwd / "applied.txt")}
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, input=stdin
     )
 
 
@@ -118,22 +118,44 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subp
     install(installed, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", TECHNIQUE)
     (folder / "model.py").write_text(MODEL)
     rest = [name for name in ("amp", "optimizer_impl", "batch_size", "channels_last") for name in ("--exclude", name)]
-    search = ["autotune", "search", "model.py", "--device", "cpu", "--budget", "40s", "--study", "naps", *rest]
+    search = ["-m", "autotune", "search", "model.py", "--device", "cpu", "--budget", "40s", "--study", "naps", *rest]
     done = run(*search, "--storage", "sqlite:///naps.db", installed=installed, cwd=folder)
     assert done.returncode == 0, done.stderr
     return installed, folder, done
 
 
-def shown(searched: tuple[Path, Path, Any], *options: str) -> str:
+ASKED = {
+    "show": ["show"],
+    "json": ["show", "--json"],
+    "csv": ["show", "--csv"],
+    **{f"to {name}": ["export", "--to", name] for name in ("json", "transformers", "torch")},
+}
+# every command in one process: an import of the package takes longer than they do
+ASK = """
+import contextlib, io, json, sys
+from autotune.cli.main import main
+
+told = {}
+for name, (command, *options) in json.loads(sys.stdin.read()).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([command, "sqlite:///naps.db", "--study", "naps", *options]) == 0, name
+    told[name] = out.getvalue()
+from autotune.techniques.__main__ import table
+print(json.dumps({**told, "table": table()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(searched: tuple[Path, Path, Any]) -> dict[str, str]:
+    """What the commands say of the study, in a process in which the technique is installed."""
     installed, folder, _ = searched
-    show = ["autotune", "show", "sqlite:///naps.db", "--study", "naps", *options]
-    done = run(*show, installed=installed, cwd=folder)
+    done = run("-c", ASK, installed=installed, cwd=folder, stdin=json.dumps(ASKED))
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def test_it_is_searched_and_wins(searched: tuple[Path, Path, Any]) -> None:
-    document = json.loads(shown(searched, "--json"))
+def test_it_is_searched_and_wins(told: dict[str, str]) -> None:
+    document = json.loads(told["json"])
     assert document["result"]["config"][NAME] is True
     assert document["result"]["verdict"] == "faster"
     assert document["result"]["baseline"]["config"][NAME] is False
@@ -143,26 +165,27 @@ def test_it_is_applied_in_the_probes_processes(searched: tuple[Path, Path, Any])
     assert len(set((searched[1] / "applied.txt").read_text().split())) > 1
 
 
-def test_it_is_named_in_the_report_and_in_the_explanation(searched: tuple[Path, Path, Any]) -> None:
+def test_it_is_named_in_the_report_and_in_the_explanation(
+    searched: tuple[Path, Path, Any], told: dict[str, str]
+) -> None:
     assert "wide awake" in searched[2].stderr
-    for text in (searched[2].stdout, shown(searched)):
+    for text in (searched[2].stdout, told["show"]):
         assert "naps -> wide awake" in text and f'"{NAME}": True' in text.replace("true", "True")
 
 
-def test_its_gradients_are_compared_with_plain_training(searched: tuple[Path, Path, Any]) -> None:
-    (check,) = json.loads(shown(searched, "--json"))["result"]["checks"]
+def test_its_gradients_are_compared_with_plain_training(told: dict[str, str]) -> None:
+    (check,) = json.loads(told["json"])["result"]["checks"]
     assert check["passed"] and check["exact"] and f"{NAME}=True" in str(check["choice"])
 
 
-def test_it_stands_in_the_table_of_probes(searched: tuple[Path, Path, Any]) -> None:
-    header, *rows = shown(searched, "--csv").splitlines()
+def test_it_stands_in_the_table_of_probes(told: dict[str, str]) -> None:
+    header, *rows = told["csv"].splitlines()
     assert NAME in header.split(",")
     assert {row.split(",")[header.split(",").index(NAME)] for row in rows} >= {"True", "False"}
 
 
-def test_it_is_listed_with_the_packages_own(searched: tuple[Path, Path, Any]) -> None:
-    listed = run("autotune.techniques", installed=searched[0], cwd=searched[1])
-    assert "| `skip_naps` | `false` `true` | no naps between layers: faster, no dreams | exact |" in listed.stdout
+def test_it_is_listed_with_the_packages_own(told: dict[str, str]) -> None:
+    assert "| `skip_naps` | `false` `true` | no naps between layers: faster, no dreams | exact |" in told["table"]
 
 
 def test_no_file_of_the_package_names_it() -> None:
@@ -188,24 +211,19 @@ def test_one_that_is_broken_is_an_error_that_says_how_to_get_rid_of_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "naps", raising=False)
     with pytest.raises(ConfigError) as caught:
-        len(Registry())
+        find_techniques.__wrapped__()
     assert expected in str(caught.value) and "`pip uninstall naps-for-autotune`" in str(caught.value)
 
 
 def test_the_command_line_tells_of_a_broken_one_without_a_traceback(tmp_path: Path) -> None:
     install(tmp_path, "naps-for-autotune", "skip_naps = naps:SkipNaps", "naps", "import missing_library")
     (tmp_path / "model.py").write_text(MODEL)
-    done = run("autotune", "search", "model.py", "--device", "cpu", installed=tmp_path, cwd=tmp_path)
+    done = run("-m", "autotune", "search", "model.py", "--device", "cpu", installed=tmp_path, cwd=tmp_path)
     assert done.returncode == 2
     assert "`pip uninstall naps-for-autotune`" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_it_is_exported_by_its_name_and_in_a_frameworks_words(searched: tuple[Path, Path, Any]) -> None:
-    installed, folder, _ = searched
-    export = ["autotune", "export", "sqlite:///naps.db", "--study", "naps", "--to"]
-    by_name = run(*export, "json", installed=installed, cwd=folder)
-    in_words = run(*export, "transformers", installed=installed, cwd=folder)
-    assert json.loads(by_name.stdout)[NAME] is True, by_name.stderr
-    assert json.loads(in_words.stdout)["take_naps"] is False, in_words.stderr
-    in_lines = run(*export, "torch", installed=installed, cwd=folder)
-    assert "\nAWAKE = 0.02\n" in in_lines.stdout and "\nwake_up(model)\n" in in_lines.stdout, in_lines.stderr
+def test_it_is_exported_by_its_name_and_in_a_frameworks_words(told: dict[str, str]) -> None:
+    assert json.loads(told["to json"])[NAME] is True
+    assert json.loads(told["to transformers"])["take_naps"] is False
+    assert "\nAWAKE = 0.02\n" in told["to torch"] and "\nwake_up(model)\n" in told["to torch"]

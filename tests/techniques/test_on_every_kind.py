@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from autotune import prepare
-from autotune.techniques import REGISTRY, Phase, complete, keep_settings
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques import compile as techniques_compile
 
 from .kinds import KINDS
+
+TECHNIQUES = find_techniques()
+complete = find_techniques().complete
+keep_settings = find_techniques().keep_settings
 
 # Choices that can be applied on a CPU, be it that only a GPU gains by them.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -24,7 +29,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "channels_last": (True,),
     "checkpoint_segments": (1, 2),
     "checkpoint_policy": ("selective",),
-    "cudnn_benchmark": (True,),
     "compile": ("default",),
     "inplace_activations": (True,),
     "loss_chunks": (True,),
@@ -34,9 +38,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "param_dtype": ("bf16",),
 }
 # of these `support` is not asked: it offers them on GPUs alone
-GPU_ONLY = {"activation_offload", "cudnn_benchmark", "optimizer_state"}
+GPU_ONLY = {"activation_offload", "optimizer_state"}
 # settings of GPUs; what loads data reaches no gradient, either
-NO_GRADIENT_ON_A_CPU = {"matmul_precision", "expandable_segments"}
+NO_GRADIENT_ON_A_CPU = {"matmul_precision", "cudnn_benchmark", "expandable_segments"}
 PARTNERS: dict[str, dict[str, Any]] = {
     "alone": {},
     "checkpointing": {"checkpoint_segments": 2},
@@ -49,13 +53,14 @@ COSINE = 0.995  # of 8 significant bits in models as small as these
 
 
 def cases() -> Iterator[Any]:
+    """How the optimizer steps meets ordinary gradients, of whatever model is compiled: on one kind often, on the others slow."""
     for name, choices in CHOICES.items():
-        for choice in choices:
-            for partner, config in PARTNERS.items():
-                if name not in config:
-                    often = partner == "alone" or choice == choices[-1]
-                    marks = () if often else (pytest.mark.slow,)
-                    yield pytest.param(name, choice, partner, id=f"{name}={choice}-{partner}", marks=marks)
+        for choice, (partner, config), kind in product(choices, PARTNERS.items(), KINDS):
+            if name not in config:
+                often = partner == "alone" or choice == choices[-1]
+                alike = partner == "compile" and name in ("optimizer_impl", "optimizer_state") and kind != "transformer"
+                marks = () if often and not alike else (pytest.mark.slow,)
+                yield pytest.param(kind, name, choice, partner, id=f"{name}={choice}-{partner}-{kind}", marks=marks)
 
 
 @cache
@@ -102,14 +107,13 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_technique_that_acts_on_gradients_is_tried() -> None:
     """What trains something else on purpose has tests of its own."""
-    acting = {t.name for t in REGISTRY.values() if t.phase not in (Phase.TASK, Phase.LOADER)}
+    acting = {t.name for t in TECHNIQUES.values() if t.phase not in (Phase.TASK, Phase.LOADER)}
     assert acting == CHOICES.keys() | NO_GRADIENT_ON_A_CPU
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "choice", "partner"), list(cases()))
+@pytest.mark.parametrize(("kind", "name", "choice", "partner"), list(cases()))
 def test_it_trains_as_without_it(skip_unsupported: Any, kind: str, name: str, choice: Any, partner: str) -> None:
-    technique = REGISTRY[name]
+    technique = TECHNIQUES[name]
     if technique.is_redundant(complete({name: choice, **PARTNERS[partner]})):
         pytest.skip("not searched together")
     config = {name: choice, **PARTNERS[partner]}

@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.errors import ConfigError
 from autotune.probe.checks import run_checks
-from autotune.techniques import UnsupportedError
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.optimizer_in_backward import OptimizerInBackward
 
 from .kinds import KINDS, sgd
+
+techniques = find_techniques()
 
 
 def trained(task: Any, on: bool, **config: Any) -> Any:

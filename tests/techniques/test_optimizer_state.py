@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.records.device import DeviceInfo
-from autotune.techniques import UnsupportedError, optimizer_state
+from autotune.techniques import UnsupportedError, find_techniques, optimizer_state
 from autotune.techniques.optimizer_state import OptimizerState
 
 from .kinds import KINDS
 from .test_on_every_kind import error
+
+techniques = find_techniques()
 
 LOW_BIT = ("8bit", "4bit")
 GPU = DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(9, 0))

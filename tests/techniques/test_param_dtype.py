@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from autotune import prepare, techniques
+from autotune import prepare
 from autotune.devices.absent import AbsentGpu
 from autotune.probe.checks import run_checks
-from autotune.techniques import UnsupportedError, param_dtype
+from autotune.techniques import UnsupportedError, find_techniques, param_dtype
 from autotune.techniques.param_dtype import ParamDtype
 from autotune.techniques.tensors import copies
 
 from .kinds import KINDS
 from .test_on_every_kind import error
 from .test_optimizer_state import GPU, movement, wide
+
+techniques = find_techniques()
 
 BF16 = {"param_dtype": "bf16"}
 

@@ -7,28 +7,35 @@ import itertools
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.techniques import REGISTRY, arithmetic_of, complete, is_ordered, known, label_of
+from autotune.techniques import find_techniques
+
+TECHNIQUES = find_techniques()
+arithmetic_of = find_techniques().arithmetic_of
+complete = find_techniques().complete
+is_ordered = find_techniques().is_ordered
+known = find_techniques().known
+label_of = find_techniques().label
 
 
 def test_techniques_stand_in_the_order_in_which_they_are_applied() -> None:
-    ranks = [(t.phase, t.order, t.name) for t in REGISTRY.values()]
+    ranks = [(t.phase, t.order, t.name) for t in TECHNIQUES.values()]
     assert all(one < other for one, other in itertools.pairwise(ranks))
 
 
 def test_a_config_names_the_batch_first_and_then_every_technique() -> None:
-    assert list(complete({})) == ["batch_size", "accumulation_steps", *REGISTRY]
+    assert list(complete({})) == ["batch_size", "accumulation_steps", *TECHNIQUES]
 
 
 def test_the_batch_is_on_a_scale_and_no_technique() -> None:
     assert is_ordered("batch_size") and is_ordered("accumulation_steps")
-    assert not {"batch_size", "accumulation_steps"} & REGISTRY.keys()
+    assert not {"batch_size", "accumulation_steps"} & TECHNIQUES.keys()
     assert known("batch_size") == "batch_size"
     with pytest.raises(ConfigError, match="there are: batch_size, accumulation_steps, "):
         known("telepathy")
 
 
 def test_what_plain_training_is_called_and_what_usually_wins_are_choices() -> None:
-    for technique in REGISTRY.values():
+    for technique in TECHNIQUES.values():
         assert technique.validate(technique.off) == technique.off
         assert technique.off not in technique.likely
         for choice in (technique.off, *technique.likely):

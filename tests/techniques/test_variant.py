@@ -10,8 +10,11 @@ from torch import nn
 from autotune import prepare
 from autotune.errors import ConfigError, TaskError
 from autotune.task import Task
-from autotune.techniques import narrow_task, trained_by
+from autotune.techniques import find_techniques
 from autotune.techniques.variant import Variant
+
+narrow_task = find_techniques().narrow_task
+trained_by = find_techniques().trained_by
 
 WIDTHS = {"base": 16, "small": 4}
 

@@ -12,6 +12,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
+from autotune.techniques import find_techniques
 from autotune.tuning.events import Listener
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search
@@ -156,7 +157,7 @@ def test_whoever_is_found_last_plays(fast, budget_s):
 def test_the_verdict_the_interval_and_every_figure_agree(gain, budget_s, seed):
     result = searched(Timed(noise=0.15, gain=gain, seed=seed, overhead_s=2.0), budget_s)
     kept, low, high = result.config == result.baseline.config, *(result.speedup_ci or (1.0, 1.0))
-    told = "".join(as_text(answer_sections(result), width=1000).split("Recommended config")[0])
+    told = "".join(as_text(answer_sections(result, find_techniques()), width=1000).split("Recommended config")[0])
     assert {
         "faster": result.confirmed and low > 1,
         "slower": result.confirmed and high < 1,

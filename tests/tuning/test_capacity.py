@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune import techniques
 from autotune.prediction.memory import MemoryEstimate
 from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config
+from autotune.techniques import find_techniques
 from autotune.tuning.capacity import Question
 from autotune.units import GIB, MIB
+
+techniques = find_techniques()
 
 OUTSIDE = 512 * MIB
 

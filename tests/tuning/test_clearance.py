@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.errors import ConfigError
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.runners.jobs import NotCompared
+from autotune.techniques import find_techniques
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.finalists import with_the_simplest
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
 from tests.tuning.test_search import FOUND, OOM, Listed, Staged, passed_check, recommender
+
+techniques = find_techniques()
 
 FAILED = replace(passed_check(), passed=False, reason="the gradient differs by 3")
 TELLS_NOTHING = replace(passed_check(), exact=False, passed=None, reason="it tells little")

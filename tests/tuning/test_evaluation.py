@@ -22,6 +22,7 @@ from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.evaluation import next_size
 from autotune.tuning.recommend import Interrupted
 from autotune.tuning.search import search
@@ -113,7 +114,7 @@ def test_the_result_the_study_and_the_terminal_tell_it(tmp_path: Path) -> None:
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     assert load_study(tmp_path / "closed.db").result == result
     assert result.split_s["evaluation"] > 0 and sum(result.split_s.values()) == pytest.approx(result.wall_s, rel=0.01)
-    text = " ".join(as_text(answer_sections(result), width=200).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), width=200).split())
     assert "eval batch" in text and "session.evaluate(dataset, batch_size=48)" in text and "oom" in text
 
 
@@ -178,7 +179,7 @@ def test_why_there_is_none_is_said_and_the_answer_stays(tmp_path: Path, kind: Ki
 
     result = searched(tmp_path, Failing(), eval=True)
     assert result.confirmed and evaluation(result).unfinished == "ValueError: no labels"
-    assert "Not finished: ValueError: no labels" in as_text(answer_sections(result), width=120)
+    assert "Not finished: ValueError: no labels" in as_text(answer_sections(result, find_techniques()), width=120)
 
 
 def test_a_fault_of_the_machinery_ends_it_alone(tmp_path: Path) -> None:

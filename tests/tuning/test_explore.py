@@ -8,13 +8,14 @@ from numpy.linalg import LinAlgError
 from autotune.errors import OwnFault, TaskError
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import starting_configs
-from autotune.proposers.undo import one_change_back
+from autotune.proposers.one_at_a_time import one_change_back
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Proposal
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.confirm import confirm, finalists_of
 from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
@@ -144,10 +145,8 @@ def test_trials_left_running_by_a_dead_search_are_closed(tmp_path):
 
 
 def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
-    from autotune import techniques
-
     found = inspection(
-        baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict(), baseline_given=False
+        baseline=find_techniques().complete({"batch_size": 96}, global_batch=96).as_dict(), baseline_given=False
     )
     search = make_search(tmp_path, ClosedFormRunner(), inspection=found)
     measure_baseline(search)
@@ -172,18 +171,14 @@ def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_
 
 def test_a_baseline_of_which_there_is_one_size_alone_is_not_halved(tmp_path):
     """A task's own step takes the whole global batch at once."""
-    from autotune import techniques
-
-    whole = techniques.complete({"batch_size": 96}, global_batch=96)
+    whole = find_techniques().complete({"batch_size": 96}, global_batch=96)
     found = inspection(baseline=whole.as_dict(), baseline_given=False, batch=BatchSupport(sizes=(96,)))
     measure_baseline(search := make_search(tmp_path, runner := ClosedFormRunner(), inspection=found))
     assert runner.configs == [whole] == [search.history.space.baseline]
 
 
 def test_a_stated_baseline_that_does_not_fit_is_kept_as_such_and_the_search_finds_what_does(tmp_path):
-    from autotune import techniques
-
-    found = inspection(baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict())
+    found = inspection(baseline=find_techniques().complete({"batch_size": 96}, global_batch=96).as_dict())
     search = make_search(tmp_path, ClosedFormRunner(), inspection=found, num_trials=10)
     standing = finish(search)
     assert search.history.baseline is not None and search.history.baseline.kind is Kind.OOM
@@ -286,14 +281,12 @@ def test_a_fixed_technique_is_in_every_config_but_the_baseline(tmp_path):
 
 
 def test_an_unstated_baseline_is_halved_until_it_leaves_the_headroom(tmp_path):
-    from autotune import techniques
-
     class Tight(ClosedFormRunner):
         def peak_bytes(self, config):
             return int(0.97 * LIMIT_BYTES) if config.batch_size == 12 else super().peak_bytes(config)
 
     found = inspection(
-        baseline=techniques.complete({"batch_size": 12}, global_batch=96).as_dict(), baseline_given=False
+        baseline=find_techniques().complete({"batch_size": 12}, global_batch=96).as_dict(), baseline_given=False
     )
     search = make_search(tmp_path, Tight(), inspection=found)
     measure_baseline(search)

@@ -107,7 +107,7 @@ def test_gradients_are_compared_outside_of_a_limit_that_plain_training_exceeds(t
     clearance, fused = Clearance(search), search.history.space.complete({"optimizer_impl": "fused"})
     assert clearance.clear(fused)
     found = clearance.of_answer(fused)
-    assert found.reason == "not here" and limits == [LIMIT_BYTES, search.runner.device().free_bytes]
+    assert found.reason == "not here" and limits == [LIMIT_BYTES, search.runner.slots()[0].device.free_bytes]
 
 
 def test_where_few_samples_are_an_error_gradients_are_compared_on_the_baselines_batch(tmp_path: Path) -> None:

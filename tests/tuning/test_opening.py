@@ -23,9 +23,10 @@ from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.opening import _train_samples
-from autotune.tuning.resuming import fingerprint, memory_limit, options_to_repeat
+from autotune.tuning.resuming import Kept, fingerprint
 from autotune.units import MIB
 from tests.closed_form import inspection
 from tests.integrations.answers import known
@@ -45,11 +46,15 @@ GIB = 2**30
 
 def stated(found: Inspection | None = None, early: Fingerprint | None = None) -> SearchFacts:
     """What a search of that task says of itself."""
-    return SearchFacts(fingerprint=fingerprint(found or inspection(facts=FACTS), early or Fingerprint()))
+    return SearchFacts(
+        fingerprint=fingerprint(found or inspection(facts=FACTS), find_techniques(), early or Fingerprint())
+    )
 
 
 def asked(source: TaskSource, stored: StudyFacts | None = None, **options: Any) -> dict[str, str | int]:
-    return options_to_repeat(SearchOptions(**options), source, stored)
+    place = place_of(None, None, "tiny")
+    kept = Kept(place=place, stored=stored, own=place, earlier=stored)
+    return kept.options_to_repeat(SearchOptions(**options), source)
 
 
 def test_only_what_is_no_default_counts_as_asked() -> None:
@@ -71,7 +76,8 @@ def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() ->
     limited = Fingerprint(memory_limit_bytes=GIB)
     stored = StudyFacts(fingerprint=limited, asked={"memory_limit": GIB, "device": "cpu"})
     place = place_of(None, None, "tiny")
-    assert memory_limit(SearchOptions(), place, stored, 2 * GIB) == GIB
+    kept = Kept(place=place, stored=stored, own=place, earlier=stored)
+    assert kept.agree(SearchOptions(), 2 * GIB, environment=True).memory_limit_bytes == GIB
     assert asked(TaskSource.of(TINY), stored) == {"memory_limit": GIB}
     assert asked(TaskSource.of(TINY), StudyFacts(fingerprint=limited)) == {}
 
@@ -218,7 +224,7 @@ def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pyt
     store = Store(place, SearchFacts())
     other = connect(tmp_path / "gpt.db")
     other.execute("BEGIN EXCLUSIVE")
-    for use in (lambda: store.keep(StudyFacts(no_answer="none")), lambda: Store(place, SearchFacts())):
+    for use in (lambda: store.keep(no_answer="none"), lambda: Store(place, SearchFacts())):
         with pytest.raises(StudyError) as caught, storage_errors(place):
             use()
         assert str(tmp_path / "gpt.db") in str(caught.value) and "database is locked" in str(caught.value)

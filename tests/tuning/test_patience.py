@@ -44,8 +44,8 @@ class Hanging(ClosedFormRunner):
     def now_s(self) -> float:
         return self.clock_s
 
-    def submit(self, job: Job[Any]) -> int:
-        ticket = super().submit(job)
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        ticket = super().submit(job, slot)
         if isinstance(job, ProbeJob) and (came := self.came(job.config)) is not None:
             self.hangs, self.cancelled = (ticket, job, self.clock_s, came), False
         return ticket

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.measured import Dropped
 from autotune.records.objective import Memory, Objective, Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.study.figures import ratio_interval
+from autotune.techniques import find_techniques
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 MIB = 2**20
 OBJECTIVE = Throughput(memory_limit_bytes=1000 * MIB, headroom=0.05)

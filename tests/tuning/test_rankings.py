@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.records.device import DeviceInfo
 from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
+from autotune.records.slot import Slot
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job
 from autotune.runners.runner import Stated
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
 from autotune.tuning.sweep import _trained_choices
@@ -96,7 +97,10 @@ def test_what_is_fixed_as_the_baseline_has_it_is_the_users_own(tmp_path: Path) -
 def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is_trained() -> None:
     place = place_of("closed.db", None, "closed")
     expected = "closed variant=small freeze=0"
-    assert place.training({"freeze": "0"}).training({"variant": "small"}).study == expected
+    assert (
+        place.training({"freeze": "0"}, find_techniques()).training({"variant": "small"}, find_techniques()).study
+        == expected
+    )
 
 
 @pytest.mark.parametrize("alone_first", [True, False])
@@ -106,9 +110,11 @@ def test_what_is_searched_alone_is_the_ranking_beside_the_users_own(tmp_path: Pa
     class Elsewhere(Variants):
         free_bytes = 900 * MIB
 
-        def device(self) -> DeviceInfo:
+        def slots(self) -> tuple[Slot, ...]:
             Elsewhere.free_bytes += 1
-            return replace(super().device(), free_bytes=self.free_bytes)
+            return tuple(
+                replace(slot, device=replace(slot.device, free_bytes=self.free_bytes)) for slot in super().slots()
+            )
 
     fix = {"variant": "small"}
     if alone_first:
@@ -128,7 +134,7 @@ def test_a_training_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Pa
     _, broken, large, small = result.rankings
     assert "KeyError: 'broken'" in broken.failure and broken.config is None
     assert large.failure and large.num_parameters == 10**9 and small.samples_per_s
-    text = " ".join(as_text(answer_sections(result), 120).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 120).split())
     assert "variant broken build_model raised KeyError" in text and "3 k 3 k" in text
     assert "their accuracy was not compared: none is the winner" in text
 
@@ -190,12 +196,14 @@ def test_each_ranking_has_a_batch_size_for_evaluation_of_its_own(tmp_path: Path)
     assert (own.evaluation.eval_batch_size, small.evaluation.eval_batch_size) == (6, 48)
     assert broken.evaluation is None
     assert load_study(tmp_path / "closed.db").result == result
-    text = " ".join(as_text(answer_sections(result), 160).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 160).split())
     assert "gain eval batch what is trained" in text
-    assert "eval batch" not in as_text(answer_sections(ranked(tmp_path / "other", "base", "small")), 160)
+    assert "eval batch" not in as_text(
+        answer_sections(ranked(tmp_path / "other", "base", "small"), find_techniques()), 160
+    )
 
 
 def test_a_table_is_of_one_training() -> None:
-    assert _trained_choices({"variant": ("small",), "batch_size": (4, 8)}) == {"variant": "small"}
+    assert _trained_choices({"variant": ("small",), "batch_size": (4, 8)}, find_techniques()) == {"variant": "small"}
     with pytest.raises(ConfigError, match="sweep each into a table of its own, with --grid variant=base"):
-        _trained_choices({"variant": ("base", "small")})
+        _trained_choices({"variant": ("base", "small")}, find_techniques())

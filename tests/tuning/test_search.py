@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.check import Check
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.outcome import Kept, Kind, Outcome
@@ -15,6 +14,7 @@ from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import Stated
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
@@ -22,6 +22,8 @@ from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
 from autotune.tuning.verdict import verdict_of
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
+
+techniques = find_techniques()
 
 FOUND = inspection()
 OOM = Outcome(kind=Kind.OOM, cause="no memory", wall_s=0.1)
@@ -88,7 +90,7 @@ class Listed:
 
 def text_of(result):
 
-    return " ".join(as_text(answer_sections(result), width=120).split())
+    return " ".join(as_text(answer_sections(result, find_techniques()), width=120).split())
 
 
 def assert_unconfirmed(result, search):
@@ -554,7 +556,7 @@ def test_a_search_ends_when_the_winner_of_its_play_off_fails_and_nobody_is_left_
         return held[-1]
 
     monkeypatch.setattr("autotune.tuning.search.confirm", play)
-    support = {name: Support(choices=(technique.off,)) for name, technique in techniques.REGISTRY.items()}
+    support = {name: Support(choices=(technique.off,)) for name, technique in techniques.items()}
     support["optimizer_impl"] = Support(choices=("default", "fused"))
     found = replace(
         FOUND,

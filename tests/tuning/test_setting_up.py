@@ -16,8 +16,9 @@ from autotune.records.settings import ProbeSettings
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import NotCompared
+from autotune.techniques import find_techniques
+from autotune.tuning.inspecting import drop_slow_setups
 from autotune.tuning.search import answer
-from autotune.tuning.setting_up import drop_slow_setups
 from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
 
 COLD_S = 40.0
@@ -91,7 +92,7 @@ def test_the_answer_names_the_steps_after_which_compiling_has_paid(tmp_path: Pat
     step_s, plain_step_s = 96 / result.samples_per_s, 96 / max(map(runner.samples_per_s, plain))
     assert result.break_even_steps == pytest.approx(COLD_S / (plain_step_s - step_s), rel=0.1)
     assert result.break_even_s == pytest.approx(result.break_even_steps * plain_step_s, rel=0.05)
-    text = " ".join(as_text(answer_sections(result), 100).split())
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 100).split())
     assert f"40 s to compile at first; {AGAINST} after {result.break_even_steps:,} optimizer steps, 0.0" in text
     assert Result.from_dict(result.to_dict()) == result
 
@@ -103,7 +104,9 @@ def test_a_short_training_is_not_compiled_and_a_long_one_is(tmp_path: Path) -> N
     long, _ = searched(tmp_path / "long", train_samples=1_000_000.0)
     assert short.config["compile"] == "off" and long.config["compile"] == "default"
     assert (short.break_even_steps, short.break_even_s, short.compile_cold_s) == (None, None, None)
-    assert "Chosen by the time for 10,000 samples, compiling included." in as_text(answer_sections(short), 200)
+    assert "Chosen by the time for 10,000 samples, compiling included." in as_text(
+        answer_sections(short, find_techniques()), 200
+    )
 
 
 def test_a_budget_is_not_lost_to_compiling(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import pytest
 
-from autotune import techniques
 from autotune.records.outcome import Kind, Outcome
+from autotune.techniques import find_techniques
 from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.search import answer
 from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
 from tests.rough_world import NoisyPeaks
+
+techniques = find_techniques()
 
 FOUND = inspection()
 

@@ -1,10 +1,17 @@
 """Searches over a runner that runs several probes at once."""
 
+from dataclasses import dataclass
+
 import pytest
 
+from autotune.records.batch_plan import describe_batch
+from autotune.records.settings import ProbeSettings
 from autotune.records.trial import Proposal
+from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault
+from autotune.space import build_space
 from autotune.study.reading import load_study
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import answer
 from tests.closed_form import ClosedFormRunner, inspection, make_search
@@ -12,17 +19,18 @@ from tests.closed_form import ClosedFormRunner, inspection, make_search
 FOUND = inspection()
 
 
+@dataclass
 class Wide(ClosedFormRunner):
     """Two slots; notes how many probes were in flight together."""
 
-    num_slots = 2
+    num_slots: int = 2
 
     def __post_init__(self):
         super().__post_init__()
         self.most = 0
 
-    def submit(self, job):
-        ticket = super().submit(job)
+    def submit(self, job, slot=""):
+        ticket = super().submit(job, slot)
         self.most = max(self.most, len(self._finished))
         return ticket
 
@@ -65,6 +73,8 @@ class Losing(Wide):
             return super().collect(timeout_s)
         self.failed = True
         lost = [self._finished.pop(0).ticket for _ in range(2 if self.loses_both else 1)]
+        for ticket in lost:
+            self._host.leave(ticket)
         raise ProbeFault("a machine has gone", tuple(lost))
 
 
@@ -90,3 +100,44 @@ def test_what_is_raised_while_a_probe_runs_leaves_no_trial_open(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         explore(search, Interrupting())
     assert load_study(tmp_path / "closed.db").num_running == 0 and not search.history.running
+
+
+def test_each_trial_keeps_where_it_ran_and_which_probes_ran_beside_it(tmp_path):
+    search = explored(tmp_path, Wide(), num_trials=6)
+    first, *later = search.history.searched
+    assert (first.outcome.slot, first.outcome.device, first.outcome.beside) == ("slot 0", "cpu", ())
+    assert {trial.outcome.slot for trial in later} == {"slot 0", "slot 1"}
+    assert all(set(trial.outcome.beside) <= {label_of(other) for other in later} for trial in later)
+    assert any(trial.outcome.beside for trial in later)
+    kept = search.store.trials()
+    assert [trial.outcome for trial in kept] == [trial.outcome for trial in search.history.trials]
+
+
+def label_of(trial):
+    return f"probe of {describe_batch(trial.config)} on {trial.outcome.slot}"
+
+
+def test_the_play_off_keeps_to_one_slot(tmp_path):
+    search = make_search(tmp_path, Wide(), inspection=FOUND, num_trials=6, sampler="random")
+    answer(search)
+    played = [trial.outcome for trial in search.history.trials if trial.in_play_off]
+    assert len(played) > 2 and {(one.slot, one.beside) for one in played} == {("slot 0", ())}
+    assert {trial.outcome.slot for trial in search.history.searched} == {"slot 0", "slot 1"}
+
+
+def test_a_job_gets_the_slot_that_it_asks_for_or_none():
+    runner = Wide()
+    job = ProbeJob(config=search_space().baseline, settings=ProbeSettings(memory_limit_bytes=None))
+    runner.submit(job, "slot 1")
+    with pytest.raises(RuntimeError, match="the slot slot 1 is taken"):
+        runner.submit(job, "slot 1")
+    runner.submit(job)
+    with pytest.raises(RuntimeError, match="all 2 slots are taken"):
+        runner.submit(job)
+    first, second = runner.collect().result, runner.collect().result
+    assert (first.slot, second.slot) == ("slot 1", "slot 0")
+    assert first.beside == (f"{job.label} on slot 0",) and second.beside == (f"{job.label} on slot 1",)
+
+
+def search_space():
+    return build_space(FOUND, find_techniques())[0]

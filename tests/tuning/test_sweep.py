@@ -17,10 +17,12 @@ from autotune.runners import table
 from autotune.runners.recorded import TableError
 from autotune.space import build_space
 from autotune.task.source import TaskSource
-from autotune.techniques import complete
+from autotune.techniques import find_techniques
 from autotune.tuning.sweep import Progress, _header, _run, sweep
 from tests.arithmetic import has_arithmetic
 from tests.closed_form import ClosedFormRunner
+
+complete = find_techniques().complete
 
 TINY = Path(__file__).parent.parent / "models" / "tiny.py"
 GRID = {
@@ -72,7 +74,7 @@ def test_every_config_is_measured_once_a_round_in_shuffled_order(swept: list[Pro
 
 
 def test_the_table_holds_what_was_measured_and_on_what(folder: Path, swept: list[Progress]) -> None:
-    found = table.read(folder / "tiny.csv")
+    found = table.read(folder / "tiny.csv", find_techniques())
     assert len(found.rows) == len(swept) and {figure.num_repeats for figure in found.figures.values()} == {2}
     assert all(row.outcome.measurement and row.outcome.measurement.peak_bytes > 10**8 for row in found.rows)
     header = found.header
@@ -81,31 +83,33 @@ def test_the_table_holds_what_was_measured_and_on_what(folder: Path, swept: list
 
 
 def test_the_tables_space_is_what_was_swept(folder: Path, swept: list[Progress]) -> None:
-    found = table.read(folder / "tiny.csv")
-    space, _ = build_space(found.header.inspection(), fix={}, include=(), exclude=())
+    found = table.read(folder / "tiny.csv", find_techniques())
+    space, _ = build_space(found.header.inspection(find_techniques()), find_techniques())
     assert set(space) == set(found.figures)
 
 
 def test_the_tables_inspection_is_the_tasks(folder: Path, swept: list[Progress]) -> None:
-    found = table.read(folder / "tiny.csv").header.inspection()
+    found = table.read(folder / "tiny.csv", find_techniques()).header.inspection(find_techniques())
     assert found.facts.num_trainable == found.facts.num_parameters and not found.facts.has_batchnorm
     assert found.baseline_given and found.support["pin_memory"].reason
 
 
 def test_the_table_holds_what_acts_in_every_config(folder: Path, swept: list[Progress]) -> None:
-    found = table.read(folder / "tiny.csv").header.inspection()
+    found = table.read(folder / "tiny.csv", find_techniques()).header.inspection(find_techniques())
     support = {**found.support, "attention": replace(found.support["attention"], always=("cudnn",))}
-    space, _ = build_space(found, fix={}, include=(), exclude=())
+    space, _ = build_space(found, find_techniques())
     settings = ProbeSettings(memory_limit_bytes=2**33)
-    assert _header(replace(found, support=support), space, settings).inspection().support == support
+    assert _header(replace(found, support=support), space, settings).inspection(find_techniques()).support == support
 
 
 def test_traces_of_the_space_are_written_beside_the_table(folder: Path, swept: list[Progress]) -> None:
-    found = table.read(folder / "tiny.csv")
+    found = table.read(folder / "tiny.csv", find_techniques())
     traceable = [
         c for c in found.figures if c["amp"] == "off" or has_arithmetic(str(c["amp"]))
     ]  # what is emulated is not
-    assert found.traces is not None and all(found.traces.peak(config) is not None for config in traceable)
+    assert found.traces is not None and all(
+        found.traces.peak(config, find_techniques()) is not None for config in traceable
+    )
 
 
 @pytest.mark.usefixtures("measured")

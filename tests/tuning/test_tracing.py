@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autotune import techniques
 from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
@@ -17,18 +16,21 @@ from autotune.prediction.traces import Traces
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
-from autotune.runners.jobs import InspectJob, Job, TraceJob
+from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import Finished, Runner
-from autotune.study.traces import TraceCache
+from autotune.runners.runner import Finished
+from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.tracing import Tracing
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.prediction.test_traces import DEFAULT, PLAIN
+
+techniques = find_techniques()
 
 MODELS = Path(__file__).parent.parent / "models"
 CONFIGS = [techniques.complete({"batch_size": 4, "checkpoint_segments": n}) for n in (0, 1, 2, 3)]
@@ -136,14 +138,28 @@ def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
             while not tracing.is_done and time.monotonic() < deadline:
                 tracing.advance_beside()
                 time.sleep(0.05)
-            assert tracing.traces.peak(config) is not None
+            assert tracing.traces.peak(config, find_techniques()) is not None
 
 
 @pytest.mark.parametrize(("kind", "is_beside"), [("cpu", False), ("cuda", True)])
 def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind: str, is_beside: bool) -> None:
     runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
     runner._device.capabilities = capabilities_of(kind)
-    assert isinstance(runner.beside(), Runner) == is_beside
+    tracer = runner.tracer()
+    assert isinstance(tracer, LocalRunner) == is_beside
+    if isinstance(tracer, LocalRunner):
+        probe = ProbeJob(config=techniques.complete({"batch_size": 1}), settings=ProbeSettings(memory_limit_bytes=None))
+        stay = runner._host.take({"cuda:0": "cuda:0"}, probe)
+        tracer._host.take({"cpu": "cpu"}, TraceJob(plan=plan_traces([]), target="cpu", timeout_s=1.0))
+        assert stay.beside == ["trace on cpu"]
+
+
+def test_what_is_left_unfinished_is_beside_nothing_that_runs_later(tmp_path: Path) -> None:
+    runner = LocalRunner(TaskSource.of(MODELS / "tiny.py"), logs=tmp_path, device="cpu")
+    job = InspectJob(memory_limit_bytes=None, timeout_s=60.0)
+    with runner:
+        runner.submit(job)
+    assert runner._host.take({"cuda:0": "cuda:0"}, job).beside == []
 
 
 def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_techniques() -> None:
@@ -164,7 +180,7 @@ def test_a_model_that_needs_a_tensors_values_is_tried_once_for_all_its_technique
         make_batch=lambda batch_size: torch.rand(batch_size, 4),
         training_step=lambda model, batch: model(batch),
     )
-    plan = plan_traces([*CONFIGS, techniques.complete({"batch_size": 4, "optimizer_impl": "fused"})])
+    plan = plan_traces([*CONFIGS, techniques.complete({"batch_size": 4, "optimizer_impl": "fused"})], find_techniques())
     messages = list(trace_plan(task, plan, "cpu"))
     assert [message for message in messages if "begun" in message] == [{"begun": "model: nothing switched on"}]
     failures = messages[-1]["traces"]["failures"]

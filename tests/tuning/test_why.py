@@ -4,15 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import techniques
 from autotune.records.measured import front_of
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import DeviceUse
 from autotune.records.trial import Trial
 from autotune.study import figures
+from autotune.techniques import find_techniques
 from autotune.tuning import why
 from tests.closed_form import measurement
+
+techniques = find_techniques()
 
 MIB = 2**20
 OBJECTIVE = Throughput(memory_limit_bytes=1000 * MIB, headroom=0.05)

@@ -7,12 +7,19 @@ Scratchpads that depend on the instruction set (some 100 KiB) are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from autotune.devices.kernels.rules import ResultRule, Scratch, Storages, Workspace
+from autotune.devices.kernels.rules import (
+    ResultRule,
+    Scratch,
+    Storages,
+    Workspace,
+    copies,
+    lies_channels_last,
+    size_bytes,
+)
 
 _aten = torch.ops.aten
 # From an operator's arguments and its result: the most that it allocates beside the result. On a CPU the order does not matter.
@@ -22,8 +29,6 @@ _CHANNELS_PER_BLOCK = 16  # oneDNN's nChw16c, for float32
 _FEW_CHANNELS = 3  # inputs of so few channels are read as they are
 _TILES_BYTES = 64 * 2**10  # for AMX; that much at least
 _PAGE_BYTES = 4096
-# The oneDNN of torch 2.6 (3.5) has scratch gates for more than a pass, and two more arrays of states, than that of 2.13.
-_LARGE_LSTM = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 
 
 def cpu_workspace(operator: Any) -> Workspace | None:
@@ -31,15 +36,7 @@ def cpu_workspace(operator: Any) -> Workspace | None:
     peak = _WORKSPACES.get(operator)
     if peak is None and torch.Tag.pointwise in operator.tags:
         peak = _casts
-    return None if peak is None else partial(_at_once, peak)
-
-
-def _at_once(peak: _Peak, args: tuple[Any, ...], result: Any) -> Scratch:
-    return Scratch(after=((peak(args, result),),))
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
+    return None if peak is None else lambda args, result: Scratch(after=((peak(args, result),),))
 
 
 def _casts(args: tuple[Any, ...], result: Any) -> int:
@@ -62,30 +59,6 @@ def _mean(args: tuple[Any, ...], result: Any) -> int:
     return 4 * tensor.numel() if tensor.dtype in (torch.float16, torch.bfloat16) else 0
 
 
-def _contiguous_copies(*positions: int) -> _Peak:
-    """Copies of the arguments that are not contiguous."""
-
-    def workspace(args: tuple[Any, ...], result: Any) -> int:
-        return sum(_nbytes(args[i]) for i in positions if not args[i].is_contiguous())
-
-    return workspace
-
-
-def _batch_norm_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The input less its mean (batch_norm_backward_cpu_template)."""
-    return _nbytes(args[1])
-
-
-def _embedding_bag(args: tuple[Any, ...], result: Any) -> int:
-    """The bag of every index (make_offset2bag)."""
-    return _nbytes(args[1])
-
-
-def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The sorted indices, their order, and how often each occurs (_embedding_bag_dense_backward_cpu)."""
-    return 0 if result.is_sparse else 3 * _nbytes(args[1])
-
-
 def _flash_attention(args: tuple[Any, ...], result: Any) -> int:
     """Blocks of scores and of the output for each thread; short types are packed for AMX (FlashAttentionKernel.cpp)."""
     query, key, value = args[:3]
@@ -94,7 +67,7 @@ def _flash_attention(args: tuple[Any, ...], result: Any) -> int:
     floats = torch.get_num_threads() * (rows * columns + 2 * rows + rows * int(head_dim))
     if query.dtype is torch.float32:
         return 4 * floats
-    return 4 * floats + torch.get_num_threads() * rows * columns * 2 + _nbytes(key) + _nbytes(value)
+    return 4 * floats + torch.get_num_threads() * rows * columns * 2 + size_bytes(key) + size_bytes(value)
 
 
 def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> int:
@@ -114,11 +87,11 @@ def _convolution(args: tuple[Any, ...], result: Any) -> int:
     if not uses_onednn(tensor, weight, strides=args[3], dilations=args[5], groups=args[8]):
         return _columns(tensor, weight, result)
     if _is_channels_last(tensor) or _is_channels_last(weight):
-        return _nbytes(weight) + _channels_last_copy(tensor)
+        return size_bytes(weight) + _channels_last_copy(tensor)
     if tensor.dtype is not torch.float32:
-        return max(_copied_input(tensor) + _nbytes(weight), 2 * _nbytes(result))
+        return max(_copied_input(tensor) + size_bytes(weight), 2 * size_bytes(result))
     blocked = _blocked(result)
-    return max(_copied_input(tensor) + _nbytes(weight) + blocked - _nbytes(result), blocked)
+    return max(_copied_input(tensor) + size_bytes(weight) + blocked - size_bytes(result), blocked)
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
@@ -127,14 +100,14 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     wants_input, wants_weight = (bool(wanted) for wanted in args[10][:2])
     if not uses_onednn(tensor, weight, strides=args[4], dilations=args[6], groups=args[9]):
         return _columns(tensor, weight, gradient)
-    input_bytes, weight_bytes = _nbytes(tensor) * wants_input, _nbytes(weight) * wants_weight
+    input_bytes, weight_bytes = size_bytes(tensor) * wants_input, size_bytes(weight) * wants_weight
     if _is_channels_last(tensor) or _is_channels_last(weight):
-        return _channels_last_copy(tensor) + _channels_last_copy(gradient) + 2 * _nbytes(weight)
+        return _channels_last_copy(tensor) + _channels_last_copy(gradient) + 2 * size_bytes(weight)
     twice = tensor.dtype is not torch.float32 or any(stride > 1 for stride in args[4])
     peak = 0
     if wants_input:
-        blocked = _nbytes(tensor) if twice else _blocked(tensor)
-        peak = max(_blocked(gradient) + _nbytes(weight) + blocked, blocked + (1 + twice) * _nbytes(tensor))
+        blocked = size_bytes(tensor) if twice else _blocked(tensor)
+        peak = max(_blocked(gradient) + size_bytes(weight) + blocked, blocked + (1 + twice) * size_bytes(tensor))
     if wants_weight:
         copies = _copied_input(tensor) + _blocked(gradient) + weight_bytes
         if tensor.dtype is torch.bfloat16:
@@ -168,20 +141,18 @@ def _columns(tensor: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return not tensor.is_contiguous() and not _channels_last_copy(tensor)
+    return not tensor.is_contiguous() and lies_channels_last(tensor)
 
 
 def _channels_last_copy(tensor: torch.Tensor) -> int:
-    """Bytes of a copy with the channels last; 0 where they are."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return _nbytes(tensor) if layout is None or not tensor.is_contiguous(memory_format=layout) else 0
+    return 0 if lies_channels_last(tensor) else size_bytes(tensor)
 
 
 def _blocked(tensor: torch.Tensor) -> int:
     """Bytes of a copy in oneDNN's layout, in float32 with the channels rounded up."""
     if tensor.dtype is not torch.float32:
-        return _nbytes(tensor)
-    return _nbytes(tensor) // tensor.shape[1] * _round_up(tensor.shape[1], _CHANNELS_PER_BLOCK)
+        return size_bytes(tensor)
+    return size_bytes(tensor) // tensor.shape[1] * _round_up(tensor.shape[1], _CHANNELS_PER_BLOCK)
 
 
 def _copied_input(tensor: torch.Tensor) -> int:
@@ -191,23 +162,19 @@ def _copied_input(tensor: torch.Tensor) -> int:
 
 def _lstm(args: tuple[Any, ...], result: Any) -> int:
     """Both weights in oneDNN's layout, and the gates of all steps (float32)."""
-    weights = _nbytes(args[1]) + _nbytes(args[2])
+    weights = size_bytes(args[1]) + size_bytes(args[2])
     if args[0].dtype is not torch.float32:
         return weights
-    return weights + _scratch_gates(args[0], int(args[10]))
+    return weights + _lstm_gates(args[0], int(args[10]))
 
 
 def _lstm_backward(args: tuple[Any, ...], result: Any) -> int:
     """The same with weights and inputs in float32."""
     size = 4 // int(args[0].element_size())
-    weights = size * (_nbytes(args[1]) + _nbytes(args[2]))
+    weights = size * (size_bytes(args[1]) + size_bytes(args[2]))
     if size == 1:
-        return weights + _scratch_gates(args[0], args[2].shape[1])
-    return weights + size * _nbytes(args[0]) + weights // size
-
-
-def _scratch_gates(tensor: torch.Tensor, hidden: int) -> int:
-    return (5 if _LARGE_LSTM else 1) * _lstm_gates(tensor, hidden)
+        return weights + _lstm_gates(args[0], args[2].shape[1])
+    return weights + size * size_bytes(args[0]) + weights // size
 
 
 def _lstm_gates(tensor: torch.Tensor, hidden: int) -> int:
@@ -228,12 +195,10 @@ def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
     size = tensor.element_size()
     rows = 2 * (steps + 1) * samples  # of the layer and of what is below it
     widest = max(features, hidden)
+    state_bytes = rows * _leading_dimension(widest, size) * size
     arrays = (
         _lstm_gates(tensor, hidden),
-        *(4 if _LARGE_LSTM else 2) * (rows * _leading_dimension(widest, size) * size,),
-        rows * _leading_dimension(widest, 4) * 4,
-        rows * hidden * 4,
-        rows * hidden * 4,
+        *(state_bytes, state_bytes, rows * _leading_dimension(widest, 4) * 4, rows * hidden * 4, rows * hidden * 4),
         steps * samples * _leading_dimension(hidden, size) * size,
     )
     return [(result[3], sum(_round_up(array, _PAGE_BYTES) for array in arrays))]
@@ -251,8 +216,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 _WORKSPACES: Mapping[Any, _Peak] = {
-    _aten._embedding_bag.default: _embedding_bag,
-    _aten._embedding_bag_backward.default: _embedding_bag_backward,
+    # the bag of every index (make_offset2bag)
+    _aten._embedding_bag.default: lambda args, _: size_bytes(args[1]),
+    # the sorted indices, their order, and how often each occurs (_embedding_bag_dense_backward_cpu)
+    _aten._embedding_bag_backward.default: lambda args, result: 0 if result.is_sparse else 3 * size_bytes(args[1]),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_attention_backward,
     _aten.convolution.default: _convolution,
@@ -261,11 +228,10 @@ _WORKSPACES: Mapping[Any, _Peak] = {
     _aten.mean.dim: _mean,
     _aten.mkldnn_rnn_layer.default: _lstm,
     _aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
-    _aten.native_batch_norm_backward.default: _batch_norm_backward,
-    _aten.native_layer_norm.default: _contiguous_copies(0),
-    _aten.native_layer_norm_backward.default: _contiguous_copies(0, 1),
+    # the input less its mean (batch_norm_backward_cpu_template)
+    _aten.native_batch_norm_backward.default: lambda args, _: size_bytes(args[1]),
+    _aten.native_layer_norm.default: lambda args, _: sum(copies(args[0])),
+    _aten.native_layer_norm_backward.default: lambda args, _: sum(copies(*args[:2])),
 }
 
-CPU_RESULTS: Mapping[Any, ResultRule] = {
-    _aten.mkldnn_rnn_layer.default: _lstm_results,
-}
+CPU_RESULTS: Mapping[Any, ResultRule] = {_aten.mkldnn_rnn_layer.default: _lstm_results}

@@ -1,12 +1,14 @@
 """Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it.
 
 The rules repeat what torch's host code allocates, in its order, and were compared with the requests that its caching allocator
-gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN and cuBLAS take for
-themselves is not among them, but for a guess at the gradients of convolutions.
+gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN takes for itself is not
+among them, but for a guess at the gradients of convolutions.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
@@ -16,11 +18,20 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from autotune.devices.kernels.reductions import reduction_bytes
-from autotune.devices.kernels.rules import ResultRule, Scratch, Stepped, Storages, Workspace
+from autotune.devices.kernels.rules import (
+    ResultRule,
+    Scratch,
+    Stepped,
+    Storages,
+    Workspace,
+    copies,
+    lies_channels_last,
+    size_bytes,
+)
 from autotune.devices.targets import GpuKind
+from autotune.units import KIB, MIB
 
 _aten = torch.ops.aten
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FEW_INDICES = 3072  # up to so many rows, the gradient of an embedding is summed without sorting them
 _ROWS_AT_ONCE = 10  # of a segment of equal indices that one thread sums
 
@@ -34,17 +45,6 @@ def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
         _aten.logsumexp.default: partial(_logsumexp, gpu),
         _aten.convolution_backward.default: partial(_convolution_backward, gpu),
     }
-
-
-def _size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _copies(*tensors: Any) -> tuple[int, ...]:
-    """Bytes of the copies that a kernel makes of tensors that are not contiguous, 0 of others."""
-    return tuple(
-        0 if tensor.is_contiguous() else _size_bytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)
-    )
 
 
 # ---------------------------------------------------------------- reductions
@@ -65,7 +65,7 @@ def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, 
 def _logsumexp(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
     """The exponentials of the differences from the largest, beside the partial results of their sum."""
     tensor, dims = args[:2]
-    return Scratch(after=((_size_bytes(tensor), reduction_bytes(tensor, list(dims), _SUM, gpu)),))
+    return Scratch(after=((size_bytes(tensor), reduction_bytes(tensor, list(dims), _SUM, gpu)),))
 
 
 _SUM = 4  # bytes of a partial result: in fp32
@@ -101,25 +101,25 @@ _REDUCTIONS: Mapping[Any, tuple[int, int]] = {
 def _convolution(args: tuple[Any, ...], result: Any) -> Scratch:
     """Copies into the memory format of the convolution: channels last where its input or its weight has that."""
     tensor, weight = args[:2]
-    return Scratch(before=_format_copies(tensor, weight, tensors=(tensor, weight)))
+    return Scratch(before=_format_copies(tensor, weight, like=(tensor, weight)))
 
 
-def _format_copies(tensor: torch.Tensor, weight: torch.Tensor, *, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    if _has_channels_last(tensor) or _has_channels_last(weight):
-        return tuple(0 if _lies_channels_last(each) else _size_bytes(each) for each in tensors)
-    return _copies(*tensors)
+def _format_copies(*tensors: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Copies of the tensors that do not lie in the memory format of others: channels last where one of those has that."""
+    if any(map(_has_channels_last, like)):
+        return tuple(0 if lies_channels_last(each) else size_bytes(each) for each in tensors)
+    return copies(*tensors)
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    """As torch tells it by the strides, which also says it of kernels of one element."""
+    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def _pooling_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """A copy of the gradient in the memory format of the input."""
     gradient, tensor = args[:2]
-    lies_so = _lies_channels_last(gradient) if _has_channels_last(tensor) else gradient.is_contiguous()
-    return Scratch(after=((0 if lies_so else _size_bytes(gradient),),))
-
-
-def _lies_channels_last(tensor: torch.Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    return layout is not None and tensor.is_contiguous(memory_format=layout)
+    return Scratch(after=(_format_copies(gradient, like=(tensor,)),))
 
 
 def _convolution_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
@@ -134,21 +134,15 @@ def _convolution_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> S
     """
     grad_output, tensor, weight = args[:3]
     groups, wanted = args[9], args[10]
-    copies = _format_copies(tensor, weight, tensors=(tensor, grad_output, weight))
+    copied, guessed = _format_copies(tensor, grad_output, weight, like=(tensor, weight)), 0
     if not wanted[1]:  # the input is read for the gradient of the weight
-        copies = (0, *copies[1:])
-    guessed = 0
+        copied = (0, *copied[1:])
     if not (groups > 1 or _has_channels_last(tensor) or _has_channels_last(weight)):
         input_copies = 1 if prod(weight.shape[2:]) == 1 else 2
-        copies, guessed = (), input_copies * _size_bytes(tensor) + _size_bytes(grad_output) + _size_bytes(weight)
+        copied, guessed = (), input_copies * size_bytes(tensor) + size_bytes(grad_output) + size_bytes(weight)
     dims = [0, *range(2, grad_output.dim())]
     of_bias = reduction_bytes(grad_output, dims, _SUM, gpu) if wanted[2] else 0
-    return Scratch(before=copies, after=((guessed,), (of_bias,)))
-
-
-def _has_channels_last(tensor: torch.Tensor) -> bool:
-    """As torch tells it by the strides, which also says it of kernels of one element."""
-    return tensor.dim() in _CHANNELS_LAST and suggest_memory_format(tensor) is _CHANNELS_LAST[tensor.dim()]
+    return Scratch(before=copied, after=((guessed,), (of_bias,)))
 
 
 # ---------------------------------------------------------------- attention
@@ -166,9 +160,9 @@ def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     multiple = 32 if head_dim <= 128 else 64
     head_dim = -(-head_dim // multiple) * multiple
     rows_bytes = 4 * batch_size * num_heads * length
-    for_each_head = num_heads // key.shape[1] * _size_bytes(key) if key.shape[1] < num_heads else 0
+    for_each_head = num_heads // key.shape[1] * size_bytes(key) if key.shape[1] < num_heads else 0
     return Scratch(
-        before=_copies(grad_output.transpose(1, 2), output.transpose(1, 2)),
+        before=copies(grad_output.transpose(1, 2), output.transpose(1, 2)),
         after=((rows_bytes, rows_bytes * head_dim, for_each_head, for_each_head),),
     )
 
@@ -201,7 +195,7 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
         num_bytes += 2 * 4 * num_splits * 64 * (-(-head_dim // 128) * 128)
     row_sums = 4 * num_heads * length
     products = () if is_short else ((4 * query.numel(), row_sums, row_sums),)
-    return Scratch(before=_copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
+    return Scratch(before=copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
 
 
 # ---------------------------------------------------------------- the rest
@@ -217,7 +211,7 @@ def _embedding_backward(args: tuple[Any, ...], result: Any) -> Scratch:
         few = num_indices <= _FEW_INDICES and padding < 0
         return 0 if few else _sorted_sums(num_indices, num_rows, width)
 
-    return Scratch(before=_copies(gradient), after=((Stepped(sums, (indices.numel(),)),),))
+    return Scratch(before=copies(gradient), after=((Stepped(sums, (indices.numel(),)),),))
 
 
 def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
@@ -225,7 +219,7 @@ def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     gradient, indices, num_rows = args[0], args[1], args[6]
     width = gradient.shape[-1]
     sums = Stepped(lambda figures: _sorted_sums(figures[0], num_rows, width), (indices.numel(),))
-    return Scratch(before=_copies(gradient), after=((sums,),))
+    return Scratch(before=copies(gradient), after=((sums,),))
 
 
 def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
@@ -236,17 +230,12 @@ def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
 
 def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """The product of the gradient and the output (`SoftMax.cu`), and copies of what is not contiguous."""
-    return Scratch(after=((_size_bytes(args[0]), *_copies(*args[:2])),))
+    return Scratch(after=((size_bytes(args[0]), *copies(*args[:2])),))
 
 
 def _copied(*positions: int) -> Workspace:
     """Copies of the arguments at these positions where they are not contiguous."""
-    return lambda args, result: Scratch(after=(_copies(*(args[position] for position in positions)),))
-
-
-def _copied_first(*positions: int) -> Workspace:
-    """The same before there is a result."""
-    return lambda args, result: Scratch(before=_copies(*(args[position] for position in positions)))
+    return lambda args, _: Scratch(after=(copies(*(args[position] for position in positions)),))
 
 
 def _elements(number: int) -> Workspace:
@@ -267,7 +256,7 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
     _aten.avg_pool2d_backward.default: _pooling_backward,
     _aten.max_pool2d_with_indices_backward.default: _pooling_backward,
-    _aten.native_layer_norm.default: _copied_first(0),
+    _aten.native_layer_norm.default: lambda args, _: Scratch(before=copies(args[0])),
     _aten.native_layer_norm_backward.default: _copied(0, 1),
     _aten._softmax.default: _copied(0),
     _aten._log_softmax.default: _copied(0),
@@ -283,7 +272,23 @@ _WORKSPACES: Mapping[Any, Workspace] = {
 
 def _mask_first(args: tuple[Any, ...], result: Any) -> Storages:
     """The mask of a dropout is allocated before the output (`dropout_cuda` of Dropout.cu)."""
-    return [(tensor, _size_bytes(tensor)) for tensor in reversed(result)]
+    return [(tensor, size_bytes(tensor)) for tensor in reversed(result)]
 
 
 CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_first}
+
+
+_NUM_HANDLES = 2  # of cuBLAS, one for each thread that computes products: the one that trains, and autograd's own
+
+
+def cublas_workspaces(gpu: GpuKind, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Bytes of each workspace of cuBLAS, which torch takes from its caching allocator and keeps.
+
+    As `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` chooses them: CUBLAS_WORKSPACE_CONFIG says it, as in
+    `:4096:8`: eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB.
+    """
+    said = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    size_bytes = 32 * MIB if gpu.capability[0] in (9, 10) else 8 * MIB + 128 * KIB
+    if said:
+        size_bytes = sum(int(kib) * int(number) for kib, number in said) * KIB
+    return (size_bytes,) * _NUM_HANDLES

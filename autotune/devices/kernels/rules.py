@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class Stepped(int):
     """Bytes that are no line in the batch size: a rule says them from figures that are (lengths and strides, say).
@@ -67,3 +69,19 @@ class Hidden:
 
     workspace: Callable[[Any], Workspace | None]
     results: Mapping[Any, ResultRule]
+
+
+def size_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of its elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def copies(*tensors: Any) -> tuple[int, ...]:
+    """Bytes of the copies that a kernel makes of tensors that are not contiguous, 0 of others."""
+    return tuple(0 if each.is_contiguous() else size_bytes(each) for each in tensors if isinstance(each, torch.Tensor))
+
+
+def lies_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether the channels lie last in memory; also true of some that are contiguous, as with one channel."""
+    layout = _CHANNELS_LAST.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout)

@@ -17,7 +17,7 @@ from autotune.task.batches import strided_parts
 _READ_DEVICE = torch.ops.prim.device.default  # which fake tensors dispatch, and real ones do not
 
 
-def overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) -> list[torch.nn.Module]:
+def find_overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) -> list[torch.nn.Module]:
     """Those of `modules`, functions of one tensor, that may overwrite it, by what training passes do.
 
     A module may where, in each of its calls, no operator reads or writes the storage of its input afterwards, in the

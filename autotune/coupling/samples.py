@@ -1,0 +1,115 @@
+"""Gives the samples that are compared, as one batch and as its two micro batches."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from autotune.task import Task
+from autotune.task.batches import CannotCutError, StepBatch, split
+
+MOST_SHAPES, FEWEST_ALIKE = 128, 4  # samples that are looked at for some of one shape, and how many are needed
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A batch of samples, and the same samples in two micro batches.
+
+    Attributes:
+        blocked: how draws with several rows for each sample lie, as `SameDraws` says it.
+        restores_between: each part begins with the buffers that the whole batch began with, and not only the first.
+    """
+
+    whole: Any
+    parts: StepBatch
+    blocked: bool = False
+    restores_between: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole batch."""
+        return sum(self.parts.sizes)
+
+    def are_padded_anew(self) -> bool:
+        """Whether some rows of samples are longer in the batch than in one of its parts."""
+        for part, size in zip(self.parts, self.parts.sizes, strict=True):
+            pairs = zip(_shapes(self.whole), _shapes(part), strict=False)
+            changes = [[lengths for lengths in zip(*pair, strict=False) if len(set(lengths)) > 1] for pair in pairs]
+            if any((self.num_samples, size) in changed and len(changed) > 1 for changed in changes):
+                return True
+        return False
+
+
+class Samples(Protocol):
+    """Gives the same samples as one batch and as its micro batches."""
+
+    def halves(self, num_samples: int) -> Halves:
+        """So many samples. Raises CannotCutError."""
+
+    def of_one_shape(self, num_samples: int) -> Halves | None:
+        """At most so many samples, each of which alone has the same shapes; None where none are known."""
+
+
+class SamplesOf:
+    """The first samples of a batch. How long each of them is, is not known once they are a batch."""
+
+    def __init__(self, task: Task, batch: Any) -> None:
+        self._task, self._batch = task, batch
+
+    def halves(self, num_samples: int) -> Halves:
+        """As `Samples.halves`."""
+        cuts = self._task.cuts()
+        whole = split(self._batch, cuts, num_samples)[0]
+        return Halves(whole, split(whole, cuts, -(-num_samples // 2)))
+
+    def of_one_shape(self, num_samples: int) -> None:
+        """As `Samples.of_one_shape`."""
+
+
+class TypicalSamples:
+    """Samples of a task's training set drawn at random, or what its `make_batch` makes."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        size = task.dataset_size()
+        drawn = size is not None and not isinstance(task.dataset(), torch.utils.data.IterableDataset)
+        self._positions = random.Random(0).sample(range(size), size) if drawn and size is not None else None
+
+    def halves(self, num_samples: int) -> Halves:
+        """As `Samples.halves`. What cannot be cut is collated anew, as `Session.loader` does."""
+        task = self._task
+        if task.dataset() is None:
+            return SamplesOf(task, task.batch(num_samples)).halves(num_samples)
+        positions: Sequence[int] = (self._positions or range(num_samples))[:num_samples]
+        with contextlib.suppress(CannotCutError):
+            return SamplesOf(task, task.batch_of(positions)).halves(num_samples)
+        return self._collated(positions)
+
+    def of_one_shape(self, num_samples: int) -> Halves | None:
+        """As `Samples.of_one_shape`."""
+        if self._task.dataset() is None or self._positions is None:
+            return None
+        of_shape: dict[Any, list[int]] = {}
+        for position in self._positions[:MOST_SHAPES]:
+            alike = of_shape.setdefault(_shapes(self._task.batch_of((position,))), [])
+            alike.append(position)
+            if len(alike) == num_samples:
+                break
+        most = max(of_shape.values(), key=len)
+        return self._collated(most) if len(most) >= FEWEST_ALIKE else None
+
+    def _collated(self, positions: Sequence[int]) -> Halves:
+        size = -(-len(positions) // 2)
+        parts = (positions[:size], positions[size:])
+        batch_of = self._task.batch_of
+        return Halves(batch_of(positions), StepBatch((batch_of(part), len(part)) for part in parts))
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,134 @@
+"""Evaluates a session's model: forward passes without gradients in the config's precision, and the means of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from autotune.errors import TaskError
+from autotune.randomness import keep_randomness
+from autotune.recovery import Halving
+from autotune.task.batches import CannotCutError, StepBatch, split
+from autotune.techniques.build import Build
+
+_UNCUT = 2**62  # samples, which no batch has
+
+
+class Evaluator:
+    """Evaluates the model of one session.
+
+    Args:
+        ready: gives a micro batch on the device, with the techniques' contexts around what is done with it.
+        halves: evaluate a batch for which memory is short in halves.
+    """
+
+    def __init__(self, build: Build, ready: Callable[[Any], AbstractContextManager[Any]], *, halves: bool) -> None:
+        self._task, self._model, self._device = build.task, build.model, build.device
+        self._validation = build.task.validation(build.model)
+        self._ready = ready
+        self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
+
+    def means(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The means of what the task evaluates over the batches in which it does, weighted by the terms of their mean loss.
+
+        Random states and the modules' modes are those from before at the end.
+
+        Raises:
+            TaskError: a batch does not show its number of samples, or nothing in the batches counts.
+            Exception: what the user's code raises; out of memory with a note that says why the batch was not halved.
+        """
+        totals: dict[str, Any] = {}
+        weights: dict[str, float] = {}
+        at_the_end: dict[str, float] = {}
+        counts = False
+        with keep_randomness(self._device.torch_device), self.mode():
+            for batch in batches:
+                for part, size in self._sized(batch):
+                    for values, weight in self._evaluated(part, size):
+                        counts = True
+                        for name, value in values.items():
+                            totals[name] = totals.get(name, 0.0) + value.double() * weight
+                            weights[name] = weights.get(name, 0.0) + weight
+            if self._validation is not None and counts:
+                with torch.inference_mode():
+                    at_the_end = self._validation.at_the_end()
+        if not counts:
+            raise TaskError(
+                "nothing was evaluated: no batch was given, or none has a term in its mean loss; give a loader that "
+                "yields batches such as the task's own (an iterator is empty the second time)"
+            )
+        return {name: float(value) / weights[name] for name, value in totals.items()} | at_the_end
+
+    def values(self, batch: Any) -> dict[str, torch.Tensor]:
+        """What the task evaluates of one batch: scalars by name."""
+        with torch.inference_mode(), self._ready(batch) as ready:
+            if self._validation is not None:
+                return self._validation.of_batch(ready)
+            return self._task.evaluate(self._model, ready)
+
+    def begin(self) -> None:
+        """Let the model evaluate from here on."""
+        self._model.eval()
+        if self._validation is not None:
+            with torch.inference_mode():
+                self._validation.begin()
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Around evaluation: at the end every module is in the mode in which it was, and can be trained."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        is_training = self._model.training
+        try:
+            self.begin()
+            yield
+        finally:
+            self._model.train(is_training)  # modules may do more than to note their mode
+            for module, mode in modes:
+                module.training = mode
+                for held in (vars(module), module._buffers):
+                    for name, value in held.items():  # a mask kept from a longer input, say, that autograd would refuse
+                        if isinstance(value, torch.Tensor) and value.is_inference():
+                            held[name] = value.clone()
+
+    def _sized(self, batch: Any) -> Iterator[tuple[Any, int]]:
+        """The batch, or the micro batches in it, with the number of samples of each."""
+        if not isinstance(batch, StepBatch):
+            try:
+                batch = split(batch, self._task.cuts(), _UNCUT)
+            except CannotCutError as cannot:
+                if self._task.loss_weight is None:
+                    raise TaskError(
+                        f"how many samples this batch has is not known: it holds {cannot}; write loss_weight(batch), or "
+                        "give batches with their sizes: `autotune.task.batches.StepBatch([(batch, n)])`"
+                    ) from None
+                batch = StepBatch([(batch, 1)])
+        yield from zip(batch, batch.sizes, strict=True)
+
+    def _evaluated(self, batch: Any, num_samples: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+        """What the task evaluates of a batch and its weight; in parts where memory is short."""
+        waiting = [(batch, num_samples)]
+        while waiting:
+            part, size = waiting.pop()
+            if self._halving is not None and len(cut := self._halving.cut(StepBatch([(part, size)]))) > 1:
+                waiting += [*zip(cut, cut.sizes, strict=True)][::-1]
+                continue
+            weight = self._task.weight(part, size)
+            if not weight:  # the mean over nothing is NaN
+                continue
+            try:
+                values = self.values(part)
+            except Exception as error:
+                if self._halving is None or not self._device.is_out_of_memory(error):
+                    raise
+                if reason := self._halving.why_not(part, size):
+                    error.add_note(f"autotune cannot evaluate it in smaller batches: {reason}")
+                    raise
+                self._halving.learn(part, size, error)
+                waiting.append((part, size))
+            else:
+                yield values, weight
+                continue
+            self._device.give_back()

@@ -1,0 +1,98 @@
+"""`Observer`: one thing that is watched while a config is timed. All of a run's observers together are `Observers`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import ClassVar
+
+from autotune import plugins
+from autotune.devices import Device
+from autotune.records.outcome import Measurement
+from autotune.records.world import World
+
+GROUP = "autotune.observers"
+
+
+class Observer(ABC):
+    """Watches one thing beside time, and writes what it saw into the measurement. Each run has an instance of its own.
+
+    `start` comes once, when the warm-up is over; `sample` after each timed block, between the clock's readings; `stop` once, when
+    all is measured. Where a config is too slow to be timed, `stop` comes alone, with a measurement that is `cut_short`. A whole
+    observer, of the energy that a GPU's instruments tell:
+
+        class Energy(Observer):
+            name = "energy"
+
+            def start(self, device: Device) -> None:
+                self._joules, self._read_s = 0.0, time.monotonic()
+
+            def sample(self, device: Device, num_steps: int) -> None:
+                now_s, power_w = time.monotonic(), device.telemetry().values.get("power_w", 0.0)
+                self._joules += power_w * (now_s - self._read_s)
+                self._read_s = now_s
+
+            def stop(self, device: Device, measured: Measurement) -> Measurement:
+                if measured.cut_short:
+                    return measured
+                return replace(measured, telemetry={**measured.telemetry, "energy_j": self._joules})
+
+    Its file is found because it is there. Another package offers one as an entry point in the group `autotune.observers`.
+
+    Attributes:
+        name: what it observes, in a word.
+        sees_others: whether it sees other processes. It is left out where several train together, which it would take for such.
+    """
+
+    name: ClassVar[str]
+    sees_others: ClassVar[bool] = False
+
+    def start(self, device: Device) -> None:  # noqa: B027 (nothing, for most)
+        """Begin to watch: the first block is about to be timed."""
+
+    def sample(self, device: Device, num_steps: int) -> None:  # noqa: B027
+        """Look, after a timed block.
+
+        Args:
+            num_steps: optimizer steps that were taken so far, warm-up included.
+        """
+
+    @abstractmethod
+    def stop(self, device: Device, measured: Measurement) -> Measurement:
+        """The measurement, with what was seen."""
+
+
+class Observers:
+    """All observers of one run on a device, in the order of their files' names."""
+
+    def __init__(self, device: Device, world: World) -> None:
+        self._device = device
+        self._all = [kind() for kind in kinds() if world.size == 1 or not kind.sees_others]
+
+    def start(self) -> None:
+        """Timing begins."""
+        self._device.start_measuring()
+        for observer in self._all:
+            observer.start(self._device)
+
+    def sample(self, num_steps: int) -> None:
+        """A block was timed."""
+        for observer in self._all:
+            observer.sample(self._device, num_steps)
+
+    def stop(self, measured: Measurement) -> Measurement:
+        """The measurement, with what all of them have seen."""
+        for observer in self._all:
+            measured = observer.stop(self._device, measured)
+        return measured
+
+
+@cache
+def kinds() -> tuple[type[Observer], ...]:
+    """Every observer: the files of this package, and the entry points of others.
+
+    Raises:
+        ConfigError: another package's cannot be used.
+    """
+    found = plugins.find_plugins(__name__.rpartition(".")[0], Observer, GROUP, ("name",))  # type: ignore[type-abstract]
+    return tuple(map(type, found.values()))

@@ -1,0 +1,112 @@
+"""What searches in one folder share: traces of tasks and calibrations of devices, in files beside the studies.
+
+A file that is broken or of another format is replaced. A folder that cannot be written costs nothing but the time to trace or
+to measure again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.devices import capabilities_of
+from autotune.devices.calibration import arithmetic
+from autotune.devices.cpu import processor_model
+from autotune.files import drop_oldest, write_whole
+from autotune.prediction.traces import Traces
+from autotune.records.calibration import Calibration
+from autotune.records.config import Choice
+from autotune.records.inspection import TaskFacts
+from autotune.version import __version__
+
+T = TypeVar("T")
+
+CALIBRATIONS, TRACES = ".calibration", ".traces"  # folders beside the studies' databases
+KEPT_FILES, KEPT_BYTES = 100, 64 * 2**20  # traces of all tasks: the oldest go
+
+
+class CalibrationCache:
+    """The kept calibration that holds for `of` (`autotune.devices.calibration.holds_for`).
+
+    Args:
+        folder: of the studies.
+    """
+
+    def __init__(self, folder: Path, of: Mapping[str, str]) -> None:
+        self.path = folder / CALIBRATIONS / f"{_key(dict(of))}.json"
+
+    def read(self) -> Calibration | None:
+        """What is kept; None where there is nothing, or nothing that can be read."""
+        return _read(self.path, Calibration.from_dict)
+
+    def write(self, calibration: Calibration) -> None:
+        """Keep a calibration."""
+        with contextlib.suppress(OSError):
+            write_whole(self.path, json.dumps(calibration.to_dict()))
+
+
+class TraceCache:
+    """The kept traces of one task on one kind of device.
+
+    Args:
+        folder: of the studies.
+        facts: the task's, from its inspection.
+        target: the kind of device that the traces predict for.
+        batch_sizes: of the configs that are traced.
+        trained: what is trained of the task.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: TaskFacts,
+        target: str,
+        batch_sizes: Collection[int],
+        trained: Mapping[str, Choice],
+    ) -> None:
+        versions = [__version__, metadata.version("torch")]
+        # what can be traced depends on the processor's arithmetic, and several machines may share the folder
+        on_host = not capabilities_of(target).own_processors
+        processor = [processor_model(), *arithmetic().values()] if on_host else []
+        task = [facts.source_hash, facts.num_parameters]
+        key = _key([*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor])
+        self._path = folder / TRACES / f"{facts.name}-{key}.json"
+
+    def read(self) -> Traces | None:
+        """What is kept; None where there is nothing, or nothing that can be read."""
+        return _read(self._path, Traces.from_dict)
+
+    def write(self, traces: Traces) -> None:
+        """Keep traces, but not failures."""
+        with contextlib.suppress(OSError):
+            write_whole(self._path, json.dumps(replace(traces, failures={}).to_dict()))
+            files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            drop_oldest(files, KEPT_FILES, KEPT_BYTES)
+
+
+def _key(known: Any) -> str:
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(path: Path, decode: Callable[[Mapping[str, Any]], T]) -> T | None:
+    try:
+        return decode(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def agrees(plain: Traces, kept: Traces) -> bool:
+    """Whether plain training, traced once more, is as it was when `kept` was traced.
+
+    Sizes and the optimizer may come from the environment or from files, which the task's hash does not cover.
+    """
+    models_agree = all(
+        group in kept.models and kept.models[group].holds(model) for group, model in plain.models.items()
+    )
+    return models_agree and plain.updates.items() <= kept.updates.items()

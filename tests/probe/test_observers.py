@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from autotune.devices.cpu import CpuDevice
+from autotune.probe.observers.base import Observer, Observers, kinds
+from autotune.probe.observers.memory_growth import growth_per_step
+from autotune.records.world import ALONE, World
+from autotune.techniques import find_techniques
+from tests.closed_form import measurement
+
+MEASURED = measurement(find_techniques().complete({"batch_size": 8}), 100.0, 2**30)
+MIB = 2**20
+
+
+class Told(CpuDevice):
+    """A device that tells what it is given."""
+
+    def __init__(self, *, held_share=0.0, slow_blocks=(), grows_bytes=0):
+        super().__init__()
+        self.held_share, self.slow_blocks, self.grows_bytes = held_share, slow_blocks, grows_bytes
+        self.block = -1
+
+    def contention(self):
+        return self.held_share
+
+    def slowdowns(self):
+        self.block += 1
+        return ("temperature",) if self.block in self.slow_blocks else ()
+
+    def current_bytes(self):
+        return 2**30 + self.block * self.grows_bytes
+
+
+def observed(device, world=ALONE, num_blocks=6, **changes):
+    observers = Observers(device, world)
+    observers.start()
+    for step in range(num_blocks):
+        observers.sample(step)
+    return observers.stop(MEASURED)
+
+
+def test_every_file_of_the_room_is_an_observer():
+    assert {kind.name for kind in kinds()} >= {
+        "contention",
+        "throttling",
+        "instruments",
+        "memory detail",
+        "memory growth",
+    }
+    assert all(issubclass(kind, Observer) for kind in kinds())
+
+
+@pytest.mark.parametrize(("slow", "said"), [((), ()), ((1,), ("clock throttled: temperature",))])
+def test_a_slowdown_is_a_disturbance_if_it_lasts_for_more_than_a_tenth_of_the_blocks(slow, said):
+    assert observed(Told(slow_blocks=slow)).disturbances == said
+    assert observed(Told(slow_blocks=()), num_blocks=20).disturbances == ()
+
+
+def test_contention_comes_first_in_what_disturbs_and_is_none_among_the_ranks_of_a_world():
+    others = "others held the processor for 50% of the time"
+    found = observed(Told(held_share=0.5, slow_blocks=range(6)))
+    assert (found.contention, found.disturbances) == (0.5, (others, "clock throttled: temperature"))
+    found = observed(Told(held_share=0.5), World(size=2))
+    assert (found.contention, found.disturbances) == (0.0, ())
+    assert observed(Told(held_share=0.1)).disturbances == ()
+
+
+def test_instruments_memory_and_its_growth_are_in_the_measurement():
+    found = observed(Told(grows_bytes=2 * MIB), num_blocks=12)
+    assert {"load_1m", "used_bytes"} <= found.telemetry.keys() and "vm_data_bytes" in found.memory
+    assert found.growth_bytes_per_step == pytest.approx(2 * MIB)
+    assert observed(CpuDevice()).growth_bytes_per_step == 0 == growth_per_step([])
+
+
+def test_what_is_cut_short_is_not_said_to_be_disturbed():
+
+    found = Observers(Told(held_share=0.9), ALONE).stop(replace(MEASURED, cut_short=True))
+    assert (found.contention, found.disturbances) == (0.0, ()) and found.telemetry and found.memory
