@@ -237,19 +237,18 @@ def task_of(
             )
     live = LiveModel(model, optimizer)
     criterion = None if loss is None else Criterion(loss)
-    baseline = baseline_of(loader)
+    data = data_of(loader)
+    baseline = {**baseline_of(loader), **fields.pop("baseline", {})}
     made: dict[str, Any] = {
         "build_model": live.build_model,
         "training_step": None if criterion is None else criterion.training_step,
         "loss_weight": criterion.weight if criterion is not None and criterion.ignored is not None else None,
         "configure_optimizers": None if optimizer is None else live.configure_optimizers,
-        **data_of(loader),
-        "baseline": {**baseline, **fields.pop("baseline", {})},
-        "global_batch": baseline[BATCH_SIZE],
+        **data,
+        "baseline": baseline,
+        "global_batch": int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1)),
         "name": type(model).__name__,
     }
-    steps = made["baseline"].get(ACCUMULATION, 1)
-    made["global_batch"] = int(made["baseline"][BATCH_SIZE]) * int(steps)
     return Task(**{**made, **fields})
 
 

@@ -95,7 +95,8 @@ def task_of(trainer: Trainer) -> Task:
         warnings=tuple(_left_out(trainer)),
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
-    return replace(task, baseline={**baseline, **_plan(args)})
+    plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
+    return replace(task, baseline={**baseline, **plan})
 
 
 class LiveTrainer:
@@ -261,10 +262,6 @@ def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
         if technique.said_of and technique.read(TRANSFORMERS, given) not in (None, technique.off):
             said["optim"] = _PLAIN_OPTIMIZERS[technique.said_of]
     return said
-
-
-def _plan(args: Any) -> dict[str, int]:
-    return {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
 
 
 def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:

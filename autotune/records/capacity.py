@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.formats import Record
 
 LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
 
@@ -83,7 +84,7 @@ class GroupPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPrediction:
+class MemoryPrediction(Record):
     """What `predict` answers.
 
     Attributes:
@@ -124,4 +125,4 @@ class MemoryPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON-ready data, marked as a prediction."""
-        return {"predicted": True, **asdict(self), "usable_bytes": self.usable_bytes}
+        return {"predicted": True, **super().to_dict(), "usable_bytes": self.usable_bytes}

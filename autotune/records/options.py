@@ -257,7 +257,10 @@ class SweepOptions(RunOptions):
 
 def table(options: type[RunOptions]) -> dict[Option, Any]:
     """The options of a class, in order, with their defaults; MISSING for what has to be given."""
-    return {option: _default(item) for item, option in _table(options)}
+    return {
+        option: item.default if item.default_factory is MISSING else item.default_factory()
+        for item, option in _table(options)
+    }
 
 
 def words(asked: Mapping[str, str | int]) -> list[str]:
@@ -300,7 +303,3 @@ def takes(options: type[RunOptions]) -> Callable[[F], F]:
 
 def _table(options: type[RunOptions]) -> list[tuple[Field[Any], Option]]:
     return [(item, item.metadata["option"]) for item in fields(options) if "option" in item.metadata]
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()

@@ -8,10 +8,20 @@ from autotune.devices.contention import DISTURBED
 from autotune.records.check import Check
 from autotune.records.measured import Dropped, Evaluation, Measured
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
-from autotune.report.figures import NOISY, NOISY_SPREAD, counts, interval, measured_rate, rate, spread, times
+from autotune.report.figures import (
+    NOISY,
+    NOISY_SPREAD,
+    counts,
+    interval,
+    limit_words,
+    measured_rate,
+    rate,
+    spread,
+    times,
+)
 from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
 from autotune.report.run_it import as_code, python_lines, verify_command
-from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table
+from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table, warnings_section
 from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
@@ -57,11 +67,6 @@ def answer_sections(
         yield Section("", (Code("", tail=command),))
 
 
-def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str:
-    """`throughput within 1.46 GiB, 5% of it kept free`."""
-    return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
-
-
 def front_section(
     front: Iterable[Measured], result: Result | None, baseline: Measured | None, techniques: Techniques
 ) -> Section:
@@ -92,11 +97,6 @@ def front_section(
 
 def _role(result: Result) -> str:
     return "best so far" if result.doubt else "answer"
-
-
-def warnings_section(warnings: Iterable[str]) -> Section:
-    """Warnings, each with a mark."""
-    return Section("Warnings", tuple(Paragraph(warning, mark=Span("!", Tone.WARNING)) for warning in warnings))
 
 
 def _verdict(result: Result, techniques: Techniques) -> Span:

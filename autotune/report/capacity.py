@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from autotune.records.batch_plan import describe_batch
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
-from autotune.report.answer import limit_words, warnings_section
-from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
+from autotune.report.figures import limit_words
+from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table, warnings_section
 from autotune.techniques import Techniques
 from autotune.units import GIB, MIB, format_bytes, format_seconds, plural
 

@@ -62,6 +62,11 @@ def expected(prediction: Prediction | None) -> str:
     return f"expected {', '.join(parts)}" if parts else ""
 
 
+def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str:
+    """`throughput within 1.46 GiB, 5% of it kept free`."""
+    return f"{objective} within {format_bytes(memory_limit_bytes)}, {headroom:.0%} of it kept free"
+
+
 def times(ratio: float | None) -> str:
     """`1.87x`; a dash for what was not measured."""
     return "-" if ratio is None else f"{ratio:.2f}x"

@@ -111,6 +111,11 @@ def by_reason(reasons: Mapping[str, str]) -> Iterator[Paragraph]:
         yield Paragraph((f"{', '.join(names[:NUM_NAMED])}{more}", Span(f"  {reason}", Tone.NOTE)))
 
 
+def warnings_section(warnings: Iterable[str]) -> Section:
+    """Warnings, each with a mark."""
+    return Section("Warnings", tuple(Paragraph(warning, mark=Span("!", Tone.WARNING)) for warning in warnings))
+
+
 def plain(cell: Cell) -> str:
     """A cell's text without its tones."""
     parts = cell if isinstance(cell, tuple) else (cell,)

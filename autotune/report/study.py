@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from autotune.records.batch_plan import BATCH_KEYS, describe_batch
 from autotune.records.outcome import Kind
 from autotune.records.trial import BASELINE, PLAY_OFF, Trial
-from autotune.report.answer import answer_sections, front_section, limit_words
-from autotune.report.figures import counts, measured_rate, rate
+from autotune.report.answer import answer_sections, front_section
+from autotune.report.figures import counts, limit_words, measured_rate, rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.study.reading import Study
 from autotune.units import format_bytes, format_seconds, plural
@@ -31,13 +31,10 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield from _failures(study)
     if unsupported := study.facts.unsupported:
         yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
-    front, baseline = study.front_configs(), None
-    if (
-        study.result is not None and len(study.probes) <= study.result.cost.probes
-    ):  # by the same estimate as the answer below
-        front, baseline = study.result.front, study.result.baseline
-    elif front:
-        measured = study.measured_configs()
+    if study.result is not None and len(study.probes) <= study.result.cost.probes:
+        front, baseline = study.result.front, study.result.baseline  # by the same estimate as the answer below
+    else:
+        front, measured = study.front_configs(), study.measured_configs()
         baseline = next((found for found in measured if found.config == study.baseline_config), None)
     if front:
         yield front_section(front, study.result, baseline, study.techniques)
