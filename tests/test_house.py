@@ -30,6 +30,7 @@ PROTOCOL = {
     "frameworks",
     "partition",
 }  # files of the room that are no technique's
+MOST_LINES = 70  # of a function
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
 
 
@@ -207,6 +208,16 @@ def test_a_whole_search_runs_without_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr.decode()
+
+
+def test_no_function_is_longer_than_a_reader_holds_in_mind() -> None:
+    functions = [
+        (str(path.relative_to(PACKAGE)), node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES
+    ]
+    assert not functions
 
 
 def test_no_text_leaves_the_plural_to_its_reader() -> None:

@@ -72,15 +72,10 @@ def inspect_task(
         Exception: memory ran out before anything was trained, or because others hold it.
     """
     opened = _enter(device, memory_limit_bytes)
-    info, outside_bytes = opened.info(), opened.outside_bytes()
-    techniques = find_techniques()
+    info, outside_bytes, techniques = opened.info(), opened.outside_bytes(), find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
-    first = (
-        _first_step(task, opened, techniques, world)
-        if untrained is None
-        else FirstStep(samples=_fewest(task, techniques, world))
-    )
+    first = _first_step(task, opened, techniques, world, trains=untrained is None)
     if first.shortage:
         gc.collect()
     facts = gather_facts(task)
@@ -222,11 +217,13 @@ class FirstStep:
     shortage: str = ""
 
 
-def _first_step(task: Task, device: Device, techniques: Techniques, world: World) -> FirstStep:
+def _first_step(task: Task, device: Device, techniques: Techniques, world: World, *, trains: bool) -> FirstStep:
     """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
 
     That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
     """
+    if not trains:
+        return FirstStep(samples=_fewest(task, techniques, world))
     mistake: Exception | None = None
     for size in (2, None):
         try:

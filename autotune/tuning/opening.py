@@ -71,17 +71,11 @@ def open_search(
         source = source.with_global_batch(options.global_batch)
     techniques = runner.techniques if runner is not None else find_techniques()
     fixed = _require_known(options, runner, techniques)  # before anything takes seconds
-    study = options.study
-    if runner is not None:
-        study, task, version = study or runner.default_study, runner.task_name, ""
-    elif source is not None:
-        task, version = source.name, source.version
-    else:
-        raise ConfigError("no task was given; expected a task, or a runner that has one")
+    names = _name_study(source, options.study, runner)
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        kept = stack.enter_context(lock_places(options, study, task, version, fixed, techniques))
+        kept = stack.enter_context(lock_places(options, *names, fixed, techniques))
         if kept.own.beside:
             text = f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
             listener.on(Note(text=text))
@@ -210,17 +204,7 @@ def _open_over(
             listener.on(Note(text=text, warning=True))
     if is_asked_for(options, inspection):
         budget.keep_for_evaluation(EVALUATION_SHARE)
-    target = target_of(inspection.device)
-    sizes = [int(size) for size in space.choices[BATCH_SIZE]]
-    cache = TraceCache(place.folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
-    with Tracing(
-        runner,
-        lambda: history.space.tracing(),
-        target,
-        cache if runner.keeps_traces else None,
-        MAX_TRACE_SHARE * budget.budget_s,
-        runner.tracer(),
-    ) as tracing:
+    with _tracing(runner, place, inspection, history, MAX_TRACE_SHARE * budget.budget_s) as tracing:
         yield Search(
             runner=runner,
             store=store,
@@ -293,6 +277,28 @@ def _search_facts(
         ranked_beside=(own.study if own else place.name) if place.trained else "",
         signature=inspection.signature,
     )
+
+
+def _tracing(runner: Runner, place: Place, inspection: Inspection, history: History, max_trace_s: float) -> Tracing:
+    """Tracing beside the probes, with what earlier searches have traced."""
+    space, target = history.space, target_of(inspection.device)
+    sizes = [int(size) for size in space.choices[BATCH_SIZE]]
+    cache = TraceCache(place.folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
+    kept = cache if runner.keeps_traces else None
+    return Tracing(runner, lambda: history.space.tracing(), target, kept, max_trace_s, runner.tracer())
+
+
+def _name_study(source: TaskSource | None, study: str | None, runner: Runner | None) -> tuple[str | None, str, str]:
+    """The name of the study, where the user or the runner gives one, and the task's name and version.
+
+    Raises:
+        ConfigError: there is no task.
+    """
+    if runner is not None:
+        return study or runner.default_study, runner.task_name, ""
+    if source is not None:
+        return study, source.name, source.version
+    raise ConfigError("no task was given; expected a task, or a runner that has one")
 
 
 def _require_known(options: SearchOptions, runner: Runner | None, techniques: Techniques) -> dict[str, Choice]:
