@@ -247,7 +247,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
             return {"inspection": inspect_task(task, device=device, report=watched, **arguments)}
         device.enter()
         outside_bytes = device.outside_bytes()  # what is imported now, no probe holds
-        from autotune.devices.host import bound_host_memory
+        from autotune.devices.cpu import bound_host_memory
         from autotune.prediction.inspection import inspect_untrained
 
         device = AbsentGpu(device.info()) if device.capabilities.own_processors else device
@@ -280,7 +280,7 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     is finished is told at once.
     """
     hide_gpus()  # tracing for a GPU must not touch one
-    from autotune.devices.host import bound_host_memory
+    from autotune.devices.cpu import bound_host_memory
     from autotune.prediction.job import trace_plan
     from autotune.prediction.plan import Plan
 
@@ -300,7 +300,7 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
     from autotune import techniques
-    from autotune.devices.host import bound_host_memory
+    from autotune.devices.cpu import bound_host_memory
     from autotune.prediction.anatomy import anatomies
 
     seed_everything(0)
@@ -391,7 +391,9 @@ def hide_gpus() -> None:
     An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
     user's module is loaded: that may ask for the number of GPUs.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from autotune.devices import HIDDEN
+
+    os.environ.update(HIDDEN)
 
 
 def _restore_blas_threads(num_threads: int) -> None:
