@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from autotune.devices import open_device
 from autotune.devices.absent import AbsentGpu
-from autotune.devices.cards import card_of
-from autotune.devices.targets import target_of
+from autotune.devices.targets import card_of, target_of
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.records.calibration import NOT_MEASURED

@@ -13,7 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = functional
-_WITH_TRAINING_FLAG = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
+_WITH_TRAINING_FLAG = {
+    _F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout,
+    _F.multi_head_attention_forward,  # calls dropout itself, where this mode does not reach
+}  # fmt: skip
 # torch.dropout(input, p, train) and its kin, below torch.nn.functional
 _BELOW = {
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
@@ -70,9 +73,9 @@ class _DropoutOff(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _WITH_TRAINING_FLAG:
-            if len(args) > 2:
-                return func(*args[:2], False, *args[3:], **kwargs)
-            return func(*args, **{**kwargs, "training": False})
+            call = inspect.signature(func).bind(*args, **kwargs)
+            call.arguments["training"] = False
+            return func(*call.args, **call.kwargs)
         if func in _BELOW:
             return args[0] if args else kwargs["input"]
         if func in _DRAWN_LIKE and kwargs.keys() <= {"dtype", "memory_format"}:
@@ -84,10 +87,6 @@ class _DropoutOff(TorchFunctionMode):
             if len(args) > at:
                 return func(*args[:at], 0.0, *args[at + 1 :], **kwargs)
             return func(*args, **{**kwargs, "dropout_p": 0.0})
-        if func is _F.multi_head_attention_forward:  # calls dropout itself, where this mode does not reach
-            call = inspect.signature(func).bind(*args, **kwargs)
-            call.arguments["dropout_p"] = 0.0
-            return func(*call.args, **call.kwargs)
         if func is torch.Tensor.bernoulli_:
             probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             return args[0].copy_(probability) if isinstance(probability, torch.Tensor) else args[0].fill_(probability)

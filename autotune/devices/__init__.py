@@ -17,6 +17,7 @@ from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
 
 __all__ = [
+    "HIDDEN",
     "TYPES",
     "Capabilities",
     "Device",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 TYPES: dict[str, type[CpuDevice | CudaDevice]] = {each.kind: each for each in (CpuDevice, CudaDevice)}
+# environment of a process that sees the CPU alone
+HIDDEN = {each.capabilities.chosen_by: "" for each in TYPES.values() if each.capabilities.chosen_by}
 
 
 def available() -> list[Device]:

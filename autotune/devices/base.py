@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from autotune.devices import oom
-
-if TYPE_CHECKING:
-    import torch
-
-    from autotune.records.device import DeviceInfo
+from autotune.lazy import torch
+from autotune.records.device import DeviceInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class Capabilities:
     Attributes:
         own_memory: its memory is not the host's: batches are copied to it, and what the host holds counts for nothing there.
         own_processors: it computes on others than the host's, by other kernels; the host's have time for something else.
+        chosen_by: the variable of the environment that says which of them a process sees; empty where there is none.
         settles_s: seconds under load until its speed is the one that it keeps: power and heat settle over seconds.
         tells_processes_apart: what each of several processes holds of it is always known, so that several can be measured at once.
         limits_whole_process: its memory limit bounds whatever the process holds, a compiler's memory included.
@@ -55,6 +53,7 @@ class Capabilities:
 
     own_memory: bool = False
     own_processors: bool = False
+    chosen_by: str = ""
     settles_s: float = 0.0
     tells_processes_apart: bool = True
     limits_whole_process: bool = True
@@ -84,18 +83,25 @@ class Device(Protocol):
         """Read the instruments now; empty where there are none."""
 
     def settle(self) -> None:
-        """Wait, for seconds at most, until the device has back what processes held that have ended."""
+        """Wait, for seconds at most, until the device has back what processes held that have ended.
+
+        Nothing on a CPU, as `enter`, `adopt` and `synchronize`: its kernel has that back at once.
+        """
+        return
 
     # in a probe's own process
     @property
     def torch_device(self) -> torch.device:
         """The device as torch's own object."""
+        return torch.device(self.name)
 
     def enter(self) -> None:
         """Make this the device that the process trains on, before a model is built: user code may just say `cuda`."""
+        return
 
     def adopt(self) -> None:
         """Take the device as this process uses it already: nothing is loaded or made current."""
+        return
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
@@ -104,7 +110,8 @@ class Device(Protocol):
         """Reset the counters that `contention` and `memory_detail` read."""
 
     def synchronize(self) -> None:
-        """Wait for all work queued on the device; nothing on a CPU."""
+        """Wait for all work queued on the device."""
+        return
 
     def peak_bytes(self) -> int:
         """Most memory this process (with its data-loading workers) has held at once; comparable with the limit."""

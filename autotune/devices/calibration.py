@@ -200,27 +200,27 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
 
 
 def _warm_up(device: Device) -> None:
-    started_s = time.monotonic()
-    smallest = (
-        _matmul(device, FP32, _extent(device).matmul_rows[0]),
-        _convolution(device, FP32, _extent(device).channels[0]),
-    )
-    for run, _ in smallest:
-        run()
-    while time.monotonic() < started_s + _extent(device).warm_s:
-        smallest[0][0]()
+    extent, started_s = _extent(device), time.monotonic()
+    multiply, _ = _matmul(device, FP32, extent.matmul_rows[0])
+    convolve, _ = _convolution(device, FP32, extent.channels[0])
+    multiply()
+    convolve()
+    while time.monotonic() < started_s + extent.warm_s:
+        multiply()
         device.synchronize()
 
 
 def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
     """What there is to measure, the most telling first."""
-    rows, channels = _extent(device).matmul_rows, _extent(device).channels
     figures: dict[str, Figure] = {}
+    rows, channels = _extent(device).matmul_rows, _extent(device).channels
+
+    def add(work: str, arithmetic: str, make: Callable[[Device, str, int], Work], sizes: tuple[int, ...]) -> None:
+        figures[f"{work} {arithmetic}"] = partial(_rising, device, partial(make, device, arithmetic), sizes)
+
     for arithmetic in (FP32, BF16, FP16):
-        figures[f"{MATMUL} {arithmetic}"] = partial(_rising, device, partial(_matmul, device, arithmetic), rows)
-        figures[f"{CONVOLUTION} {arithmetic}"] = partial(
-            _rising, device, partial(_convolution, device, arithmetic), channels
-        )
+        add(MATMUL, arithmetic, _matmul, rows)
+        add(CONVOLUTION, arithmetic, _convolution, channels)
         if arithmetic == FP32:
             figures["bytes_per_s"] = partial(_copying, device)
             figures["launch_s"] = partial(_launching, device)
@@ -228,9 +228,9 @@ def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
     if device.capabilities.page_locked:
         figures["host_to_device_bytes_per_s"] = partial(_uploading, device)
     if device.capabilities.tf32:
-        figures[f"{MATMUL} {TF32}"] = partial(_rising, device, partial(_matmul, device, TF32), rows)
+        add(MATMUL, TF32, _matmul, rows)
     if info.capability >= FP8_CAPABILITY:
-        figures[f"{MATMUL} {FP8}"] = partial(_rising, device, partial(_fp8_matmul, device), rows)
+        add(MATMUL, FP8, _matmul, rows)
     return figures
 
 
@@ -260,33 +260,28 @@ def _best_s(device: Device, run: Callable[[], object]) -> float:
     return best_s
 
 
-def _type(arithmetic: str) -> torch.dtype:
-    return {BF16: torch.bfloat16, FP16: torch.float16}.get(arithmetic, torch.float32)
+def _tensor(device: Device, arithmetic: str, *shape: int) -> torch.Tensor:
+    """Random values: ones would spare a GPU power."""
+    types = {BF16: torch.bfloat16, FP16: torch.float16, FP8: torch.float8_e4m3fn}
+    return torch.randn(shape, device=device.torch_device).to(types.get(arithmetic, torch.float32))
 
 
 def _matmul(device: Device, arithmetic: str, rows: int) -> Work:
-    """A product of square matrices."""
+    """A product of square matrices; of fp8 scaled by one number each, with a result in bf16."""
     torch.set_float32_matmul_precision("high" if arithmetic == TF32 else "highest")
-    matrix = torch.randn(rows, rows, device=device.torch_device).to(_type(arithmetic))  # ones would spare a GPU power
-    return lambda: matrix @ matrix, 2.0 * rows**3
-
-
-def _fp8_matmul(device: Device, rows: int) -> Work:
-    """A product of square matrices in `float8_e4m3fn`, scaled by one number each, with a result in bf16."""
-    matrix = torch.randn(rows, rows, device=device.torch_device).to(torch.float8_e4m3fn)
-    scale = torch.ones((), device=device.torch_device)
-    multiply = partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
-    return lambda: multiply(matrix, matrix.t()), 2.0 * rows**3
+    matrix, flops = _tensor(device, arithmetic, rows, rows), 2.0 * rows**3
+    if arithmetic == FP8:
+        scale = torch.ones((), device=device.torch_device)
+        multiply = partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+        return lambda: multiply(matrix, matrix.t()), flops
+    return lambda: matrix @ matrix, flops
 
 
 def _convolution(device: Device, arithmetic: str, channels: int) -> Work:
     """A 3x3 convolution with its backward pass, as training runs it: three times the FLOPs of the forward pass."""
     number, rows = _extent(device).images
-    shape = (number, channels, rows, rows)
-    images, weight, gradient = (
-        torch.randn(shape, device=device.torch_device).to(_type(arithmetic))
-        for shape in (shape, (channels, channels, 3, 3), shape)
-    )
+    images, gradient = (_tensor(device, arithmetic, number, channels, rows, rows) for _ in range(2))
+    weight = _tensor(device, arithmetic, channels, channels, 3, 3)
     images.requires_grad_()
     weight.requires_grad_()
 
@@ -314,9 +309,8 @@ def _launching(device: Device) -> Iterator[Message]:
 
 
 def _allocating(device: Device) -> Iterator[Message]:
-    yield {
-        "value": _best_s(device, lambda: torch.empty(ALLOCATED_BYTES, dtype=torch.uint8, device=device.torch_device))
-    }
+    allocate = partial(torch.empty, ALLOCATED_BYTES, dtype=torch.uint8, device=device.torch_device)
+    yield {"value": _best_s(device, allocate)}
 
 
 def _uploading(device: Device) -> Iterator[Message]:

@@ -38,6 +38,6 @@ def _no_compiler(what: str, variable: str, usual: tuple[str, ...]) -> str:
 def _no_triton(capability: tuple[int, int]) -> str:
     if find_spec("triton") is None:
         return "torch.compile needs triton on a GPU, which is not installed"
-    if capability < _TRITON_CAPABILITY:
+    if (0, 0) < capability < _TRITON_CAPABILITY:
         return f"torch.compile needs compute capability 7.0, this GPU has {capability[0]}.{capability[1]}"
     return ""

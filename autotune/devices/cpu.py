@@ -16,8 +16,12 @@ from autotune.devices.contention import ProcessorWatch, processors
 from autotune.errors import DeviceError
 from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes, plural
+from autotune.units import GIB, MIB, format_bytes, plural
 
+_RESERVE_BYTES = (
+    1 * GIB
+)  # of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+_LEAST_SHARE = 0.5  # of what is free, where that is little
 # how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
 # and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
@@ -76,20 +80,6 @@ class CpuDevice(Device):
             values={"load_1m": load_1m, "load_5m": load_5m, "used_bytes": used_bytes, "total_bytes": info.total_bytes}
         )
 
-    def settle(self) -> None:
-        """Do nothing: the kernel has a process's memory back when it is reaped."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device as torch's own object."""
-        return torch.device("cpu")
-
-    def enter(self) -> None:
-        """Do nothing: there is one CPU."""
-
-    def adopt(self) -> None:
-        """Do nothing: there is one CPU."""
-
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail that would take this process's private memory, including what it holds now, beyond the limit.
 
@@ -117,9 +107,6 @@ class CpuDevice(Device):
     def start_measuring(self) -> None:
         """Measure contention from now on."""
         self._watch = ProcessorWatch()
-
-    def synchronize(self) -> None:
-        """Do nothing: CPU operators return when they are done."""
 
     def peak_bytes(self) -> int:
         """Peak of this process's private memory, plus the most that its data-loading workers were seen to hold.
@@ -176,6 +163,25 @@ class CpuDevice(Device):
         held_bytes = procfs.descendants_private_bytes()
         self._workers_peak_bytes = max(self._workers_peak_bytes, held_bytes)
         return held_bytes
+
+
+def bound_host_memory() -> int:
+    """Let this process, which trains nothing, take what the host or its control group has free, less a reserve, and no more.
+
+    What would take more raises a failed allocation, before the machine has none left. Linux alone bounds a process so; elsewhere
+    nothing is bounded.
+
+    Returns:
+        Bytes that it may take from now on.
+    """
+    device = CpuDevice()
+    free_bytes = device.info().free_bytes
+    allowed_bytes = max(free_bytes - _RESERVE_BYTES, int(_LEAST_SHARE * free_bytes))
+    if sys.platform != "linux":
+        return allowed_bytes
+    held_bytes = device.current_bytes()
+    device.limit_memory(held_bytes + allowed_bytes)
+    return max(0, (device._limit_bytes or 0) - held_bytes)  # a hard limit may leave less
 
 
 def num_threads() -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from importlib import metadata
 
 from autotune.devices import oom
-from autotune.devices.base import Capabilities, Device, Telemetry
+from autotune.devices.base import Capabilities, Device
 from autotune.devices.instruments import Instruments, has_context
-from autotune.devices.outside import OutsideMemory
 from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
-from autotune.records.device import DeviceInfo
-from autotune.units import MIB, format_bytes
+from autotune.units import GIB, MIB, format_bytes
 
 # What must be left to blame something else for a library's failure: under the limit, by whose share a workspace is granted,
 # and on the card, where libraries load their kernels, and before that a context and their handles
@@ -21,14 +20,67 @@ _AT_LIMIT_SHARE = 0.05
 _FULL_CARD_BYTES, _BEFORE_LIBRARIES_BYTES = 256 * MIB, 512 * MIB
 _RELEASE_S = 2.0  # within which a driver has taken back what a process held that has ended
 _RELEASED_BYTES = 64 * MIB  # the card's use is back where it was, within so much
+# a context and its libraries where nothing can measure them; 287 to 667 MB are published
+TYPICAL_CONTEXT_BYTES = 512 * MIB
+_SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
+_MOST_GROWTH_BYTES = 512 * MIB  # of libraries and kernels that are loaded late
 _NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what no neighbour needs to explain
 
 
-class CudaDevice(Device):
-    """One GPU.
+@dataclass
+class OutsideMemory:
+    """Keeps account of what a process has on the card outside torch's allocator, from the best of what can be read.
+
+    That is the CUDA context, loaded kernels, and libraries' handles and buffers. The driver's books on this process are
+    believed if they hold at least what the allocator has reserved: in a container they may hold 0, or know the process by
+    another number. Else it is the growth of the whole card's use since before the context, or since then plus a typical context
+    where NVML is missing. That growth may be another process's (or hide behind one that still releases its memory): a first
+    figure that no context has is replaced by a typical one, later growth counts up to 512 MiB, and not at all once the driver
+    shows that others are there.
+
+    Attributes:
+        before_bytes: the card's use before this process's context; None where nothing could tell.
+        peak_bytes: the most seen outside the allocator.
+    """
+
+    before_bytes: int | None = None
+    peak_bytes: int = 0
+    _first_bytes: int | None = None
+
+    def now_bytes(self, *, reserved_bytes: int, booked_bytes: int | None, card_bytes: int | None, shared: bool) -> int:
+        """What lies outside the allocator now.
+
+        Args:
+            reserved_bytes: by the allocator.
+            booked_bytes: what the driver attributes to this process, or None.
+            card_bytes: the card's use by all processes, or None.
+            shared: whether the driver lists more than one process on the card.
+        """
+        if booked_bytes is not None and booked_bytes >= reserved_bytes and booked_bytes > 0:
+            found = booked_bytes - reserved_bytes
+        else:
+            found = self._grown_bytes(reserved_bytes, card_bytes, shared)
+        self.peak_bytes = max(self.peak_bytes, found)
+        return found
+
+    def _grown_bytes(self, reserved_bytes: int, card_bytes: int | None, shared: bool) -> int:
+        ours = None if card_bytes is None else card_bytes - reserved_bytes
+        grown = None if ours is None or self.before_bytes is None else ours - self.before_bytes
+        if self._first_bytes is None:
+            believable = grown is not None and _SMALLEST_CONTEXT_BYTES <= grown <= _LARGEST_CONTEXT_BYTES
+            self._first_bytes = grown if grown is not None and believable else TYPICAL_CONTEXT_BYTES
+            self.before_bytes = None if ours is None else ours - self._first_bytes
+            return self._first_bytes
+        if grown is None or shared:
+            return self._first_bytes
+        return min(max(grown, self._first_bytes), self._first_bytes + _MOST_GROWTH_BYTES)
+
+
+class CudaDevice(Instruments, Device):
+    """One GPU, with the instruments of its driver.
 
     The limit and the peak cover everything that this process has on the card: what torch's allocator has reserved, and
-    what lies outside it (`autotune.devices.outside`).
+    what lies outside it (`OutsideMemory`).
 
     Args:
         index: position among the devices that CUDA_VISIBLE_DEVICES leaves, in CUDA's order.
@@ -38,6 +90,7 @@ class CudaDevice(Device):
     capabilities = Capabilities(
         own_memory=True,
         own_processors=True,
+        chosen_by="CUDA_VISIBLE_DEVICES",
         settles_s=2.0,
         tells_processes_apart=False,
         limits_whole_process=False,
@@ -53,9 +106,7 @@ class CudaDevice(Device):
     )
 
     def __init__(self, index: int) -> None:
-        self.name = f"cuda:{index}"
-        self._index = index
-        self._instruments = Instruments(index)
+        super().__init__(index)
         self._entered = False
         self._limit_bytes: int | None = None
         self._outside = OutsideMemory()
@@ -64,36 +115,19 @@ class CudaDevice(Device):
         self._measured_since_us = time.time_ns() // 1000
         self._counted_before: dict[str, int] = {}
 
-    def info(self) -> DeviceInfo:
-        """Describe the GPU now.
-
-        Raises:
-            DeviceError: it is not there, or the driver does not answer.
-        """
-        return self._instruments.info()
-
-    def telemetry(self) -> Telemetry:
-        """Read the instruments now; empty if the driver does not answer."""
-        return self._instruments.telemetry()
-
     def settle(self) -> None:
         """Wait, for two seconds at most, until the card's use is back where it was before anything of ours ran.
 
         What is still held then belongs to others, and is where it has to come back to the next time.
         """
         deadline = time.monotonic() + _RELEASE_S
-        used_bytes = self._instruments.used_bytes()
+        used_bytes = self.used_bytes()
         while used_bytes is not None and self._rest_bytes is not None and time.monotonic() < deadline:
             if used_bytes <= self._rest_bytes + _RELEASED_BYTES:
                 break
             time.sleep(0.02)
-            used_bytes = self._instruments.used_bytes()
+            used_bytes = self.used_bytes()
         self._rest_bytes = used_bytes
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device as torch's own object."""
-        return torch.device("cuda", self._index)
 
     def enter(self) -> None:
         """Make this GPU the current one of the process, create a context and load what every training run loads.
@@ -107,7 +141,7 @@ class CudaDevice(Device):
     def adopt(self) -> None:
         """Take the GPU with the context and the libraries that the process has."""
         self._entered = True
-        self._outside_bytes()
+        self.outside_bytes()
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
@@ -117,8 +151,7 @@ class CudaDevice(Device):
         Raises:
             DeviceError: the context alone is larger than the limit, or torch cannot use the GPU.
         """
-        self._enter()
-        outside_bytes = self._outside_bytes()
+        outside_bytes = self.outside_bytes()
         if outside_bytes >= limit_bytes:
             raise DeviceError(
                 f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(outside_bytes)} that CUDA "
@@ -144,8 +177,7 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int:
         """The most that the allocator has reserved, plus the most seen outside it."""
-        self._enter()
-        self._outside_bytes()
+        self.outside_bytes()
         return torch.cuda.max_memory_reserved(self._index) + self._outside.peak_bytes
 
     def current_bytes(self) -> int:
@@ -153,21 +185,25 @@ class CudaDevice(Device):
 
         Reserved memory would not do: it grows by segments, and hides a leak for a while.
         """
-        self._enter()
-        return torch.cuda.memory_allocated(self._index) + self._outside_bytes()
+        return self.outside_bytes() + torch.cuda.memory_allocated(self._index)
 
     def outside_bytes(self) -> int:
-        """What lies outside the allocator."""
+        """What this process has on the card outside torch's allocator now."""
         self._enter()
-        return self._outside_bytes()
+        booked_bytes, shared = self.booked_bytes()
+        return self._outside.now_bytes(
+            reserved_bytes=torch.cuda.memory_reserved(self._index),
+            booked_bytes=booked_bytes,
+            card_bytes=self.used_bytes(),
+            shared=shared,
+        )
 
     def held_bytes(self, attempted_bytes: int) -> int:
         """What the allocator has reserved now, plus what lies outside it.
 
         Before it raises, the allocator frees its cached blocks, which the peak still counts.
         """
-        self._enter()
-        return torch.cuda.memory_reserved(self._index) + self._outside_bytes()
+        return self.outside_bytes() + torch.cuda.memory_reserved(self._index)
 
     def is_crowded(self, attempted_bytes: int) -> bool:
         """Whether the card has clearly less free than the limit leaves this process, and that would have been enough.
@@ -191,8 +227,7 @@ class CudaDevice(Device):
 
     def memory_detail(self) -> dict[str, float]:
         """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`."""
-        self._enter()
-        self._outside_bytes()
+        self.outside_bytes()
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(self._index),
             "reserved_bytes": torch.cuda.max_memory_reserved(self._index),
@@ -202,11 +237,7 @@ class CudaDevice(Device):
 
     def contention(self) -> float:
         """Share of the GPU's time that other processes took since `start_measuring`; 0 if the driver cannot tell."""
-        return self._instruments.contention(self._measured_since_us)
-
-    def slowdowns(self) -> tuple[str, ...]:
-        """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
-        return self._instruments.slowdowns()
+        return self.share_of_others(self._measured_since_us)
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether it was the host's; page-locking memory fails with the words that the card has, which has room then."""
@@ -225,9 +256,9 @@ class CudaDevice(Device):
             return True
         try:
             if not self._entered:
-                return self._instruments.info().free_bytes < _BEFORE_LIBRARIES_BYTES
+                return self.info().free_bytes < _BEFORE_LIBRARIES_BYTES
             free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
-            held_bytes = torch.cuda.max_memory_reserved(self._index) + self._outside_bytes()
+            held_bytes = self.outside_bytes() + torch.cuda.max_memory_reserved(self._index)
         except (RuntimeError, DeviceError):  # the context is broken; then the error was not about memory alone
             return False
         limit_bytes = self._limit_bytes or total_bytes
@@ -238,7 +269,7 @@ class CudaDevice(Device):
         if self._entered:
             return
         if not has_context():
-            self._outside.before_bytes = self._instruments.used_bytes()
+            self._outside.before_bytes = self.used_bytes()
         try:
             torch.cuda.set_device(self._index)
             _load_libraries(self.torch_device)
@@ -250,17 +281,7 @@ class CudaDevice(Device):
                 "build for this GPU (https://pytorch.org/get-started/locally), or use --device cpu"
             ) from error
         self._entered = True
-        self._outside_bytes()
-
-    def _outside_bytes(self) -> int:
-        """What this process has on the card outside torch's allocator now."""
-        booked_bytes, shared = self._instruments.booked_bytes()
-        return self._outside.now_bytes(
-            reserved_bytes=torch.cuda.memory_reserved(self._index),
-            booked_bytes=booked_bytes,
-            card_bytes=self._instruments.used_bytes(),
-            shared=shared,
-        )
+        self.outside_bytes()
 
     def _counts(self) -> dict[str, int]:
         statistics = torch.cuda.memory_stats(self._index)

@@ -24,8 +24,8 @@ class Instruments:
     """
 
     def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
         self._index = index
-        self._name = f"cuda:{index}"
         self._matches: dict[bool, nvml.Gpu] = {}  # by whether this process had a context
 
     def info(self) -> DeviceInfo:
@@ -43,7 +43,7 @@ class Instruments:
             return self._info_from_torch("its driver does not report its memory")
         used_bytes, total_bytes = memory
         return DeviceInfo(
-            name=self._name,
+            name=self.name,
             model=gpu.name,
             total_bytes=total_bytes,
             free_bytes=max(0, total_bytes - used_bytes),
@@ -80,7 +80,7 @@ class Instruments:
         booked = {} if (found := self._found()) is None else found[0].used_by_process(found[1])
         return booked.get(os.getpid()), len(booked) > 1
 
-    def contention(self, since_us: int) -> float:
+    def share_of_others(self, since_us: int) -> float:
         """Share of the GPU's time that other processes took since then; 0 if the driver cannot tell.
 
         It can where this process itself is among those whose time it counts: else one of the others may be this process.
@@ -129,7 +129,7 @@ class Instruments:
                 return named[0]
         if placed is None:
             raise DeviceError(
-                f"{self._name} is not there: the driver shows {plural(len(visible), 'GPU')}; check CUDA_VISIBLE_DEVICES"
+                f"{self.name} is not there: the driver shows {plural(len(visible), 'GPU')}; check CUDA_VISIBLE_DEVICES"
             )
         return placed
 
@@ -143,16 +143,16 @@ class Instruments:
     def _info_from_torch(self, why: str) -> DeviceInfo:
         """What torch itself tells, asked in another process unless this one has a context."""
         if (asked := self._asked()) is None:
-            raise DeviceError(f"{self._name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
+            raise DeviceError(f"{self.name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
         return DeviceInfo(
-            name=self._name,
+            name=self.name,
             model=asked.name,
             total_bytes=asked.total_bytes,
             free_bytes=asked.free_bytes,
             capability=asked.capability,
             num_multiprocessors=asked.num_multiprocessors,
             torch_version=metadata.version("torch"),
-            notes=(f"{self._name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
+            notes=(f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
         )
 
     def _notes(self, gpu: nvml.Gpu) -> tuple[str, ...]:
@@ -161,11 +161,11 @@ class Instruments:
             held_bytes = sum(used_bytes for _, used_bytes, _ in others)
             number = f"{len(others)} other process{'es hold' if len(others) > 1 else ' holds'}"
             notes.append(
-                f"{number} {format_bytes(held_bytes)} of {self._name} and may disturb the timing; `autotune devices` names them"
+                f"{number} {format_bytes(held_bytes)} of {self.name} and may disturb the timing; `autotune devices` names them"
             )
         if gpu.is_mig:
             notes.append(
-                f"{self._name} is a MIG instance ({gpu.name}): temperature and power are those of the whole GPU"
+                f"{self.name} is a MIG instance ({gpu.name}): temperature and power are those of the whole GPU"
             )
         return tuple(notes)
 

@@ -28,8 +28,6 @@ _SLOWDOWNS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
-
-
 # FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Arithmetic Instructions"); 128 on the others
 _WITH_64_CORES = {(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)}
 
@@ -52,15 +50,6 @@ class Gpu:
     is_mig: bool = False
 
 
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that computes on a GPU. In a container the pid may be the host's, or the list may be empty."""
-
-    pid: int
-    used_bytes: int | None
-    name: str
-
-
 class Nvml:
     """A connection to the driver.
 
@@ -81,12 +70,9 @@ class Nvml:
 
     def boards(self) -> list[Gpu]:
         """Every physical GPU, in PCI order."""
-        boards = []
-        for index in range(int(self._read("nvmlDeviceGetCount") or 0)):
-            handle = self._read("nvmlDeviceGetHandleByIndex", index)
-            if handle is not None:
-                boards.append(self._describe(handle, handle))
-        return boards
+        number = int(self._read("nvmlDeviceGetCount") or 0)
+        handles = (self._read("nvmlDeviceGetHandleByIndex", index) for index in range(number))
+        return [self._describe(handle, handle) for handle in handles if handle is not None]
 
     def differ(self) -> bool:
         """Whether CUDA may number the GPUs in another order than NVML: unlike ones, the fastest first."""
@@ -143,16 +129,15 @@ class Nvml:
         return _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)) or 0.0
 
     def used_by_process(self, gpu: Gpu) -> dict[int, int | None]:
-        """Bytes that the driver books on each process that computes on the GPU, this one included where it does."""
+        """Bytes that the driver books on each process that computes on the GPU, this one included where it does.
+
+        In a container the process numbers may be the host's, or the list may be empty.
+        """
         listed = self._read("nvmlDeviceGetComputeRunningProcesses", gpu.handle)
         if listed is None:  # a driver before 510 knows the call by its older name
             listed = self._read("nvmlDeviceGetComputeRunningProcesses_v2", gpu.handle) or ()
         booked = {int(entry.pid): entry.usedGpuMemory for entry in listed}
         return {pid: None if used is None else int(used) for pid, used in booked.items()}
-
-    def processes(self, gpu: Gpu) -> list[GpuProcess]:
-        """The same processes, with their names."""
-        return [GpuProcess(pid, used, self._process_name(pid)) for pid, used in self.used_by_process(gpu).items()]
 
     def utilization_by_process(self, gpu: Gpu, since_us: int) -> dict[int, float]:
         """Share of the multiprocessors' time (0 to 1) that each process took since then; empty where not supported.
@@ -190,9 +175,9 @@ class Nvml:
             values={name: float(value) for name, value in readings.items() if value is not None},
             throttle_reasons=self.throttle_reasons(gpu),
             processes=tuple(
-                (process.pid, process.used_bytes or 0, process.name)
-                for process in self.processes(gpu)
-                if process.pid not in without
+                (pid, used_bytes or 0, self._process_name(pid))
+                for pid, used_bytes in self.used_by_process(gpu).items()
+                if pid not in without
             ),
         )
 
@@ -248,17 +233,14 @@ def connect() -> Nvml | str:
     """This process's connection to the driver, or why there is none."""
     pid = os.getpid()
     if pid not in _connections:
-        _connections[pid] = _connect()
+        pynvml = importlib.import_module("pynvml")
+        try:
+            _connections[pid] = Nvml(pynvml)
+        except Exception as error:
+            absent = type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
+            why = "no NVIDIA driver is installed" if absent else f"the NVIDIA driver does not answer: {error}"
+            _connections[pid] = why
     return _connections[pid]
-
-
-def _connect() -> Nvml | str:
-    pynvml = importlib.import_module("pynvml")
-    try:
-        return Nvml(pynvml)
-    except Exception as error:
-        absent = type(error).__name__ in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
-        return "no NVIDIA driver is installed" if absent else f"the NVIDIA driver does not answer: {error}"
 
 
 def why_no_gpu() -> str:

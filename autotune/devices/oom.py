@@ -1,4 +1,4 @@
-"""Recognises errors that are a failed allocation. A user's own exception that mentions memory is not one.
+"""Recognises errors of torch and its libraries: a failed allocation, a missing kernel. A user's exception that sounds like one is none.
 
 Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`,
 both for lack of memory and for other reasons. Those count only with evidence from the device: that it stands at its
@@ -51,6 +51,17 @@ _PRINTED = re.compile(
 )
 _OF_HOST = re.compile(r"DefaultCPUAllocator: |std::bad_alloc\Z")
 _ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)\b", re.IGNORECASE)
+_NO_KERNEL = {
+    # oneDNN has no implementation for these types and this instruction set, e.g. of an LSTM in bf16 with AVX2 alone: "unsupported
+    # isa", "unsupported datatype combination" in https://oneapi-src.github.io/oneDNN/dev_guide_verbose_table.html
+    "oneDNN, torch's CPU library, has no kernel for this on this processor": re.compile(
+        r"could not create a primitive descriptor\b[\w ]*"
+    ),
+    # none of cuDNN's engines takes shapes, types or strides as they are, e.g. attention with heads of an odd width
+    "cuDNN has no kernel for this on this GPU": re.compile(
+        r"cuDNN Frontend error: [^\n]*(?:No execution plans support the graph|No valid engine configs[\w ]*)"
+    ),
+}
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 
 
@@ -63,7 +74,9 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
             another cause.
     """
     links = list(chain(error))
-    return any(_is_failed_allocation(link) for link in links) or (any(map(_is_suspect, links)) and scarce())
+    return any(_is_failed_allocation(link) for link in links) or (
+        any(_says(link, _PERHAPS_FAILED) for link in links) and scarce()
+    )
 
 
 def is_hosts(error: BaseException) -> bool:
@@ -92,6 +105,15 @@ def attempted_bytes(error: BaseException) -> int:
         if found := _ATTEMPTED.search(str(link)):
             return int(float(found[1]) * _UNITS[found[2].lower()])
     return 0
+
+
+def missing_kernel(error: BaseException) -> str:
+    """Whose kernel is missing, and the library's message, from `error`, its causes and contexts; else empty."""
+    for link in chain(error):
+        for told, pattern in _NO_KERNEL.items():
+            if is_librarys(link) and (found := pattern.match(str(link))):
+                return f"{told}: {found[0]}"
+    return ""
 
 
 def kernel_oom_kills() -> int:
@@ -130,21 +152,18 @@ def _is_failed_allocation(error: BaseException) -> bool:
     loaded = torch_if_imported()
     if loaded is not None and isinstance(error, loaded.OutOfMemoryError):
         return True
-    text = str(error)
-    if is_librarys(error) and _ALLOCATION_FAILED.match(text):
-        return True
-    return _HANDED_OVER.match(text) is not None and any(
-        line["memory"] or _ALLOCATION_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
-    )
+    return _says(error, _ALLOCATION_FAILED) or any(line["memory"] for line in _lines_handed_over(error))
 
 
-def _is_suspect(error: BaseException) -> bool:
-    text = str(error)
-    if is_librarys(error) and _PERHAPS_FAILED.match(text):
+def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
+    """Whether an error of torch's C++ says so, or the traceback in place of such an error of a worker."""
+    if is_librarys(error) and pattern.match(str(error)):
         return True
-    return _HANDED_OVER.match(text) is not None and any(
-        line["message"] and _PERHAPS_FAILED.match(line["message"]) for line in _HANDED_LINE.finditer(text)
-    )
+    return any(line["message"] and pattern.match(line["message"]) for line in _lines_handed_over(error))
+
+
+def _lines_handed_over(error: BaseException) -> Iterator[re.Match[str]]:
+    return _HANDED_LINE.finditer(text) if _HANDED_OVER.match(text := str(error)) else iter(())
 
 
 def is_accelerators(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autotune.devices import nvml, open_device
+from autotune.devices.cuda import CudaDevice
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.lazy import torch
@@ -59,10 +60,8 @@ def books(name: str) -> Facts:
     facts |= {"peak_bytes": device.peak_bytes(), "detail": device.memory_detail()}
     del block
     facts["kept_bytes"] = device.peak_bytes() - before_bytes
-    if device.capabilities.own_allocator:
-        from autotune.devices.instruments import Instruments
-
-        booked_bytes, shared = Instruments(device.torch_device.index).booked_bytes()
+    if isinstance(device, CudaDevice):
+        booked_bytes, shared = device.booked_bytes()
         facts |= {"booked_bytes": booked_bytes, "others_listed": shared}
         facts["statistics"] = {key: value for key, value in torch.cuda.memory_stats().items() if ".all." in key}
     return facts

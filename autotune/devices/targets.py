@@ -1,10 +1,14 @@
-"""The kinds of device that memory is predicted for. Devices are of one kind if their kernels allocate alike."""
+"""The devices that memory is predicted for: kinds whose kernels allocate alike, and graphics cards by name."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
 
+from autotune.errors import ConfigError
 from autotune.records.device import DeviceInfo
+from autotune.units import GIB, MIB, format_bytes, parse_bytes
 
 Target = str  # torch's name of the type, with the compute capability and the number of multiprocessors as far as they are known
 
@@ -12,6 +16,8 @@ FLASH_CAPABILITY = (8, 0)
 _TYPICAL_CAPABILITY, _TYPICAL_MULTIPROCESSORS = (8, 0), 108  # an A100's
 # by compute capability; 2048 for others (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")
 _MAX_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+_UNKNOWN_CAPABILITY = (8, 0)  # of a card given by its size alone: bfloat16 and flash attention
+_NUM_NEAREST = 4  # names that are like an unknown one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +63,135 @@ def gpu_of(target: Target) -> GpuKind:
     capability, number = known
     major, minor = map(int, capability.split("."))
     return GpuKind(capability=(major, minor), num_multiprocessors=int(number) or _TYPICAL_MULTIPROCESSORS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A graphics card.
+
+    Attributes:
+        name: as NVIDIA writes it, or the size that the user gave.
+        total_bytes: the total of `torch.cuda.mem_get_info`, a little less than the printed size. Error correction is on if
+            the card has a switch for it.
+        capability: CUDA compute capability.
+        num_multiprocessors: streaming multiprocessors; 0 of a card given by its size alone.
+    """
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+    num_multiprocessors: int = 0
+
+
+# Totals in MiB as the driver reports them; they differ by some MiB between drivers and boards. Compute capabilities, and streaming
+# multiprocessors by NVIDIA's data sheets.
+_KNOWN = (
+    ("B300 288GB", 274_000, (10, 3), 148),
+    ("B200 180GB", 182_000, (10, 0), 148),
+    ("GH200 96GB", 96_768, (9, 0), 132),
+    ("H200 141GB", 143_156, (9, 0), 132),
+    ("H100 NVL 94GB", 95_320, (9, 0), 132),
+    ("H100 80GB", 81_080, (9, 0), 132),
+    ("A100 80GB", 81_100, (8, 0), 108),
+    ("A100 40GB", 40_337, (8, 0), 108),
+    ("A30 24GB", 24_060, (8, 0), 56),
+    ("A40 48GB", 45_490, (8, 6), 84),
+    ("A10 24GB", 22_590, (8, 6), 72),
+    ("A10G 24GB", 22_590, (8, 6), 80),
+    ("A16 16GB", 14_880, (8, 6), 10),
+    ("L40S 48GB", 45_460, (8, 9), 142),
+    ("L40 48GB", 45_460, (8, 9), 142),
+    ("L4 24GB", 22_560, (8, 9), 58),
+    ("V100 32GB", 32_500, (7, 0), 80),
+    ("V100 16GB", 16_150, (7, 0), 80),
+    ("T4 16GB", 14_910, (7, 5), 40),
+    ("P100 16GB", 16_270, (6, 0), 56),
+    ("RTX PRO 6000 Blackwell 96GB", 97_240, (12, 0), 188),
+    ("RTX 6000 Ada 48GB", 48_500, (8, 9), 142),
+    ("RTX 5000 Ada 32GB", 32_100, (8, 9), 100),
+    ("RTX 4000 Ada 20GB", 20_000, (8, 9), 48),
+    ("RTX A6000 48GB", 48_530, (8, 6), 84),
+    ("RTX A5000 24GB", 24_110, (8, 6), 64),
+    ("RTX A4500 20GB", 20_000, (8, 6), 56),
+    ("RTX A4000 16GB", 15_980, (8, 6), 48),
+    ("Quadro RTX 8000 48GB", 48_400, (7, 5), 72),
+    ("Quadro RTX 6000 24GB", 24_200, (7, 5), 72),
+    ("Quadro RTX 5000 16GB", 16_120, (7, 5), 48),
+    ("TITAN RTX 24GB", 24_210, (7, 5), 72),
+    ("RTX 5090 32GB", 32_110, (12, 0), 170),
+    ("RTX 5080 16GB", 15_850, (12, 0), 84),
+    ("RTX 5070 Ti 16GB", 15_850, (12, 0), 70),
+    ("RTX 5070 12GB", 11_850, (12, 0), 48),
+    ("RTX 5060 Ti 16GB", 15_850, (12, 0), 36),
+    ("RTX 5060 Ti 8GB", 7_800, (12, 0), 36),
+    ("RTX 4090 24GB", 24_080, (8, 9), 128),
+    ("RTX 4080 SUPER 16GB", 15_950, (8, 9), 80),
+    ("RTX 4080 16GB", 15_950, (8, 9), 76),
+    ("RTX 4070 Ti SUPER 16GB", 15_950, (8, 9), 66),
+    ("RTX 4070 Ti 12GB", 11_990, (8, 9), 60),
+    ("RTX 4070 SUPER 12GB", 11_990, (8, 9), 56),
+    ("RTX 4070 12GB", 11_990, (8, 9), 46),
+    ("RTX 4060 Ti 16GB", 15_950, (8, 9), 34),
+    ("RTX 4060 Ti 8GB", 7_930, (8, 9), 34),
+    ("RTX 4060 8GB", 7_930, (8, 9), 24),
+    ("RTX 3090 Ti 24GB", 24_240, (8, 6), 84),
+    ("RTX 3090 24GB", 24_150, (8, 6), 82),
+    ("RTX 3080 Ti 12GB", 12_040, (8, 6), 80),
+    ("RTX 3080 12GB", 12_040, (8, 6), 70),
+    ("RTX 3080 10GB", 10_010, (8, 6), 68),
+    ("RTX 3070 8GB", 7_970, (8, 6), 46),
+    ("RTX 3060 12GB", 12_040, (8, 6), 28),
+    ("RTX 3050 8GB", 7_970, (8, 6), 20),
+    ("RTX 2080 Ti 11GB", 11_010, (7, 5), 68),
+    ("RTX 2080 8GB", 7_970, (7, 5), 46),
+    ("RTX 2070 8GB", 7_970, (7, 5), 36),
+    ("RTX 2060 6GB", 5_930, (7, 5), 30),
+    ("GTX 1080 Ti 11GB", 11_170, (6, 1), 28),
+    ("GTX 1080 8GB", 8_110, (6, 1), 20),
+)
+CARDS = tuple(
+    Card(name=name, total_bytes=total_mib * MIB, capability=capability, num_multiprocessors=number)
+    for name, total_mib, capability, number in _KNOWN
+)
+
+
+def card_of(text: str) -> Card:
+    """The card that the user means by a name or a memory size.
+
+    Args:
+        text: `RTX 4090`, `a100-80gb`, `NVIDIA A100-SXM4-80GB`, `80GiB`. Case, spaces, dashes and NVIDIA's additions to the
+            name do not matter. The size is optional if the card comes in one size.
+
+    Raises:
+        ConfigError: the text is not a size, and no card or several cards have this name.
+    """
+    key = _key(text)
+    matches = [card for card in CARDS if key in (_key(card.name), _key(_without_size(card.name)))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"{text!r} comes in several sizes: write {' or '.join(card.name for card in matches)}")
+    try:
+        total_bytes = parse_bytes(text)
+    except ValueError:
+        raise ConfigError(_unknown(text, key)) from None
+    if total_bytes < GIB:
+        raise ConfigError(f"{text!r} is less than 1 GiB; write the GPU's memory with its unit, such as 24GiB")
+    return Card(name=format_bytes(total_bytes), total_bytes=total_bytes, capability=_UNKNOWN_CAPABILITY)
+
+
+def _unknown(text: str, key: str) -> str:
+    names = {_key(_without_size(card.name)): _without_size(card.name) for card in CARDS}
+    near = [names[near] for near in difflib.get_close_matches(key, names, n=_NUM_NEAREST, cutoff=0.5)]
+    hint = f"the nearest names are {', '.join(near)}" if near else "names look like RTX 4090 or A100 80GB"
+    return f"{text!r} is not a known GPU; {hint}. Or give its memory, such as 24GiB"
+
+
+def _without_size(name: str) -> str:
+    return re.sub(r" \d+GB$", "", name)
+
+
+def _key(text: str) -> str:
+    key = re.sub(r"[^a-z0-9]", "", text.lower())
+    key = re.sub(r"^(nvidia)?(geforce|tesla)?", "", key).replace("gib", "gb")
+    return re.sub(r"sxm\d?|pcie|hbm\d?e?|generation", "", key)

@@ -53,8 +53,7 @@ def failure(
     Args:
         kind: where more is known than the exception says.
     """
-    from autotune.devices.no_kernel import missing_kernel
-    from autotune.devices.oom import attempted_bytes, chain, is_accelerators, is_out_of_memory
+    from autotune.devices.oom import attempted_bytes, chain, is_accelerators, is_out_of_memory, missing_kernel
     from autotune.errors import AutotuneError, DeviceError, in_one_line
     from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.devices import capabilities_of
+from autotune.devices import HIDDEN, capabilities_of
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
 from autotune.errors import describe_exit
 from autotune.records.inspection import Inspection
@@ -167,11 +167,12 @@ def _environment(scratch: Path, device: str, world: World | None) -> dict[str, s
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
-    if not capabilities_of(device).own_processors:
-        found["CUDA_VISIBLE_DEVICES"] = ""
-    elif (index := int(device.removeprefix("cuda:"))) or (world and world.size == 1):
-        visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-        found["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
+    variable, number = capabilities_of(device).chosen_by, device.partition(":")[2]
+    if not number:  # the CPU
+        return found | HIDDEN
+    if variable and ((index := int(number)) or (world and world.size == 1)):
+        visible = list(filter(None, os.environ.get(variable, "").split(",")))
+        found[variable] = visible[index] if index < len(visible) else number
     return found
 
 

@@ -128,9 +128,10 @@ class Watch:
         """Tell of an exception that ends the process."""
         if self._device is None and not capabilities_of(self._kind).own_processors:
             self._enter(self._kind)
-        elif self._device is None and torch.cuda.is_initialized():  # else a lack of memory is taken for others'
-            with contextlib.suppress(RuntimeError, DeviceError):  # a context that an error has broken says nothing
-                self._enter(f"cuda:{torch.cuda.current_device()}")
+        elif self._device is None and (gpus := getattr(torch, self._kind)).is_initialized():
+            # else a lack of memory is taken for others'; but a context that an error has broken tells nothing
+            with contextlib.suppress(RuntimeError, DeviceError):
+                self._enter(f"{self._kind}:{gpus.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
         self._report = replace(self._report, outcome=outcome, measurement=None)
         self._send(self._reporter.progress)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.devices import Device, device_named, open_device
 from autotune.devices.absent import AbsentGpu
-from autotune.devices.host import bound_host_memory
+from autotune.devices.cpu import bound_host_memory
 from autotune.prediction.plan import Plan
 from autotune.probe.timing import LATE
 from autotune.randomness import seed_everything
@@ -387,7 +387,9 @@ def hide_gpus() -> None:
     An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
     user's module is loaded: that may ask for the number of GPUs.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from autotune.devices import HIDDEN
+
+    os.environ.update(HIDDEN)
 
 
 def _restore_blas_threads(num_threads: int) -> None:

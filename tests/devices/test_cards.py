@@ -1,6 +1,6 @@
 import pytest
 
-from autotune.devices.cards import CARDS, card_of
+from autotune.devices.targets import CARDS, card_of
 from autotune.errors import ConfigError
 from autotune.units import GIB
 

@@ -52,7 +52,7 @@ info, telemetry = device.info(), device.telemetry()
 assert [opened.name for opened in available()][-1] == "cpu"
 assert "torch" not in sys.modules
 connection = nvml.connect()
-booked = [process.pid for gpu in connection.boards() for process in connection.processes(gpu)]
+booked = [pid for gpu in connection.boards() for pid in connection.used_by_process(gpu)]
 import torch
 print(os.getpid() in booked, torch.cuda.is_initialized(), info.total_bytes, telemetry.values["used_bytes"])
 """
@@ -214,7 +214,7 @@ def train():
     connection = nvml.connect()
     assert isinstance(connection, nvml.Nvml)
     gpu = connection.visible_gpus()[0]
-    booked_bytes = next((p.used_bytes for p in connection.processes(gpu) if p.pid == os.getpid()), None)
+    booked_bytes = connection.used_by_process(gpu).get(os.getpid())
     return {
         "peak_bytes": peak_bytes,
         "current_bytes": current_bytes,

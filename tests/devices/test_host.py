@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autotune.devices import host
+from autotune.devices import cpu
 from tests.devices.processes import in_process
 
 
@@ -14,9 +14,9 @@ def test_an_allocation_of_more_than_is_free_fails_and_leaves_a_reserve() -> None
 
 
 def _bounded() -> tuple[int, bool]:
-    allowed_bytes = host.bound_host_memory()
+    allowed_bytes = cpu.bound_host_memory()
     try:
-        torch.empty(allowed_bytes + host.RESERVE_BYTES, dtype=torch.uint8)
+        torch.empty(allowed_bytes + cpu._RESERVE_BYTES, dtype=torch.uint8)
     except RuntimeError:
         return allowed_bytes, True
     return allowed_bytes, False

@@ -2,8 +2,7 @@
 
 import pytest
 
-from autotune.devices.no_kernel import missing_kernel
-from autotune.devices.oom import is_out_of_memory
+from autotune.devices.oom import is_out_of_memory, missing_kernel
 
 BEFORE_2_6 = "could not create a primitive descriptor"
 LATER = (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.devices.cards import CARDS
-from autotune.devices.targets import GpuKind, gpu_of, target_of
+from autotune.devices.targets import CARDS, GpuKind, gpu_of, target_of
 from autotune.records.device import DeviceInfo
 
 

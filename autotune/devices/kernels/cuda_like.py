@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _SHORT_TYPES = (torch.float16, torch.bfloat16)
@@ -62,7 +63,7 @@ def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # which is what is wanted
         _replace_autocast(library)
-        attention = _Attention(flash=flash_attention)
+        attention = functools.partial(_attention, has_flash=flash_attention)
         for key in ("AutogradCPU", "CPU"):  # both operators are made of others, which have gradients of their own
             library.impl("scaled_dot_product_attention", attention, key)
             library.impl("dropout", _dropout, key)
@@ -99,20 +100,7 @@ def _has_kernel(name: str, key: str) -> bool:
 def _autocast_kernel(name: str) -> Callable[..., Any]:
     """What CUDA's autocast does for an operator before it runs."""
     packet, _, overload = name.partition(".")
-    operator = getattr(getattr(_aten, packet), overload or "default")
-    treat: Callable[..., Any]
-    if name == "binary_cross_entropy":
-        treat = _refuse_binary_cross_entropy
-    elif name in _IN_LOWER_TYPE:
-        treat = lambda *args, **kwargs: _run_in(torch.get_autocast_dtype("cpu"), operator, args, kwargs)  # noqa: E731
-    elif name in _IN_WIDEST_TYPE:
-        treat = lambda *args, **kwargs: _run_in(_widest_type((args, kwargs)), operator, args, kwargs)  # noqa: E731
-    elif name in _NORMS:
-        treat = _with_float32_norm(operator, getattr(_aten.norm, _NORMS[name]))
-    elif name in _WITH_FLOAT32_RESULT:
-        treat = _with_float32_result(operator, fused=name in _FUSED)
-    else:
-        treat = lambda *args, **kwargs: _run_in(torch.float32, operator, args, kwargs)  # noqa: E731
+    treat = _treatment(name, getattr(getattr(_aten, packet), overload or "default"))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
@@ -121,32 +109,32 @@ def _autocast_kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _run_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
-    return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+def _treatment(name: str, operator: Any) -> Callable[..., Any]:
+    if name == "binary_cross_entropy":
+        return _refuse_binary_cross_entropy
+    if name in _NORMS:
+        return _with_float32_norm(operator, getattr(_aten.norm, _NORMS[name]))
+    if name in _WITH_FLOAT32_RESULT:
+        return _with_float32_result(operator, fused=name in _FUSED)
 
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.float32
+        if name in _IN_LOWER_TYPE or (name in _IN_WIDEST_TYPE and not _has_float32((args, kwargs))):
+            dtype = torch.get_autocast_dtype("cpu")
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda each: each.to(dtype) if _is_castable(each) else each, (args, kwargs)
+        )
+        return operator(*args, **kwargs)
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with every tensor in it that autocast may cast in `dtype`."""
-    if _is_castable(value):
-        return value.to(dtype)
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
+    return cast
 
 
 def _is_castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _widest_type(value: Any) -> torch.dtype:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        types = {_widest_type(item) for item in value}
-        return torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cpu")
-    return torch.float32 if _is_castable(value) and value.dtype is torch.float32 else torch.get_autocast_dtype("cpu")
+def _has_float32(values: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in tree_leaves(values))
 
 
 def _with_float32_result(operator: Any, *, fused: bool) -> Callable[..., Any]:
@@ -221,78 +209,58 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return tensor * torch.zeros((), dtype=tensor.dtype)
 
 
-class _Attention:
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    has_flash: bool,
+) -> torch.Tensor:
     """`scaled_dot_product_attention` by the kernel that CUDA would take: flash, memory-efficient, or plain arithmetic."""
-
-    def __init__(self, *, flash: bool) -> None:
-        self._flash = flash
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if self._takes_flash(query, key, value, attn_mask, is_causal, enable_gqa):
-            head_dim = query.shape[-1]
-            scale = head_dim**-0.5 if scale is None else scale
-            padded = [_pad_last(tensor, _FLASH_HEAD_DIM_MULTIPLE) for tensor in (query, key, value)]
-            output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-            return output[..., :head_dim]  # type: ignore[no-any-return]
-        mask = _additive(attn_mask, query.dtype)
-        if _takes_efficient(query, key, value, mask, enable_gqa):
-            if mask is not None:
-                mask = _pad_last(mask, _MASK_MULTIPLE)[..., : mask.shape[-1]]
-                mask = mask.expand(*query.shape[:-1], key.shape[-2])
-            keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-            return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-                query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
-            )[0]
-        return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-
-    def _takes_flash(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> bool:
-        return (
-            self._flash
-            and torch.backends.cuda.flash_sdp_enabled()
-            and mask is None
-            and query.dtype in _SHORT_TYPES
-            and _is_regular(query, key, value)
-            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_HEAD_DIM
-            and not (is_causal and query.shape[-2] != key.shape[-2])
-            and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
-        )
-
-
-def _takes_efficient(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool
-) -> bool:
+    is_regular = _is_regular(query, key, value)
+    has_equal_heads = is_regular and query.shape[1] == key.shape[1] == value.shape[1]
+    if (
+        has_flash
+        and torch.backends.cuda.flash_sdp_enabled()
+        and attn_mask is None
+        and query.dtype in _SHORT_TYPES
+        and is_regular
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_HEAD_DIM
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and (enable_gqa or has_equal_heads)
+    ):
+        head_dim = query.shape[-1]
+        scale = head_dim**-0.5 if scale is None else scale
+        padded = [_pad_last(tensor, _FLASH_HEAD_DIM_MULTIPLE) for tensor in (query, key, value)]
+        output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :head_dim]  # type: ignore[no-any-return]
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:  # what is added to the scores
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     multiple = _EFFICIENT_ALIGNMENT_BYTES // query.element_size()
-    return (
+    if (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dtype in (torch.float32, *_SHORT_TYPES)
-        and _is_regular(query, key, value)
-        and query.shape[-1] % multiple == 0
-        and value.shape[-1] % multiple == 0
+        and query.shape[-1] % multiple == value.shape[-1] % multiple == 0
         and (mask is None or mask.dtype == query.dtype)
         and not enable_gqa
-        and query.shape[1] == key.shape[1] == value.shape[1]
-    )
+        and has_equal_heads
+    ):
+        if mask is not None:
+            mask = _pad_last(mask, _MASK_MULTIPLE)[..., : mask.shape[-1]]
+            mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _is_regular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -303,12 +271,6 @@ def _is_regular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
         and query.dtype == key.dtype == value.dtype
         and query.shape[0] == key.shape[0] == value.shape[0]
     )
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
