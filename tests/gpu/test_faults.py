@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from autotune.study.reading import load_study
 from autotune.units import GIB, MIB
 from tests.driver.cards import A100, H100_SLICE, LAPTOP, Card
 from tests.driver.played import Played
@@ -59,6 +61,7 @@ class Fault:
         cards: how many of the card, and `environment` what else their users set.
         stage: changes the played cards before the search begins; `later` once its first probe has begun.
         budget: of the search, which ends before it is spent where all goes well.
+        kinds: of outcomes that may be in the study then; None says nothing of them.
         exit_code: of the command, with `says` on its last line but whitespace, and `mentions` anywhere before.
     """
 
@@ -70,6 +73,7 @@ class Fault:
     later: Callable[[Played], None] | None = None
     budget: str = "40s"
     slow: bool = False
+    kinds: frozenset[str] | None = None
     exit_code: int = 0
     says: str = ""
     mentions: str = ""
@@ -78,16 +82,21 @@ class Fault:
 FAULTS = {
     "a card that its neighbour has filled": Fault(
         stage=lambda played: played.set_neighbour(A100.total_bytes - 300 * MIB),
+        kinds=frozenset(),
         exit_code=2,
         says="other processes hold memory of the device that the limit allows",
     ),
     "a neighbour that takes all of it in the middle": Fault(
         later=lambda played: played.set_neighbour(A100.total_bytes - 100 * MIB),
+        kinds=frozenset({"oom"}),
         exit_code=1,
         says="other processes took the memory that was free when the search began",
     ),
     "a driver that is too old": Fault(
-        settings={"driver_version": 12020}, exit_code=2, says="The NVIDIA driver on your system is too old"
+        settings={"driver_version": 12020},
+        kinds=frozenset(),
+        exit_code=2,
+        says="The NVIDIA driver on your system is too old",
     ),
     "a card that falls off the bus": Fault(
         later=lambda played: played.take_off_bus(),
@@ -95,10 +104,16 @@ FAULTS = {
         says="the study keeps what was measured, and the same command goes on with it",
     ),
     "a kernel that breaks the context for good": Fault(
-        settings={"kernel_error": "700:300:elementwise"}, exit_code=1, says="an illegal memory access was encountered"
+        settings={"kernel_error": "700:300:elementwise"},
+        kinds=frozenset({"crashed", "error", "unsupported"}),
+        exit_code=1,
+        says="an illegal memory access was encountered",
     ),
     "host memory that cannot be page-locked": Fault(
-        stage=lambda played: played.limit_pinned_bytes(0), exit_code=1, says="the host's memory ran out, not the GPU's"
+        stage=lambda played: played.limit_pinned_bytes(0),
+        kinds=frozenset({"oom"}),
+        exit_code=1,
+        says="the host's memory ran out, not the GPU's",
     ),
     "memory that a killed process holds for another second": Fault(
         stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
@@ -167,12 +182,24 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
             _when(lambda: "baseline" in log.read_text() or "searching" in log.read_text(), search)
             fault.later(played)
         exit_code = search.wait(180)
-    said = log.read_text()
+    said, kinds = log.read_text(), _kinds(tmp_path / "studies" / "net.db")
+    print(f"| {name} | {_listed(kinds)} | {exit_code} | {said.strip().splitlines()[-1]} |")  # shown by `pytest -rP`
     assert exit_code == fault.exit_code, said
     assert fault.says in said.strip().splitlines()[-1], said
     assert fault.mentions in said, said
+    assert fault.kinds is None or fault.kinds >= kinds.keys(), said
+    assert exit_code != 0 or kinds["ok"], said
     assert "a fault of autotune itself" not in said
     assert not any(played.processes(device) for device in range(fault.cards))
+
+
+def _kinds(study: Path) -> Counter[str]:
+    """How often each kind of outcome is in the study, its play-off included; empty where the search came to no probe."""
+    return Counter(str(trial.outcome.kind) for trial in load_study(study).probes) if study.exists() else Counter()
+
+
+def _listed(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
 def _when(happened: Callable[[], bool], search: subprocess.Popen[bytes]) -> None:
