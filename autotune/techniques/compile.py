@@ -69,8 +69,14 @@ class Compile(Technique):
         return "compiled" if choice == "default" else f"compiled ({choice})"
 
     def conflict(self, config: Config) -> str:
-        selective = config["checkpoint_policy"] != "full"
-        return "selective checkpointing looks at single operators, and compiled code has none" if selective else ""
+        if config["checkpoint_policy"] != "full":
+            return "selective checkpointing looks at single operators, and compiled code has none"
+        if config[self.name] == _GRAPHS and config["checkpoint_segments"]:
+            # https://github.com/pytorch/pytorch/issues/154306, up to torch 2.13
+            return (
+                "torch fails to replay a CUDA graph of a block that is recomputed; `default` compiles it without graphs"
+            )
+        return ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""

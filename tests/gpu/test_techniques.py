@@ -160,10 +160,15 @@ def test_selective_checkpointing_is_exact(runner: Any) -> None:
     assert check.passed, check
 
 
-@pytest.mark.parametrize("choice", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+TUNED = pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.values)  # by the time that kernels take
+
+
+@pytest.mark.parametrize("choice", ["default", "reduce-overhead", TUNED])
 @pytest.mark.parametrize("partner", [{}, {"amp": "bf16"}, {"checkpoint_segments": 4}, {"batch_size": 24}])
 def test_compiled_blocks_train(runner: Any, choice: str, partner: dict[str, Any]) -> None:
     require_compiler()
+    if choice == "reduce-overhead" and "checkpoint_segments" in partner:
+        pytest.skip("the two are not combined, see `Compile.conflict`")
     if "amp" in partner:
         require((8, 0), "bf16")
     outcome = runner.probe(

@@ -219,6 +219,14 @@ def test_a_gpu_needs_triton_and_a_c_compiler(
     assert ("no gcc or clang" in reason) == (capability >= (7, 0))
 
 
+def test_cuda_graphs_are_not_combined_with_checkpointing(make_task: Any) -> None:
+    both = {"compile": "reduce-overhead", "checkpoint_segments": 2}
+    assert Compile().is_redundant(techniques.complete(both))
+    assert not Compile().is_redundant(techniques.complete({**both, "compile": "default"}))
+    with pytest.raises(UnsupportedError, match="replay a CUDA graph"):
+        prepare(make_task(Listed), both, device="cpu")
+
+
 def test_selective_checkpointing_is_not_combined_with_it(make_task: Any) -> None:
     both = {**ON, "checkpoint_segments": 2, "checkpoint_policy": "selective"}
     assert Compile().is_redundant(techniques.complete(both))
