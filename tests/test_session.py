@@ -292,7 +292,7 @@ def test_a_model_is_spread_once_it_is_changed_and_before_it_has_an_optimizer(mon
     seen = []
     monkeypatch.setattr(
         "autotune.session._apply",
-        lambda build, phase: seen.append((phase, hasattr(build, "model"), hasattr(build, "optimizer"))),
+        lambda build, techniques, phase: seen.append((phase, hasattr(build, "model"), hasattr(build, "optimizer"))),
     )
     prepare(task_of(), {}, device="cpu")
     phases = [phase for phase, _, _ in seen]

@@ -67,6 +67,8 @@ def decode(kind: Any, data: Any) -> Any:
 
 
 def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{data!r:.80} is no {kind.__name__}; expected its fields by name")
     found = {}
     for name, hint in _hints_of(kind).items():
         if isinstance(hint, type) and issubclass(hint, Group):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from autotune.records.result import Result
 from tests.devices.processes import in_process
 from tests.export.test_peers import FEATURES, SCRIPT, Net, answered, dataset
 from tests.gpu.test_cuda import require
+from tests.report.sample_study import but
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def on_gpu(**choices: Any) -> Result:
     """An answer of micro batches of 24 in bf16, two of them a step, with what only a GPU has."""
     require((8, 0), "bf16")
     gpu = {"matmul_precision": "tf32", "optimizer_impl": "fused", "pin_memory": True, "num_workers": 1}
-    return replace(answered(**{**gpu, **choices}), device="cuda:0")
+    return but(answered(**{**gpu, **choices}), device="cuda:0")
 
 
 def seen_by(module: torch.nn.Module) -> set[tuple[str, int, str]]:
@@ -118,7 +118,7 @@ def test_accelerate_launches_a_script_on_the_gpu(tmp_path: Path) -> None:
 def test_a_script_of_plain_torch_trains_on_the_gpu_by_itself(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     gpu = {"cudnn_benchmark": True, "expandable_segments": True, "device_prefetch": True, "channels_last": True}
-    result = replace(on_gpu(**gpu), model="model.py", parts=("build_model", "train_dataset"))
+    result = but(on_gpu(**gpu), model="model.py", parts=("build_model", "train_dataset"))
     exported = export(result, "torch")
     assert not exported.unsaid
     at_its_end = """

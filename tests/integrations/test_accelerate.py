@@ -112,7 +112,10 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     baselines = []
     monkeypatch.setattr(
         "autotune.integrations.accelerate.search",
-        lambda task, *_: baselines.append(task.baseline) or SimpleNamespace(config={"batch_size": 4}, coupling=None),
+        lambda task, *_: (
+            baselines.append(task.baseline)
+            or SimpleNamespace(config={"batch_size": 4}, subject=SimpleNamespace(coupling=None))
+        ),
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
@@ -127,7 +130,9 @@ def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
     searched = []
     monkeypatch.setattr(
         "autotune.integrations.accelerate.search",
-        lambda task, *_: searched.append(task) or SimpleNamespace(config={"batch_size": 4}, coupling=None),
+        lambda task, *_: (
+            searched.append(task) or SimpleNamespace(config={"batch_size": 4}, subject=SimpleNamespace(coupling=None))
+        ),
     )
     plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
     find_executable_config(plain)(lambda config: None)()

@@ -221,5 +221,5 @@ def test_what_no_task_can_be_made_of_is_refused_with_the_next_step() -> None:
 def test_a_batch_without_a_target_is_refused_with_the_next_step() -> None:
     loader = DataLoader(torch.randn(8, FEATURES), batch_size=4)  # type: ignore[arg-type]
     task = autotune.Task.from_loader(net(), loader, torch.nn.CrossEntropyLoss())
-    with pytest.raises(TaskError, match=r"what is the target.*training_step"):
+    with pytest.raises(TaskError, match=r"which part of it is the target.*training_step"):
         prepare(task, {}, device="cpu").step(torch.randn(4, FEATURES))

@@ -60,7 +60,7 @@ def test_an_interval_wider_than_a_factor_of_two_is_told_as_a_bound(
 
 def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(result: Result) -> None:
     unsure = {"verdict": "undecided", "undecided": "no round was completed", "confirmed": False, "num_rounds": 0}
-    single = replace(result, **unsure, speedup=1.98, speedup_ci=(0.98, 3.9))
+    single = but(result, **unsure, speedup=1.98, speedup_ci=(0.98, 3.9))
     assert "Probably faster: 1.98x the baseline's throughput (at least 0.98x)" in _told(single)
 
 
@@ -106,7 +106,7 @@ def test_a_ranking_tells_a_wide_gain_as_a_bound(result: Result) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda one: replace(one, num_rounds=1),
+        lambda one: but(one, num_rounds=1),
         lambda one: replace(one, speedup_ci=(1.3, 5.0)),
         lambda one: replace(one, verdict="undecided", undecided="its interval holds 1", speedup_ci=(0.9, 3.1)),
         lambda one: replace(one, verdict="slower", speedup=0.8, speedup_ci=(0.7, 0.9)),

@@ -16,7 +16,7 @@ from autotune.errors import StudyError
 from autotune.records.measured import Dropped
 from autotune.records.outcome import Kind, Outcome
 from autotune.study.reading import load_study
-from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, measured, write_study
+from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, but, measured, write_study
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_finalist_that_the_play_off_dropped_is_read_with_the_reason(tmp_path: 
     given = load_study(file).result
     assert given is not None
     dropped = Dropped(**vars(given.finalists[1]), dropped="oom: no memory")
-    told = replace(given, finalists=(given.finalists[0], dropped))
+    told = but(given, finalists=(given.finalists[0], dropped))
     optuna.load_study(study_name="gpt", storage=f"sqlite:///{file}").set_user_attr("result", told.to_dict())
     assert load_study(file).result == told
 

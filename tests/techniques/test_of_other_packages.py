@@ -140,8 +140,9 @@ for name, (command, *options) in json.loads(sys.stdin.read()).items():
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([command, "sqlite:///naps.db", "--study", "naps", *options]) == 0, name
     told[name] = out.getvalue()
+from autotune.techniques import find_techniques
 from autotune.techniques.__main__ import table
-print(json.dumps({**told, "table": table()}))
+print(json.dumps({**told, "table": table(find_techniques())}))
 """
 
 

@@ -10,7 +10,7 @@ from autotune.prediction.memory import MemoryEstimate
 from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config
-from autotune.techniques import find_techniques
+from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.capacity import Question
 from autotune.units import GIB, MIB
 
@@ -24,6 +24,7 @@ class SmallSpace:
     """Two techniques that shape memory, and one that does not."""
 
     global_batch: int | None = 48
+    techniques: Techniques = field(default_factory=find_techniques)
     choices: Mapping[str, tuple[Choice, ...]] = field(
         default_factory=lambda: {
             "batch_size": tuple(divisors(48)),

@@ -150,7 +150,9 @@ def test_only_a_gpus_probes_leave_the_processor_to_tracing(tmp_path: Path, kind:
     if isinstance(tracer, LocalRunner):
         probe = ProbeJob(config=techniques.complete({"batch_size": 1}), settings=ProbeSettings(memory_limit_bytes=None))
         stay = runner._host.take({"cuda:0": "cuda:0"}, probe)
-        tracer._host.take({"cpu": "cpu"}, TraceJob(plan=plan_traces([]), target="cpu", timeout_s=1.0))
+        tracer._host.take(
+            {"cpu": "cpu"}, TraceJob(plan=plan_traces([], find_techniques()), target="cpu", timeout_s=1.0)
+        )
         assert stay.beside == ["trace on cpu"]
 
 
