@@ -13,7 +13,7 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
-_SUSTAINED = "power cap"  # a large GPU is at it whenever it works hard: that is its speed
+_SUSTAINED = "power cap"  # no slowdown: a large GPU reaches it under any heavy load, so that is its sustained speed
 
 
 class Instruments:
@@ -62,7 +62,7 @@ class Instruments:
         connection, gpu = found
         telemetry = connection.telemetry(gpu, without=_own_processes())
         if has_context() and self.booked_bytes()[0] is None:
-            # process numbers of another namespace: one of these may be this process itself
+            # the driver knows this process by another number (a container, say), so one of those listed may be this one
             telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
         return telemetry
 
@@ -83,7 +83,8 @@ class Instruments:
     def share_of_others(self, since_us: int) -> float:
         """Share of the GPU's time that other processes took since then; 0 if the driver cannot tell.
 
-        It can where this process itself is among those whose time it counts: else one of the others may be this process.
+        It is 0, too, where the driver lists neither this process nor a descendant: then one of the listed processes may be this
+        one under another number, as in a container.
 
         Args:
             since_us: microseconds since the epoch.
@@ -110,9 +111,11 @@ class Instruments:
             return None
 
     def _gpu(self, connection: nvml.Nvml) -> nvml.Gpu:
-        """This GPU in NVML: the one that CUDA names by its UUID, once there is a context, else the one at its place.
+        """Find this GPU in NVML.
 
-        NVML knows the order of the bus; CUDA numbers the fastest first, so unlike GPUs are asked for before.
+        NVML lists GPUs in the order of the bus, and CUDA may put the fastest first. So once this process has a context, or where
+        the machine's GPUs differ, torch is asked for the UUID. Otherwise, and where NVML knows no such UUID, it is the GPU at the
+        same index.
         """
         certain = has_context()
         if certain not in self._matches:

@@ -97,7 +97,7 @@ class PeakFit:
     Attributes:
         pieces: these lines, at least one.
         batch_sizes: that were traced, in increasing order.
-        deviation: relative, of the fit at the batch sizes that were traced to check it.
+        deviation: relative error of the fit at batch sizes that were traced to check it; plain training's where none was.
     """
 
     pieces: tuple[Piece, ...]
@@ -109,7 +109,9 @@ class PeakFit:
         return max(self.pieces, key=lambda piece: piece.total_bytes(batch_size))
 
     def uncertainty(self, batch_size: int) -> float:
-        """Relative standard deviation: 0 where it was traced, twice the deviation an octave beyond."""
+        """Relative standard deviation: 0 at the smallest and the largest size that were traced, `deviation` between them, and one
+        `deviation` more for each doubling or halving beyond.
+        """
         low, high = self.batch_sizes[0], self.batch_sizes[-1]
         if batch_size in (low, high):
             return 0.0
@@ -134,12 +136,12 @@ class WorkTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """What CUDA's caching allocator takes over the most that lives at once.
+    """The ratio of what CUDA's caching allocator reserves to the largest sum of bytes that live at once.
 
     Attributes:
-        added: to its settings by the techniques of a config.
+        added: what the techniques of a config add to the allocator's settings.
         factors: (batch size, with one micro batch a step, with more) in increasing order.
-        update: the techniques that act on the optimizer: what updates leave free is used again.
+        update: the techniques that act on the optimizer; blocks that an update frees are used again.
     """
 
     added: str
@@ -197,7 +199,7 @@ class ModelTrace:
         return found.factor(batch_size, accumulates=accumulates)
 
     def joined(self, other: ModelTrace) -> ModelTrace:
-        """The other trace of the same, with what is known of further updates here."""
+        """`other`, a trace of the same group, with those entries of `reserved` that only this one has."""
         known = {(each.update, each.added): each for each in (*self.reserved, *other.reserved)}
         return replace(other, reserved=tuple(known.values()))
 
@@ -227,7 +229,12 @@ class UpdateTrace:
 def largest(
     model: ModelTrace, update: UpdateTrace, batch_size: int, *, accumulates: bool
 ) -> tuple[PeakFit, Piece, list[float], bool]:
-    """What lives at the peak of whole steps: the micro batches' fit and its line, bytes by purpose, whether those are theirs."""
+    """The peak of a training step.
+
+    Returns:
+        The fit of the micro batch that needs most, its line at this batch size, the bytes by purpose at the step's peak, and
+        whether that is in a micro batch (False: in an update).
+    """
     fits = (model.beside, model.alone) if accumulates else (model.alone,)
     fit = max(fits, key=lambda fit: fit.at(batch_size).total_bytes(batch_size))
     piece = fit.at(batch_size)

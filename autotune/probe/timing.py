@@ -19,12 +19,12 @@ from autotune.records.settings import ProbeSettings
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
-OVERTIME = 3  # times the time allowed, at which two blocks have to do: steps that take so long differ little
+OVERTIME = 3  # times `max_timed_s`, after which two blocks are enough: steps that take so long differ little
 MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
-FAR = 1.25  # from the front: so much slower than it are also processes of one config, now and then
-LATE = 0.75  # share of the time-out after which what was timed has to do: whoever is killed has measured nothing
+FAR = 1.25  # two processes of one config differ by as much now and then: a config that is as far behind may not be lost
+LATE = 0.75  # share of the time-out after which timing ends with the blocks there are: a killed process has measured nothing
 REPORT_INTERVAL_S = 0.25  # of a run that is timed
-STALL_FACTOR = 1.5  # noise no longer shrinks: this many times more blocks have not narrowed the interval
+STALL_FACTOR = 1.5  # times the blocks at which the interval last narrowed, after which noise no longer shrinks
 
 
 def is_warm(step_s: Sequence[float]) -> bool:
@@ -148,15 +148,16 @@ class Timing:
         """Whether enough steps were taken, and they have settled or the time for that is up.
 
         Args:
-            steps_s: durations of those steps that tell of the speed.
-            warmup_s: that all have taken.
+            steps_s: durations of the steps that count for the speed: not the first, and none that compiled if there are others.
+            warmup_s: seconds of warm-up so far; a probe leaves out the steps that compiled.
         """
         settled = is_warm(steps_s) or warmup_s > self.settings.max_warmup_s
         return num_steps >= MIN_WARMUP_STEPS and settled
 
     def cut_short(self, steps_s: Sequence[float]) -> bool:
-        """Take the steps of the warm-up for the measurement, where it is not worth timing: much slower than the baseline, or far from
-        the front even in its fastest step. Returns whether that is so.
+        """Take the steps of the warm-up for the measurement if the config is too slow to be worth timing. Returns whether it is.
+
+        Too slow is a median step below `slowest_samples_per_s`, or a fastest step that the front beats even by the factor `FAR`.
         """
         is_slow = self.samples / median(steps_s) < self.settings.slowest_samples_per_s
         is_hopeless = is_slow or self._is_beaten(FAR * self.samples / min(steps_s))

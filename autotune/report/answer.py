@@ -201,7 +201,7 @@ def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Se
 
 
 def _rankings(result: Result, techniques: Techniques) -> Section:
-    """What else may be trained, each with its own best config. Nothing is marked as the best of them."""
+    """Each thing that may be trained, the answer's own first, with its best config. None is marked as the best."""
     rows: list[tuple[Cell, ...]] = []
     evaluates = any(ranking.evaluation for ranking in result.rankings)
     for ranking in result.rankings:
@@ -262,7 +262,7 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
 
 
 def _answer(result: Result) -> Measured:
-    """The answer's own figures; its step and the number of processes stand in the play-off or the front alone."""
+    """The answer as a `Measured`. Its step time and number of processes come from the record of the same config, where there is one."""
     records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
     known = next((record for record in records if record is not None and record.config == result.config), None)
     samples_per_step = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])

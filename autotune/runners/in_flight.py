@@ -34,7 +34,7 @@ class Stay:
     beside: list[str] = field(default_factory=list)
 
     def place(self, result: Any) -> Any:
-        """The job's result, with where it ran where that is an outcome."""
+        """The job's result; an outcome also gets its slot, device, world, and the labels of the jobs that were beside it."""
         if not isinstance(result, Outcome):
             return result
         beside, world = tuple(self.beside), self.job.world
@@ -96,7 +96,7 @@ class InFlight:
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _compile_cold_s: float = 0.0
-    _compiling_s: float = 0.0  # of the whole process in which that was
+    _compiling_s: float = 0.0  # from the job's start until that was reported
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
     _unread: bytes = b""
 

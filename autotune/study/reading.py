@@ -105,10 +105,10 @@ class Study:
         return front_frame(self.front_configs(), self.baseline_config, self.techniques)
 
     def measured_configs(self) -> tuple[Measured, ...]:
-        """Every config that was feasible each time it ran. A failure is ignored if a later retry succeeded.
+        """Every config whose last trial in the search, and all of whose trials in the play-off, were feasible.
 
-        If a config took part in the play-off, only its processes there count, as they do for the answer; the speed of another
-        one is as the machine was in the play-off.
+        If a config took part in the play-off, only its processes there count, as they do for the answer. The speed of another is
+        corrected by how much slower those that ran in both were in the play-off.
         """
         searched: dict[Config, Measured] = {}
         played: dict[Config, Measured] = {}
@@ -130,8 +130,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
     Args:
         path_or_url: a database file such as `studies/gpt.db`, `gpt` for short, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
-        study: the study's name; optional if the storage holds one study, those of rankings beside it not counted. Of studies
-            that differ by their memory limit, the last that was searched is read where none is named.
+        study: the study's name. It may be left out if all studies of the storage, but for those that rank another training,
+            differ only in their memory limit: the one that was searched last is read then.
 
     Raises:
         StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
@@ -240,7 +240,7 @@ def _databases_near(file: Path) -> str:
 
 
 def _whose(attributes: Mapping[str, Any]) -> StudyFacts:
-    """The facts by which a study is chosen among others in its file, which may be of any format, or not ours."""
+    """The facts by which a study is chosen among others in its file; those may be of any format, or not ours."""
     names = ("searched_at", "limited_beside", "ranked_beside")
     return StudyFacts.from_dict({name: attributes[name] for name in names if name in attributes})
 

@@ -1,8 +1,8 @@
 """Batches of any structure: what is in them, how they move to a device, and how they are cut into micro batches.
 
-One rule says where the samples of a batch are: whatever has the length n in a batch of n samples, at two different n. So
-the samples may lie along any dimension of a tensor, or be the items of a list. If another length grows with n, too (rows
-packed into one, the edges of graphs), then only the code that makes batches can make smaller ones.
+Two batches of different sizes are compared. The samples of a tensor lie along the one dimension whose length is the number of
+samples in both; those of a list are its items, if it has as many. A tensor that differs in shape and has no such dimension (rows
+packed into one, the edges of graphs), or has several, cannot be cut: only the code that makes batches can make smaller ones.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ def _parts(batch: Any) -> Mapping[Any, Any]:
 
 
 def _with_parts(batch: Any, parts: Mapping[Any, Any]) -> Any:
-    """A structure like `batch` with other parts. Attributes that are none of the parts are kept."""
+    """A structure of the same kind with other parts. Tuples, and mappings that are no dict, are built anew from the parts alone."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
-        try:  # a shallow copy may share its parts with the original
+        try:  # what is written into a shallow copy may change the original, too
             return type(batch)(parts)  # type: ignore[call-arg]
         except Exception:
             return dict(parts)

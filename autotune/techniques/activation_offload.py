@@ -90,8 +90,8 @@ class _Offloaded(Forward):
         if not self.trains():
             return self.call(*args, **kwargs)
         stays = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
-        # An input of three layers is kept once. A storage that is gone keeps its number as long as the weak reference to it
-        # lives; the address of its data may be another's soon.
+        # A tensor that several layers save is copied once. The key is the storage object's own address, which is not used again
+        # as long as the weak reference lives; the address of freed data soon belongs to another tensor.
         seen: dict[Any, tuple[StorageWeakRef, _Moved]] = {}
 
         def pack(tensor: torch.Tensor) -> Any:

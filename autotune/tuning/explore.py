@@ -12,7 +12,7 @@ from autotune.tuning import finalists, shortage, why
 from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
-UNDONE = 2  # probes for which time is kept: what the largest changes do is told
+UNDONE = 2  # probes for which time is kept, to undo the changes that are predicted to matter most
 SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
 
 
@@ -103,9 +103,9 @@ def explore(search: Search, proposer: Proposer) -> None:
 
 
 def undo_changes(search: Search) -> None:
-    """Probe the best without each of its changes, so that what each of them does is seen: in the time that is kept for it.
+    """Probe the best config with one of its changes undone at a time, the one that is predicted to matter most first.
 
-    Where one of them is as good without a change, the simpler config takes part in the play-off.
+    The time that was kept for that is released for it. A simpler config that comes near the best takes part in the play-off.
     """
     search.budget.kept_probes = 0
     explore(search, search.undo_changes())

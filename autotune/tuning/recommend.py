@@ -199,7 +199,7 @@ def _cost(search: Search) -> Cost:
 
 
 def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None:
-    """The best of the search that passed its comparison, or what the user runs today; the best so far where the user ends the search."""
+    """The best feasible config that may be recommended; after an interrupt the best of all, compared with plain fp32 or not."""
     history = search.history
     may_be = {c: o for c, o in history.feasible.items() if search.interrupted() or clearance.is_cleared(c)}
     return max(may_be.items(), key=lambda item: history.objective.score(item[1]), default=None)
@@ -252,14 +252,14 @@ def _baseline(
 
 
 def _once(found: Measured, outcomes: list[Outcome]) -> Searched:
-    """A speed that no rounds tell of, with what may have disturbed each of the processes behind it."""
+    """A speed that was not measured in rounds, with the unrest of the least disturbed process behind it."""
     return Searched(math.log(found.samples_per_s), unrest=min(map(unrest, outcomes)))
 
 
 def _processes(search: Search, config: Config, outcome: Outcome) -> list[Outcome]:
-    """The processes that tell the speed of a config that no play-off confirmed: the search's, by its outcome there.
+    """The outcomes that the speed of a config follows from where no play-off confirmed an answer.
 
-    Where other work disturbed that one, those of the play-off that nothing disturbed do so, if there are any.
+    That is its outcome in the search if nothing disturbed it, else its undisturbed ones in the play-off, else that of the search.
     """
     played = (trial.outcome for trial in search.history.trials if trial.in_play_off and trial.config == config)
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
