@@ -105,8 +105,12 @@ class Space:
             and config[ACCUMULATION] in self.accumulations
             and config.plan_in(self.world).keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
-            and not any(barred <= self.changes(config) for barred in self.barred)
+            and not self._is_barred(config)
         )
+
+    def _is_barred(self, config: Config) -> bool:
+        changes = self.changes(config) if self.barred else frozenset()
+        return any(barred <= changes for barred in self.barred)
 
     def changes(self, config: Config) -> Changes:
         """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""
@@ -368,7 +372,8 @@ def _space_of(
         del choices[ACCUMULATION]
         supported.pop(ACCUMULATION, None)
         size = fixed.get(BATCH_SIZE)
-        steps = size and BatchPlan.keeping(inspection.global_batch, int(size)).accumulation_steps
+        plan = size and BatchPlan.keeping(inspection.global_batch, int(size), inspection.known_world)
+        steps = plan and plan.accumulation_steps
         if steps and steps not in accumulations:
             raise ConfigError(
                 f"batch_size={size} takes accumulation_steps={steps}, which is not searched: "

@@ -6,6 +6,7 @@ import pytest
 
 from autotune.errors import ConfigError
 from autotune.records.inspection import BatchSupport, Support
+from autotune.records.world import World
 from autotune.space import SpaceExhausted, build_space
 from autotune.study.store import distributions_of
 from autotune.techniques import find_techniques
@@ -243,3 +244,10 @@ def test_a_batch_that_would_accumulate_more_than_the_model_allows_cannot_be_fixe
         space_of(batch=NORMALISED, baseline=baseline, fix={"batch_size": 4})
     included = space_of(batch=NORMALISED, baseline=baseline, fix={"batch_size": 4}, include=("accumulation_steps",))
     assert {config.accumulation_steps for config in included} == {24}
+
+
+def test_a_fixed_batch_size_is_one_processs_share_of_the_global_batch() -> None:
+    baseline = {"batch_size": 4, "accumulation_steps": 6}
+    found = inspection(world=World(size=4), baseline=baseline, batch=NORMALISED)
+    space, _ = build_space(found, techniques, fix={"batch_size": 4})
+    assert {config.accumulation_steps for config in space} == {6}

@@ -59,10 +59,11 @@ class Run:
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
         self._graph_breaks_before = num_graph_breaks()
-        self.reporter = Reporter(self.report, self.device.peak_bytes, self.session.config.batch_size)
-        self._samples = self.session.config.plan_in(self.session.world).samples_per_step
+        config, world = self.session.config, self.session.world
+        self.reporter = Reporter(self.report, self.device.peak_bytes, config.batch_size * world.data_parallel)
+        self._samples = config.plan_in(world).samples_per_step
         unequal = self.session.task.dataset() is not None
-        self._observers = Observers(self.device, self.session.world)
+        self._observers = Observers(self.device, world)
         self._timing = Timing(self.settings, self._samples, self.device.peak_bytes, unequal)
 
     def measure(self, setup_s: float) -> Measurement:
@@ -221,6 +222,7 @@ class Run:
                 done += count
             self._require_finite_loss()
             self._observers.sample(self.num_steps)
+        self._observers.end()
 
     @property
     def _spent_s(self) -> float:

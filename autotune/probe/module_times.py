@@ -17,6 +17,7 @@ from autotune.probe.micro_batches import micro_batches
 from autotune.probe.module_scopes import Scopes
 from autotune.records.config import Config
 from autotune.records.explanation import STEP, UPDATE, ModuleTimes
+from autotune.records.world import ALONE, World
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -26,7 +27,7 @@ NUM_STEPS = 5  # timed, of one micro batch each, after as many as warm them up
 NUM_WARMUP = 3
 
 
-def measure_modules(task: Task, config: Config, device: Device) -> ModuleTimes:
+def measure_modules(task: Task, config: Config, device: Device, world: World = ALONE) -> ModuleTimes:
     """Train a few steps of `config`. The largest batch is trained for the memory, usual ones for the time.
 
     Raises:
@@ -35,7 +36,7 @@ def measure_modules(task: Task, config: Config, device: Device) -> ModuleTimes:
     task.dataset()  # made before, so that it does not count
     held: list[int] = []
     with _allocations(device, held):
-        session = prepare(task, config, device=device, on_oom=RAISE)
+        session = prepare(task, config, device=device, world=world, on_oom=RAISE)
         # all micro batches of a step are there while it runs; from the second one on they hold no more than that
         batch = [(task.batch(config.batch_size), config.batch_size) for _ in range(config.accumulation_steps)]
         for _ in range(2):  # the first step allocates the optimizer's state

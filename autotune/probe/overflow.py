@@ -61,7 +61,7 @@ def first_overflow(
         report(replace(progress, train_s=train_s, num_micro_steps=num_micro_steps, samples_per_s_high=None))
 
     seed_everything(settings.seed)
-    session = prepare(task, config, device=device, on_oom=RAISE)
+    session = prepare(task, config, device=device, world=settings.world, on_oom=RAISE)
     run = Run(session, device, settings, report_both)
     watch = _Watch(session, run, until_s)
     try:

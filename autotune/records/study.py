@@ -45,6 +45,7 @@ class Fingerprint(Record):
     driver: str | None = None
     torch: str | None = None
     global_batch: int | None = None
+    num_processes: int | None = None  # None for one, as in older studies
     memory_limit_bytes: int | None = None
     headroom: float | None = None
     objective: str | None = None

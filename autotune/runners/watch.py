@@ -215,6 +215,8 @@ class Watch:
             timed_s=self._reporter.train_s - self._warmup_s,
             cut_short=cut_short,
         )
+        if not cut_short:
+            self._observers.end()
         return self._observers.stop(measured)
 
     def _peak_bytes(self) -> int:

@@ -319,7 +319,7 @@ def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     settings = ProbeSettings.from_dict(arguments["settings"])
     config = find_techniques().complete(arguments["config"])
     device = _limited_device(arguments["device"], settings.memory_limit_bytes, settings.seed)
-    return {"modules": measure_modules(task, config, device).to_dict()}
+    return {"modules": measure_modules(task, config, device, settings.world).to_dict()}
 
 
 def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:

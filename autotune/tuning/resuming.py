@@ -130,4 +130,5 @@ def fingerprint(inspection: Inspection, techniques: Techniques, early: Fingerpri
         driver=device.driver,
         torch=device.torch_version,
         global_batch=inspection.global_batch,
+        num_processes=inspection.known_world.size if inspection.known_world.size > 1 else None,
     )

@@ -63,6 +63,7 @@ def train(
         observers.start()
         for number in range(6):
             observers.sample(number)
+        observers.end()
         for key in activations:
             machine.process.free(key)
     except Exception as error:

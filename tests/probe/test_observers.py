@@ -37,6 +37,7 @@ def observed(device, world=ALONE, num_blocks=6, **changes):
     observers.start()
     for step in range(num_blocks):
         observers.sample(step)
+    observers.end()
     return observers.stop(MEASURED)
 
 

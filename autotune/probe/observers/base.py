@@ -17,9 +17,9 @@ GROUP = "autotune.observers"
 class Observer(ABC):
     """Watches one thing beside time, and writes what it saw into the measurement. Each run has an instance of its own.
 
-    `start` comes once, when the warm-up is over; `sample` after each timed block, between the clock's readings; `stop` once, when
-    all is measured. Where a config is too slow to be timed, `stop` comes alone, with a measurement that is `cut_short`. A whole
-    observer, of the energy that a GPU's instruments tell:
+    `start` comes once, when the warm-up is over; `sample` after each timed block, between the clock's readings; `end` once, after
+    the last of them, and `stop` once, when all is measured. Where a config is too slow to be timed, `stop` comes alone, with a
+    measurement that is `cut_short`. A whole observer, of the energy that a GPU's instruments tell:
 
         class Energy(Observer):
             name = "energy"
@@ -57,6 +57,9 @@ class Observer(ABC):
             num_steps: optimizer steps that were taken so far, warm-up included.
         """
 
+    def end(self, device: Device) -> None:  # noqa: B027
+        """Look for the last time: the last block was timed, and what follows is not."""
+
     @abstractmethod
     def stop(self, device: Device, measured: Measurement) -> Measurement:
         """The measurement, with what was seen."""
@@ -79,6 +82,11 @@ class Observers:
         """A block was timed."""
         for observer in self._all:
             observer.sample(self._device, num_steps)
+
+    def end(self) -> None:
+        """Timing is over."""
+        for observer in self._all:
+            observer.end(self._device)
 
     def stop(self, measured: Measurement) -> Measurement:
         """The measurement, with what all of them have seen."""

@@ -16,10 +16,17 @@ class Contention(Observer):
     name = "contention"
     sees_others = True
 
+    def __init__(self) -> None:
+        self._share = 0.0
+
+    def end(self, device: Device) -> None:
+        """Read the share of the time that was timed."""
+        self._share = device.contention()
+
     def stop(self, device: Device, measured: Measurement) -> Measurement:
         """With `contention`, and in words where it disturbs."""
         if measured.cut_short:
             return measured
-        share = device.contention()
+        share = self._share
         said = (f"others held the processor for {share:.0%} of the time",) if share > DISTURBED else ()
         return replace(measured, contention=share, disturbances=(*measured.disturbances, *said))
