@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.devices import open_device
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
@@ -374,7 +374,7 @@ def _target(gpu: str | None, device: str) -> DeviceInfo:
         raise ConfigError(f"--gpu {gpu} and --device {device} contradict each other; leave one of them out")
     card = card_of(gpu)
     return DeviceInfo(
-        name=AbsentGpu.name,
+        name=CudaDevice.kind,
         model=card.name,
         total_bytes=card.total_bytes,
         free_bytes=card.total_bytes,
