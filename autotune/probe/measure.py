@@ -339,12 +339,14 @@ def train_a_step(session: Session, batch: Any, num_samples: int) -> None:
 
 def num_graphs() -> int:
     """Graphs that torch's compiler has made in this process, or taken from the cache."""
-    return int(_compiler_counters()["stats"]["unique_graphs"]) if _compiler_counters() else 0
+    counters = _compiler_counters()
+    return int(counters["stats"]["unique_graphs"]) if counters else 0
 
 
 def num_graph_breaks() -> int:
     """Places where compiled code goes back to Python, as often as they were compiled."""
-    return int(sum(_compiler_counters()["graph_break"].values())) if _compiler_counters() else 0
+    counters = _compiler_counters()
+    return int(sum(counters["graph_break"].values())) if counters else 0
 
 
 def _compiler_counters() -> Any:

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.devices import Device, device_named, open_device
+from autotune.devices import HIDDEN, Device, device_named, open_device
 from autotune.devices.absent import AbsentGpu
 from autotune.devices.cpu import bound_host_memory
 from autotune.prediction.plan import Plan
@@ -33,6 +33,7 @@ from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
 
 if TYPE_CHECKING:
     from autotune.probe.measure import Run
@@ -259,7 +260,6 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
     from autotune.probe.checks import run_checks
     from autotune.probe.runs import enough_samples
-    from autotune.techniques import find_techniques
 
     if task.takes_whole_steps:
         return {"not_compared": "the task's own step is one unit, so its gradients are not to be had"}
@@ -297,7 +297,6 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
     from autotune.prediction.anatomy import anatomies
-    from autotune.techniques import find_techniques
 
     seed_everything(0)
     host_bytes = bound_host_memory()
@@ -314,7 +313,6 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
 def _modules(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Where the time of a config goes: the arguments of `_probe`."""
     from autotune.probe.module_times import measure_modules
-    from autotune.techniques import find_techniques
 
     settings = ProbeSettings.from_dict(arguments["settings"])
     config = find_techniques().complete(arguments["config"])
@@ -387,8 +385,6 @@ def hide_gpus() -> None:
     An optimizer's step on a CPU would initialise CUDA, which takes seconds and hundreds of megabytes. Called once the
     user's module is loaded: that may ask for the number of GPUs.
     """
-    from autotune.devices import HIDDEN
-
     os.environ.update(HIDDEN)
 
 
