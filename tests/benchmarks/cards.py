@@ -55,8 +55,8 @@ LARGE = {
 LOOK_EVERY_S = 0.002
 
 
-def run(command: list[str], environment: Mapping[str, str], folder: Path) -> tuple[int, dict[str, Any], str]:
-    """The exit code of a command of `autotune`, its JSON document, and what it told on stderr."""
+def run(command: list[str], environment: Mapping[str, str], folder: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code of a command of `autotune`, and its JSON document."""
     ended = subprocess.run(
         [sys.executable, "-m", "autotune", *command, "--device", "cuda", "--json"],
         env={**environment},
@@ -65,7 +65,7 @@ def run(command: list[str], environment: Mapping[str, str], folder: Path) -> tup
         text=True,
         check=False,
     )
-    return ended.returncode, json.loads(ended.stdout or "{}"), ended.stderr
+    return ended.returncode, json.loads(ended.stdout)
 
 
 def booked_bytes(
@@ -105,10 +105,10 @@ def rows(cards: list[str], models: list[str], budget: str, sizes: Mapping[str, s
                 folder = Path(name)
                 environment = variables(folder / "books", CARDS[card]) | {**sizes}
                 books = open_books(environment)
-                code, found, told = run(["search", str(MODELS[model]), "--budget", budget], environment, folder)
+                code, found = run(["search", str(MODELS[model]), "--budget", budget], environment, folder)
                 left = books.processes()
-                if not found:
-                    yield f"| {card} | {model} | {code} | {told.strip().splitlines()[-1][:200]} | | | {len(left)} |"
+                if "error" in found:
+                    yield f"| {card} | {model} | {code} | {found['error'][:300]} | | | {len(left)} |"
                     continue
                 apart, configs = [], {json.dumps(one["config"]): one["config"] for one in found["front"]}
                 for config in list(configs.values())[:: max(1, len(configs) // 3)]:
