@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from autotune.records.intervals import NORMAL_95
-from autotune.records.outcome import Measurement
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
+from autotune.records.measured import NORMAL_95
+from autotune.records.outcome import Measurement, Progress
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Choice, Config
+from autotune.records.config import BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.trial import Proposal
 from autotune.space import Space

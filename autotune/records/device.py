@@ -1,4 +1,4 @@
-"""A device as plain data."""
+"""A device, and where on it jobs run: plain data."""
 
 from __future__ import annotations
 
@@ -45,3 +45,16 @@ class DeviceInfo(Record):
     def kind(self) -> str:
         """torch's name of its type; what the type can do: `autotune.devices.capabilities_of`."""
         return self.name.partition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot(Record):
+    """A place for one job at a time.
+
+    Attributes:
+        name: as its runner calls it, no two of its slots alike: `cpu`, `cuda:1`.
+        device: that a job trains on there, as it is now.
+    """
+
+    name: str
+    device: DeviceInfo

@@ -12,10 +12,10 @@ from typing import Any, Self, TypedDict
 from autotune.records.check import Comparison
 from autotune.records.config import Choice
 from autotune.records.formats import Record
+from autotune.records.inspection import ModelSignature
 from autotune.records.measured import Evaluated
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
-from autotune.records.signature import ModelSignature
 from autotune.records.trial import SEARCH, Prediction
 
 

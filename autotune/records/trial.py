@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from autotune.records.config import Config
+from autotune.records.config import ALONE, Config, World
 from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
-from autotune.records.world import ALONE, World
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from autotune.records.batch_plan import BATCH_KEYS, describe_batch
+from autotune.records.config import BATCH_KEYS, describe_batch
 from autotune.records.outcome import Kind
 from autotune.records.trial import BASELINE, PLAY_OFF, Trial
 from autotune.report.answer import answer_sections, front_section

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import describe_exit
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPILING, Progress
+from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
 from autotune.runners.jobs import Job, TracingJob
 from autotune.units import format_bytes, format_seconds
 

@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
-from autotune.records.batch_plan import describe_batch
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.check import Check
-from autotune.records.config import Choice, Config
+from autotune.records.config import ALONE, Choice, Config, ProbeSettings, World, describe_batch
 from autotune.records.device import DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.formats import Record
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPARING
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import ALONE, World
+from autotune.records.outcome import COMPARING, Kind, Outcome
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 

@@ -22,10 +22,9 @@ from typing import Any
 from autotune.devices import HIDDEN, capabilities_of
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
 from autotune.errors import describe_exit
+from autotune.records.config import World
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.world import World
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.hook import SETTINGS
 from autotune.runners.watch import RankReport
 from autotune.units import plural

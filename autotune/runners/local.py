@@ -19,10 +19,9 @@ from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config
+from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.slot import Slot
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import Host, InFlight, Stay

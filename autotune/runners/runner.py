@@ -16,11 +16,9 @@ from typing import Any, Self
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
-from autotune.records.config import Choice, Config
-from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
+from autotune.records.config import Choice, Config, ProbeSettings
+from autotune.records.device import Slot
+from autotune.records.outcome import Outcome, Progress
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
 from autotune.techniques import Techniques, find_techniques

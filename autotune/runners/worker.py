@@ -24,11 +24,9 @@ from autotune.devices.cpu import bound_host_memory
 from autotune.prediction.plan import Plan
 from autotune.probe.timing import LATE
 from autotune.randomness import seed_everything
+from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPARING, COMPILING, Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
+from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
 from autotune.task.loading import load_source

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Choice, Config
+from autotune.records.config import BATCH_KEYS, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import Trial

@@ -9,8 +9,7 @@ from statistics import fmean, median, stdev
 
 from autotune.devices.contention import DISTURBED
 from autotune.records.config import Config
-from autotune.records.intervals import NORMAL_95
-from autotune.records.measured import Measured
+from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.outcome import Outcome
 
 SINGLE_SPREAD = 1.25  # between one process and another, where only one was run

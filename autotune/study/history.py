@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Config
+from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.trial import BASELINE, Trial

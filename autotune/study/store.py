@@ -29,9 +29,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
 from autotune.records.trial import PLAY_OFF, Prediction, Proposal, Trial
 from autotune.space import Space
-from autotune.study import owners
-from autotune.study.comparable import require_equal
-from autotune.study.place import PLAY_OFF_OF, Place
+from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
 
 # 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
 # feasible value. Both open.
@@ -175,7 +173,7 @@ class Store:
             reason=proposal.reason or (prediction.reason if prediction else ""),
             prediction=prediction,
             round=proposal.round,
-            owner=owners.this_process(),
+            owner=this_process(),
             seen_at_s=time.time(),
         )
         study = self._study_of(proposal.stage)
@@ -193,7 +191,7 @@ class Store:
     def beat(self) -> None:
         """Say of the trials that run that their controller lives. Ask for it often: it is written once in a while."""
         now_s = time.monotonic()
-        if now_s - self._beaten_s > owners.BEAT_S:
+        if now_s - self._beaten_s > BEAT_S:
             self._beaten_s = now_s
             for _, trial in self._running.values():
                 trial.set_user_attr("seen_at_s", time.time())
@@ -246,7 +244,7 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
     """Optuna's own heartbeats do not work with ask and tell, and cannot ask a process whether it lives."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        if not owners.is_gone(BegunTrial.from_dict(trial.user_attrs)):
+        if not is_gone(BegunTrial.from_dict(trial.user_attrs)):
             continue
         if "outcome" in trial.user_attrs:  # measured, and not yet told
             study.tell(trial.number, EndedTrial.from_dict(trial.user_attrs).score)

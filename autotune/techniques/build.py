@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune.records.calibration import NOT_MEASURED, Calibration
-from autotune.records.config import Choice, Config
-from autotune.records.world import ALONE, World
+from autotune.records.config import ALONE, Choice, Config, World
 
 if TYPE_CHECKING:
     import torch

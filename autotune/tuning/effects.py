@@ -6,8 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 
-from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.config import Config
+from autotune.records.config import ACCUMULATION, Config
 from autotune.records.result import Effect
 from autotune.records.trial import Trial
 from autotune.study.figures import unrest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.batch_plan import BATCH_SIZE
+from autotune.records.config import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.study import Traced
 from autotune.records.trial import BASELINE, Proposal, Trial

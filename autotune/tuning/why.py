@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autotune.errors import AutotuneError, DeviceError, OwnFault, TaskError
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Config
+from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.measured import Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome

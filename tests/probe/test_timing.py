@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from autotune.probe.timing import LATE, MIN_BLOCKS, Blocks, Timing, is_warm, median_interval, rate_interval
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
 
 
 def test_one_step_alone_is_never_warm():

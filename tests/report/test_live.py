@@ -14,8 +14,7 @@ from typing import Any, TextIO, cast
 
 import pytest
 
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.records.trial import Trial
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener

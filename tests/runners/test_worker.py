@@ -9,8 +9,8 @@ import autotune.probe.inspection
 import autotune.session
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.task import Task
 from autotune.techniques import find_techniques

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autotune.records.batch_plan import describe_batch
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings, describe_batch
 from autotune.records.trial import Proposal
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault
