@@ -15,10 +15,9 @@ from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config, ProbeSettings
-from autotune.records.device import DeviceInfo
+from autotune.records.device import NOT_MEASURED, DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (

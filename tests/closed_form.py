@@ -10,10 +10,9 @@ from typing import Any
 
 from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.check import Check
 from autotune.records.config import Config, ProbeSettings
-from autotune.records.device import DeviceInfo, Slot
+from autotune.records.device import NOT_MEASURED, DeviceInfo, Slot
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions

@@ -17,7 +17,6 @@ from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.probe.batch_support import batch_support
-from autotune.records.calibration import Calibration
 from autotune.records.check import Coupling
 from autotune.records.config import (
     ACCUMULATION,
@@ -31,6 +30,7 @@ from autotune.records.config import (
     largest_batch_size,
     share_of,
 )
+from autotune.records.device import Calibration
 from autotune.records.inspection import BatchSupport, Inspection, Layer, LossKind, ModelSignature, Support
 from autotune.records.outcome import COMPARING, Progress
 from autotune.task import Task, adapters, losses, samples

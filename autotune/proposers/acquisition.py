@@ -17,7 +17,7 @@ from autotune.prediction.time import TimeModel
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import Prediction
+from autotune.records.study import Prediction
 from autotune.space import Space
 from autotune.techniques import Techniques
 

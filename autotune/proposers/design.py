@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.records.config import BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

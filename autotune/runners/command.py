@@ -15,7 +15,6 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import (
     ACCUMULATION,
     ALONE,
@@ -29,6 +28,7 @@ from autotune.records.config import (
     largest_batch_size,
     share_of,
 )
+from autotune.records.device import NOT_MEASURED
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners import jobs

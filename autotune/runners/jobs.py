@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.check import Check
 from autotune.records.config import ALONE, Choice, Config, ProbeSettings, World, describe_batch
-from autotune.records.device import DeviceInfo
+from autotune.records.device import NOT_MEASURED, Calibration, DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
 from autotune.records.formats import Record
 from autotune.records.inspection import Inspection

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import Config, ProbeSettings
-from autotune.records.device import Slot
+from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners import jobs
 from autotune.runners import table as table_file

@@ -20,8 +20,8 @@ from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
+from autotune.records.device import Calibration
 from autotune.records.inspection import TaskFacts
 from autotune.version import __version__
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from autotune.records.config import BATCH_KEYS, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 
 PATIENT = 0.9  # share of a time-out after which a probe is taken to have had all of it
 PASSING = (Kind.CRASHED, Kind.ERROR)  # may have been the machine's fault: a full disk, another program

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import BASELINE, Trial
+from autotune.records.study import BASELINE, Trial
 from autotune.space import Space
 from autotune.study.failures import KnownHangs, find_excused, group_by_config, retryable, what_stands
 from autotune.techniques import Phase

@@ -26,8 +26,17 @@ from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
-from autotune.records.trial import PLAY_OFF, Prediction, Proposal, Trial
+from autotune.records.study import (
+    PLAY_OFF,
+    BegunTrial,
+    ChangedFacts,
+    EndedTrial,
+    Prediction,
+    Proposal,
+    SearchFacts,
+    StudyFacts,
+    Trial,
+)
 from autotune.space import Space
 from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
 

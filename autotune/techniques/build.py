@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import ALONE, Choice, Config, World
+from autotune.records.device import NOT_MEASURED, Calibration
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.records.calibration import Calibration
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, BatchPlan, Choice, ProbeSettings, World
+from autotune.records.device import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions

@@ -12,7 +12,7 @@ from autotune.records.measured import Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import DeviceUse
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.tuning.effects import differ

@@ -10,9 +10,8 @@ from typing import Any
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
 from autotune.probe.observers.base import Observers
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.config import ALONE, Config, ProbeSettings
-from autotune.records.device import Slot
+from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.inspection import BatchSupport, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome, Progress

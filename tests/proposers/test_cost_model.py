@@ -20,7 +20,7 @@ from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Bound, Kind, Outcome
-from autotune.records.trial import Prediction, Proposal
+from autotune.records.study import Prediction, Proposal
 from autotune.space import Space, build_space
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import measure_baseline

@@ -7,7 +7,7 @@ import pytest
 from autotune.records.config import Config
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.study.failures import KnownHangs, retryable, what_stands
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement

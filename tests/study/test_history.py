@@ -7,7 +7,7 @@ import pytest
 
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.space import build_space
 from autotune.study.history import History, feasible_each_time
 from autotune.techniques import find_techniques

@@ -16,8 +16,7 @@ import optuna
 import pytest
 
 from autotune.errors import StudyError
-from autotune.records.study import BegunTrial, Owner
-from autotune.records.trial import Proposal
+from autotune.records.study import BegunTrial, Owner, Proposal
 from autotune.study import place, store
 from autotune.study.place import lock_study, place_of
 from autotune.study.reading import load_study
@@ -79,7 +78,7 @@ ROOT = Path(__file__).parent.parent.parent
 CONTROLLER = """
 import sys, time
 from pathlib import Path
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from tests.closed_form import ClosedFormRunner, make_search
 
 search = make_search(Path(sys.argv[1]), ClosedFormRunner())

@@ -12,7 +12,7 @@ import pytest
 from autotune.records.config import Config, ProbeSettings
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome, Progress
-from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
+from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.runners.jobs import Job, ProbeJob
 from autotune.runners.runner import Finished
 from autotune.space import Space
