@@ -145,7 +145,6 @@ def _setting(
         optimizer=task.optimizer(model),
         batch=few,
         baseline=baseline.as_dict(),
-        global_batch=task.global_batch,
         dataset_size=dataset_size,
         calibration=Calibration.from_dict(calibration or {}),
     )
@@ -191,7 +190,7 @@ def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None)
     """Which batches may be tried, and why others may not."""
     return batch_support(
         plan,
-        global_batch=setting.global_batch,
+        global_batch=setting.task.global_batch,
         dataset_size=setting.dataset_size,
         normalises=uses_batch_statistics(setting.model),
         fixed_accumulation=setting.task.fixed_accumulation,

@@ -10,7 +10,7 @@ from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Record):
     """The gradients, buffers and names of a config on the user's own model, compared with plain fp32."""
 
     technique: str  # `config` for the whole answer, else one technique's name
@@ -25,9 +25,6 @@ class Check:
     passed: bool | None  # None: the model magnifies rounding so far that the comparison says little
     reason: str = ""
     cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", tuple(self.cause))  # a list where it comes from JSON
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,14 +58,9 @@ class BatchPlan:
     world: World = ALONE
 
     @property
-    def samples_per_process(self) -> int:
-        """Samples per optimizer step of one process."""
-        return self.batch_size * self.accumulation_steps
-
-    @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step, of all processes together."""
-        return self.samples_per_process * self.world.data_parallel
+        return self.batch_size * self.accumulation_steps * self.world.data_parallel
 
     def keeps(self, global_batch: int | None) -> bool:
         """Whether an optimizer step takes exactly the global batch; any plan does where none is given."""

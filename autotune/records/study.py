@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from autotune.records.check import Comparison
 from autotune.records.config import ALONE, Choice, Config, World
@@ -205,19 +205,6 @@ class StudyFacts(SearchFacts):
     checks: tuple[Comparison, ...] = ()
     evaluated: dict[str, tuple[Evaluated, ...]] = field(default_factory=dict)
     traces: Traced | None = None
-
-
-class ChangedFacts(TypedDict, total=False):
-    """Fields of `StudyFacts` that change while a search runs."""
-
-    baseline_config: dict[str, Choice]
-    no_answer: str
-    result: Result | None
-    warnings: tuple[str, ...]
-    whole_rounds: tuple[int, ...]
-    checks: tuple[Comparison, ...]
-    evaluated: dict[str, tuple[Evaluated, ...]]
-    traces: Traced | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,11 +187,9 @@ class CommandRunner(LocalRunner):
 
     @property
     def techniques(self) -> Techniques:
-        """As `Runner.techniques`."""
         return self._switches
 
     def command(self, config: Config) -> str:
-        """As `Runner.command`."""
         return self._command.line(config)
 
     def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:

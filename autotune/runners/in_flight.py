@@ -55,8 +55,10 @@ class Host:
             wanted: the slot that it must be; empty for any.
 
         Raises:
-            RuntimeError: it, or each of them, is taken.
+            RuntimeError: there is none of that name, or it, or each of them, is taken.
         """
+        if wanted and wanted not in slots:
+            raise RuntimeError(f"there is no slot {wanted}; there is {', '.join(slots)}")
         taken = {stay.slot for stay in self._stays.values()}
         free = [name for name in slots if name not in taken and wanted in ("", name)]
         if not free:

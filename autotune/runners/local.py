@@ -88,7 +88,6 @@ class OneSlotRunner(Runner):
         return running.progress
 
     def found(self, ticket: int) -> Any:
-        """As `Runner.found`."""
         running = self._in_flight(ticket)
         return None if running is None else running.found()
 

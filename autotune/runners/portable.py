@@ -81,7 +81,6 @@ class PortableRunner(OneSlotRunner):
         return running
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
-        """As `Runner.collect`."""
         if self._running is None:
             raise RuntimeError("nothing is in flight; submit a job first")
         running, process = self._running, self._process
@@ -105,7 +104,6 @@ class PortableRunner(OneSlotRunner):
         return Finished(ticket=running.stay.ticket, result=result)
 
     def cancel(self, ticket: int) -> None:
-        """As `Runner.cancel`."""
         if self._in_flight(ticket) is not None:
             self._kill()
 

@@ -77,9 +77,11 @@ class Runner(ABC):
     that has the jobs run on another machine, over a connection of its own:
 
         class Remote(Runner):
+            def __init__(self, address: str, task_name: str) -> None:
+                self._address, self.task_name = address, task_name
+
             def __enter__(self) -> Self:
-                self._line = connect(self._address)
-                self.task_name, self._host = self._line.task_name, Host()
+                self._line, self._host = connect(self._address), Host()
                 return self
 
             def slots(self) -> tuple[Slot, ...]:
@@ -105,7 +107,7 @@ class Runner(ABC):
     Attributes:
         keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
         slowest_start: times the longest start so far that a probe's own may take: more where the user's code starts.
-        task_name: of the task; it names the study.
+        task_name: of the task; it names the study, and is known before entering.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
     """

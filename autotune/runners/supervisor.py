@@ -182,14 +182,8 @@ def _has_cuda_context() -> bool:
     with contextlib.suppress(OSError):  # not loaded
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED
-    return any(_links_to(f"/proc/self/fd/{number}").startswith("/dev/kfd") for number in os.listdir("/proc/self/fd"))
-
-
-def _links_to(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""
+    opened = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return any(path.startswith("/dev/kfd") for path in opened)
 
 
 def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Unpack
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -29,7 +29,6 @@ from autotune.records.outcome import Outcome
 from autotune.records.study import (
     PLAY_OFF,
     BegunTrial,
-    ChangedFacts,
     EndedTrial,
     Prediction,
     Proposal,
@@ -154,8 +153,8 @@ class Store:
         """What the study keeps beside its trials."""
         return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
-    def keep(self, **changed: Unpack[ChangedFacts]) -> None:
-        """Keep what has changed of the study's facts."""
+    def keep(self, **changed: Any) -> None:
+        """Keep what has changed of the study's facts: fields of `StudyFacts`. Raises TypeError for another name."""
         self._write(self.facts, changed)
 
     def _write(self, known: StudyFacts, changed: Mapping[str, Any]) -> None:
