@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,10 +223,8 @@ def _fold_run(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
     for name in figures:
         blocks.setdefault(_block(name, depth), []).append(name)
     folds: list[list[str]] = []
-    in_order = sorted(blocks, key=lambda block: (_stem(block), _number(block)))
-    for block in in_order:
-        last = folds[-1][-1] if folds else None
-        if last is not None and _are_alike(last, block, blocks, lambda b: sum(figures[name] for name in blocks[b])):
+    for block in sorted(blocks, key=lambda block: (_stem(block), _number(block))):
+        if folds and _are_alike(folds[-1][-1], block, blocks, figures):
             folds[-1].append(block)
         else:
             folds.append([block])
@@ -256,11 +254,12 @@ def _number(block: str) -> int:
     return int(last) if last.isdigit() else -1
 
 
-def _are_alike(one: str, other: str, blocks: Mapping[str, list[str]], total: Callable[[str], float]) -> bool:
+def _are_alike(one: str, other: str, blocks: Mapping[str, list[str]], figures: Mapping[str, float]) -> bool:
     if _number(one) < 0 or _number(other) != _number(one) + 1 or _stem(one) != _stem(other):
         return False
     inside = [{name.removeprefix(block) for name in blocks[block]} for block in (one, other)]
-    return inside[0] == inside[1] and abs(total(one) - total(other)) <= ALIKE * max(total(one), total(other))
+    totals = [sum(figures[name] for name in blocks[block]) for block in (one, other)]
+    return inside[0] == inside[1] and abs(totals[0] - totals[1]) <= ALIKE * max(totals)
 
 
 def _label(fold: list[str]) -> str:

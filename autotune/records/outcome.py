@@ -74,14 +74,12 @@ class Measurement:
     warmup_s: float
     timed_s: float
     explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    compile_s: float = (
-        0.0  # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
-    )
+    # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
+    compile_s: float = 0.0
     compile_cold_s: float = 0.0  # the same with an empty cache, where techniques of the config compile
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
-    num_recompilations: int = (
-        0  # graphs compiled after the first optimizer step: batches differ in what code depends on
-    )
+    # graphs compiled after the first optimizer step: batches differ in what code depends on
+    num_recompilations: int = 0
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
@@ -93,9 +91,8 @@ class Measurement:
     cut_short: bool = False  # too slow to be worth timing: the blocks are the warm-up's steps
     disturbances: tuple[str, ...] = ()  # what was seen to disturb the timing, in words
     memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
-    telemetry: dict[str, float] = field(
-        default_factory=dict
-    )  # device-specific: gpu_utilization, temperature_c, power_w
+    # device-specific: gpu_utilization, temperature_c, power_w
+    telemetry: dict[str, float] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)  # technique -> modules that it acted on, by role
 
     @property

@@ -16,8 +16,8 @@ from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.study import PLAY_OFF, Trial
-from autotune.study.failures import find_excused
 from autotune.study.figures import ratio_interval, times_as_fast, unrest
+from autotune.study.history import find_excused
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.told import within_measured
