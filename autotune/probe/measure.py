@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -30,10 +29,16 @@ from autotune.units import GIB, plural
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
+PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
 
 
 class NonFiniteError(Exception):
     """The loss or a gradient is NaN or infinite."""
+
+
+class TooFewSamplesError(TaskError):
+    """A pass over the training set gives no batch as large as the config's."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Run:
         measured = self._observers.stop(measured)
         # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
         if measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
-            with suppress(Exception):  # memory runs out, say
+            with contextlib.suppress(Exception):  # memory runs out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
 
@@ -355,14 +360,6 @@ def _compiler_counters() -> Any:
     """Nothing in a process that has not imported the compiler."""
     module: Any = sys.modules.get("torch._dynamo.utils")
     return module.counters if module is not None else {}
-
-
-NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
-PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
-
-
-class TooFewSamplesError(TaskError):
-    """A pass over the training set gives no batch as large as the config's."""
 
 
 def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.devices import Device
 from autotune.probe.measure import micro_batches
-from autotune.records.config import ALONE, Config, World
+from autotune.records.config import Config, World
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, STEP, UPDATE, ModuleTimes
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
@@ -27,6 +27,8 @@ from autotune.task import Task
 from autotune.task.batches import StepBatch
 
 _LARGEST_SEQUENCE = 2**63  # nodes that accumulate gradients have no place in the order, and 2**64 - 1 for it
+NUM_STEPS = 5  # timed, of one micro batch each, after as many as warm them up
+NUM_WARMUP = 3
 
 
 @dataclass
@@ -45,7 +47,9 @@ class Stretch:
 
 
 class Scopes:
-    """The stretches of training steps. A forward pass that is run again in the backward pass is its module's, too.
+    """The stretches of training steps: hooks tell them in the forward pass, the autograd graph's nodes in the backward pass.
+
+    A forward pass that is run again in the backward pass is its module's, too.
 
     A node of the autograd graph was made by the module whose forward pass ran when its number was given. When the backward
     pass comes to it, that module's code runs. The time or memory between two nodes is the earlier one's.
@@ -138,11 +142,7 @@ def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
             nodes += [following for following, _ in node.next_functions]
 
 
-NUM_STEPS = 5  # timed, of one micro batch each, after as many as warm them up
-NUM_WARMUP = 3
-
-
-def measure_modules(task: Task, config: Config, device: Device, world: World = ALONE) -> ModuleTimes:
+def measure_modules(task: Task, config: Config, device: Device, world: World) -> ModuleTimes:
     """Train a few steps of `config`. The largest batch is trained for the memory, usual ones for the time.
 
     Raises:

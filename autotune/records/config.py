@@ -12,6 +12,11 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.records.formats import Record
 
+BATCH_SIZE = "batch_size"
+ACCUMULATION = "accumulation_steps"
+BATCH_KEYS = (BATCH_SIZE, ACCUMULATION)  # the first keys of every config; all others name techniques
+DEFAULT_BATCH_SIZE = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class World(Record):
@@ -41,12 +46,6 @@ class World(Record):
 
 
 ALONE = World()  # one process, as most train
-
-
-BATCH_SIZE = "batch_size"
-ACCUMULATION = "accumulation_steps"
-BATCH_KEYS = (BATCH_SIZE, ACCUMULATION)  # the first keys of every config; all others name techniques
-DEFAULT_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class Config(Mapping[str, Choice]):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings(Record):
-    """One rule of warming up, timing and stopping for all probes of a study.
+    """One rule of warming up, timing and stopping for all probes of a study, which travels to the probe's process as JSON.
 
     Attributes:
         memory_limit_bytes: allocations beyond it fail; None for no limit.

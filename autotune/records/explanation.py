@@ -15,6 +15,7 @@ FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 # What runs outside of every layer has a name in brackets: the model's own code between layers, what comes before its
 # first layer and after its last one, the update, and all modules together where no module is known.
 MODEL, BATCH, LOSS, UPDATE = "(model)", "(batch)", "(loss)", "(optimizer)"
+ALIKE = 0.2  # by which the figures of equal blocks may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +185,6 @@ class Explanation(Record):
         return self.outside_bytes + allocator
 
 
-ALIKE = 0.2  # by which the figures of equal blocks may differ
-
-
 @dataclass(frozen=True)
 class Fold:
     """Some equal blocks, or one module.
@@ -208,9 +206,9 @@ class Fold:
 
 
 def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
-    """Fold modules by the first number in their names, in the order of the names.
+    """Fold modules for a reader by the first number in their names, in the order of the names.
 
-    A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
+    A repeated block counts as one, and so do equal blocks beside each other. A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
 
     Args:
         figures: qualified name -> its figure. Blocks whose sums differ by more than `ALIKE` stay apart.

@@ -39,7 +39,9 @@ class Layer(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature(Record):
-    """A model's architecture and its loss. Two models of one architecture have equal ones, and each field tells how others differ.
+    """What a model is made of, by which runs of like models find each other: its architecture and its loss.
+
+    No name, value or seed changes it. Two models of one architecture have equal ones, and each field tells how others differ.
 
     Attributes:
         layers: modules that have parameters of their own, or no modules in them; sorted.

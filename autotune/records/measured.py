@@ -10,7 +10,12 @@ from typing import TypeVar
 from autotune.records.config import Choice
 from autotune.records.formats import Record
 
+# every room takes its intervals of 95 % from this one
 NORMAL_95 = 1.96  # standard deviations of a normal distribution, on either side of the mean, that hold 95 % of it
+MOST_POLISHES = 50
+SETTLED = 1e-5  # a polish settles at once where every round holds every config, and by halves where few rounds do
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +107,6 @@ def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
     """The configs that no other beats in both memory and throughput, by increasing memory."""
     points = list(measured)
     return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
-
-
-MOST_POLISHES = 50
-SETTLED = 1e-5  # a polish settles at once where every round holds every config, and by halves where few rounds do
-
-K = TypeVar("K", bound=Hashable)
 
 
 def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:

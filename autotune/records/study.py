@@ -1,4 +1,5 @@
-"""What a study keeps: its trials, before and after they ran, and what is known beside them. Plain data in Optuna's attributes.
+"""What a study keeps: of each config that was or is being probed why, what was predicted and what was found, and what is known beside
+them. Plain data in Optuna's attributes.
 
 Each field is an attribute of its own, under its name. A field with a default is not known of older studies.
 """

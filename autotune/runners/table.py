@@ -29,15 +29,11 @@ from autotune.records.measured import NORMAL_95, round_effects
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
 from autotune.techniques import Technique, Techniques
 
-_NOT_COMPARED = (
-    "date",
-    "outside_bytes",
-    "baseline_given",
-    "facts",
-    "reasons",
-    "notes",
-    "always",
-)  # when a sweep goes on
+FORMAT = 2  # format 1 holds less of the inspection, and opens
+MAGIC = f"# autotune table, format {FORMAT}"
+PHASES = ("data", "forward", "backward", "optimizer")
+# when a sweep goes on
+_NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
 
 
 class TableError(AutotuneError):
@@ -239,11 +235,6 @@ def _noise(values: Iterable[Sequence[float]]) -> float:
     if not freedom:
         return math.inf
     return math.sqrt(sum((value - fmean(mine)) ** 2 for mine in repeated for value in mine) / freedom)
-
-
-FORMAT = 2  # format 1 holds less of the inspection, and opens
-MAGIC = f"# autotune table, format {FORMAT}"
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def start(path: Path, header: Header) -> None:

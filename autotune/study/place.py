@@ -1,6 +1,7 @@
 """Where a study is kept, and which search may write there: one of this machine at a time, whose measurements are comparable with it.
 
-Whose a running trial is, is here as well, and whether that controller still lives.
+Whose a running trial is, is here as well, and whether that controller still lives: on this machine its process is asked, elsewhere its
+beats.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from autotune.units import format_bytes, format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
+BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk
+# after the last sign of life a controller elsewhere counts as gone: 20 beats, since a write may wait for a busy database, and
+# the clocks of two machines differ
+GONE_AFTER_S = 600.0
+MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +165,6 @@ def lock_study(place: Place) -> Iterator[None]:
                 folder.rmdir()
 
 
-BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk
-# after the last sign of life a controller elsewhere counts as gone: 20 beats, since a write may wait for a busy database, and
-# the clocks of two machines differ
-GONE_AFTER_S = 600.0
-
-
 def this_process() -> Owner:
     """This process as a controller."""
     namespace = ""  # a process's number means something within it alone: containers may share a name
@@ -200,9 +200,6 @@ def _started(pid: int) -> str:
     with contextlib.suppress(OSError):
         boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return "" if state in "ZX" else f"{fields[18]} ticks after boot {boot}".strip()
-
-
-MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
 
 def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerprint) -> None:
