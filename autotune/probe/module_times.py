@@ -49,10 +49,9 @@ class Stretch:
 class Scopes:
     """The stretches of training steps: hooks tell them in the forward pass, the autograd graph's nodes in the backward pass.
 
-    A forward pass that is run again in the backward pass is its module's, too.
-
-    A node of the autograd graph was made by the module whose forward pass ran when its number was given. When the backward
-    pass comes to it, that module's code runs. The time or memory between two nodes is the earlier one's.
+    A forward pass that is run again in the backward pass is its module's, too. A node of the autograd graph was made by the
+    module whose forward pass ran when its number was given. When the backward pass comes to it, that module's code runs. The
+    time or memory between two nodes is the earlier one's.
 
     Args:
         note: called at the beginning of each stretch.

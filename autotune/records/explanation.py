@@ -208,7 +208,8 @@ class Fold:
 def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
     """Fold modules for a reader by the first number in their names, in the order of the names.
 
-    A repeated block counts as one, and so do equal blocks beside each other. A block without an equal beside it is taken apart by the next number where there are equal blocks in it.
+    A repeated block counts as one, and so do equal blocks beside each other. A block without an equal beside it is taken apart
+    by the next number where there are equal blocks in it.
 
     Args:
         figures: qualified name -> its figure. Blocks whose sums differ by more than `ALIKE` stay apart.

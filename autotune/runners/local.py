@@ -162,8 +162,7 @@ class LocalRunner(OneSlotRunner):
                 raise
             self._resources = stack.pop_all()
         if self._source is not None:
-            stated = {key: hello[key] for key in ("global_batch", "baseline", "trained")}
-            self.stated = Stated(model=replace(self._source, attribute=hello["attribute"]).spec, **stated)
+            self.stated = Stated.from_dict(hello["stated"])
         if hello["no_fork"]:
             self.slow_start = f"every probe starts a new interpreter: {hello['no_fork']}"
             self.notes += (self.slow_start,)

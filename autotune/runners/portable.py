@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,12 +44,7 @@ class PortableRunner(OneSlotRunner):
             task = load_source(self._source)
             self._source = self._source.hand_over(self._folder)
             self._resources = stack.pop_all()
-        self.stated = Stated(
-            model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
-            global_batch=task.global_batch,
-            baseline=task.baseline,
-            trained=self.techniques.trained_by(task, task.baseline or {}),
-        )
+        self.stated = Stated.of(task, self._source)
         return self
 
     def _start(self, stay: Stay) -> InFlight:

@@ -18,9 +18,12 @@ from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.device import Slot
+from autotune.records.formats import Record
 from autotune.records.outcome import Outcome, Progress
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
+from autotune.task import Task
+from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
@@ -40,7 +43,7 @@ class ProbeFault(AutotuneError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stated:
+class Stated(Record):
     """What the task's author states, and how the task is named in a command.
 
     Attributes:
@@ -54,6 +57,16 @@ class Stated:
     global_batch: int | None = None
     baseline: Mapping[str, Any] | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: Task, source: TaskSource) -> Self:
+        """What is stated of a task that was loaded from a source."""
+        return cls(
+            model=replace(source, attribute=TaskSource.of(task).attribute).spec,
+            global_batch=task.global_batch,
+            baseline=None if task.baseline is None else dict(task.baseline),
+            trained=find_techniques().trained_by(task, task.baseline or {}),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

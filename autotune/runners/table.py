@@ -31,6 +31,7 @@ from autotune.techniques import Technique, Techniques
 
 FORMAT = 2  # format 1 holds less of the inspection, and opens
 MAGIC = f"# autotune table, format {FORMAT}"
+SPEEDS = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
 PHASES = ("data", "forward", "backward", "optimizer")
 # when a sweep goes on
 _NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
@@ -258,8 +259,7 @@ def append(path: Path, header: Header, row: Row) -> None:
         if (bound := row.outcome.bound) and bound.samples_per_s_high is not None:
             cells |= {"samples_per_s_high": _short(bound.samples_per_s_high), "peak_bytes": bound.peak_bytes_low}
     else:
-        speeds = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
-        cells |= {name: _short(getattr(measured, name)) for name in (*speeds, "train_s")}
+        cells |= {name: _short(getattr(measured, name)) for name in (*SPEEDS, "train_s")}
         cells |= {name: getattr(measured, name) for name in ("peak_bytes", "num_steps")}
         cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items() if phase in PHASES}
     line = io.StringIO()
@@ -360,11 +360,11 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
             bound=Bound(samples_per_s_high=float(high), peak_bytes_low=peak_bytes) if high else None,
         )
         return Row(config=config, repeat=repeat, outcome=outcome)
-    speed = float(cells["samples_per_s"])
+    speed, low, high = (float(cells[name]) for name in SPEEDS)
     measured = Measurement(
         samples_per_s=speed,
-        samples_per_s_low=float(cells["samples_per_s_low"]),
-        samples_per_s_high=float(cells["samples_per_s_high"]),
+        samples_per_s_low=low,
+        samples_per_s_high=high,
         step_s=config.samples_per_step / speed,
         peak_bytes=peak_bytes,
         block_samples_per_s=(speed,),
@@ -384,9 +384,8 @@ def _swept(header: Header) -> list[str]:
 
 
 def _columns(header: Header) -> list[str]:
-    figures = ["samples_per_s", "samples_per_s_low", "samples_per_s_high", "peak_bytes", "attempted_bytes"]
     times = ["wall_s", "train_s", *(f"{phase}_s" for phase in PHASES)]
-    return [*_swept(header), "repeat", "kind", *figures, "num_steps", *times, "cause"]
+    return [*_swept(header), "repeat", "kind", *SPEEDS, "peak_bytes", "attempted_bytes", "num_steps", *times, "cause"]
 
 
 def _short(value: float) -> str:
