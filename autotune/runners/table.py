@@ -349,15 +349,15 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
     wall_s, train_s, peak_bytes = float(cells["wall_s"]), float(cells["train_s"]), int(cells["peak_bytes"])
     config = techniques.complete(choices)  # a technique that is younger than the table was off
     if kind is not Kind.OK:
-        high = cells["samples_per_s_high"]
+        at_most = cells["samples_per_s_high"]
         outcome = Outcome(
             kind=kind,
             cause=cells["cause"],
             wall_s=wall_s,
             train_s=train_s,
-            peak_bytes=0 if high else peak_bytes,
+            peak_bytes=0 if at_most else peak_bytes,
             attempted_bytes=int(cells["attempted_bytes"]),
-            bound=Bound(samples_per_s_high=float(high), peak_bytes_low=peak_bytes) if high else None,
+            bound=Bound(samples_per_s_high=float(at_most), peak_bytes_low=peak_bytes) if at_most else None,
         )
         return Row(config=config, repeat=repeat, outcome=outcome)
     speed, low, high = (float(cells[name]) for name in SPEEDS)

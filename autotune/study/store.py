@@ -105,7 +105,7 @@ class Store:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
-        self._objective = OBJECTIVES.get(facts.objective)
+        self._objective = OBJECTIVES[facts.objective]
         with _opening(place):
             self._storage = get_storage(connect(place.storage))
             self._study = self._open(place.study, "fingerprint")
@@ -130,7 +130,7 @@ class Store:
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
-        if self._objective is not None and study.metric_names is None:
+        if study.metric_names is None:
             study.set_metric_names([self._objective.score_name()])
         return study
 
