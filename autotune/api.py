@@ -15,10 +15,9 @@ from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.capacity import MemoryPrediction
-from autotune.records.config import Choice, Config
-from autotune.records.device import DeviceInfo
+from autotune.records.config import Choice, Config, ProbeSettings
+from autotune.records.device import NOT_MEASURED, DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (
@@ -33,14 +32,13 @@ from autotune.records.options import (
 )
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
-from autotune.records.settings import ProbeSettings
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
-from autotune.runners.recorded import Table
 from autotune.runners.runner import Runner
+from autotune.runners.table import Table
 from autotune.space import build_space
 from autotune.study.caches import TraceCache
 from autotune.study.place import place_of

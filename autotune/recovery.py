@@ -25,7 +25,7 @@ from autotune.coupling.samples import SamplesOf, TypicalSamples
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState
-from autotune.records.coupling import Coupling, Verdict
+from autotune.records.check import Coupling, Verdict
 from autotune.task import Task
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
 from autotune.task.facts import uses_batch_statistics

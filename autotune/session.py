@@ -14,8 +14,7 @@ import torch
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
-from autotune.records.config import Choice, Config
-from autotune.records.world import ALONE, World
+from autotune.records.config import ALONE, Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates

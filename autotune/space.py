@@ -12,10 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.errors import ConfigError
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
-from autotune.records.config import Choice, Config
+from autotune.records.config import (
+    ACCUMULATION,
+    ALONE,
+    BATCH_KEYS,
+    BATCH_SIZE,
+    BatchPlan,
+    Choice,
+    Config,
+    World,
+    largest_batch_size,
+)
 from autotune.records.inspection import Inspection
-from autotune.records.world import ALONE, World
 from autotune.techniques import Phase, Technique, Techniques
 from autotune.techniques.expectation import Expectation
 from autotune.techniques.frameworks import BATCH

@@ -10,16 +10,13 @@ from typing import Any
 
 from autotune.prediction.traces import Traces
 from autotune.proposers.cost_model import CostModel
-from autotune.records.calibration import NOT_MEASURED
 from autotune.records.check import Check
-from autotune.records.config import Config
-from autotune.records.device import DeviceInfo
+from autotune.records.config import Config, ProbeSettings
+from autotune.records.device import NOT_MEASURED, DeviceInfo, Slot
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
 from autotune.records.study import Fingerprint, SearchFacts
 from autotune.runners.jobs import CalibrateJob, CheckJob, EvaluateJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.runners.runner import InstantRunner

@@ -19,8 +19,8 @@ from autotune.devices import Telemetry
 from autotune.export import base as exporters
 from autotune.probe.observers import base as observers
 from autotune.proposers import base as proposers
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
+from autotune.records.config import ProbeSettings
+from autotune.records.device import Slot
 from autotune.runners import runner as runners
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import ProbeJob

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.config import World
 from autotune.records.inspection import BatchSupport, Support
-from autotune.records.world import World
 from autotune.space import SpaceExhausted, build_space
 from autotune.study.store import distributions_of
 from autotune.techniques import find_techniques

@@ -14,7 +14,7 @@ from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import NonFiniteError, Run
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.local import LocalRunner
 from autotune.task import Task, load_task

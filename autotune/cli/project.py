@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.cli.parser import options_given
 from autotune.errors import ConfigError
-from autotune.records.batch_plan import BATCH_KEYS
+from autotune.records.config import BATCH_KEYS
 from autotune.records.options import (
     CHOICES,
     DEVICE,

@@ -25,7 +25,7 @@ from autotune.devices import Device
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import keep_randomness
-from autotune.records.coupling import Cause, Coupling, Verdict
+from autotune.records.check import Cause, Coupling, Verdict
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
 from autotune.units import plural

@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 from autotune.devices.base import Device
 from autotune.errors import DeviceError, first_line, in_one_line
 from autotune.lazy import torch
-from autotune.records.calibration import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, Rate
-from autotune.records.device import DeviceInfo
+from autotune.records.device import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, DeviceInfo, Rate
 from autotune.units import MIB, format_seconds
 
 START_S = 20.0  # until the child is ready: it is killed then

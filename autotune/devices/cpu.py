@@ -89,8 +89,6 @@ class CpuDevice(Device):
         Raises:
             DeviceError: the process already holds more.
         """
-        import resource  # Linux alone bounds private memory by it
-
         _start_compute_threads()
         held_bytes = procfs.process_memory().data_bytes
         if held_bytes > limit_bytes:
@@ -98,11 +96,7 @@ class CpuDevice(Device):
                 f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the "
                 "process holds before training starts; raise --memory-limit"
             )
-        _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-        if hard_bytes != resource.RLIM_INFINITY:
-            limit_bytes = min(limit_bytes, hard_bytes)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = bound_private_memory(limit_bytes)
 
     def start_measuring(self) -> None:
         """Measure contention from now on."""
@@ -163,6 +157,17 @@ class CpuDevice(Device):
         held_bytes = procfs.descendants_private_bytes()
         self._workers_peak_bytes = max(self._workers_peak_bytes, held_bytes)
         return held_bytes
+
+
+def bound_private_memory(limit_bytes: int) -> int:
+    """Let allocations of this process, and of those that it starts, fail beyond a limit. Returns the limit: an earlier one may be lower."""
+    import resource  # Linux alone bounds private memory by it
+
+    _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard_bytes != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    return limit_bytes
 
 
 def bound_host_memory() -> int:

@@ -15,8 +15,8 @@ from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
 from autotune.errors import AutotuneError
 from autotune.prediction.memory import MemoryModel
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.space import build_space

@@ -10,8 +10,7 @@ from textwrap import indent, wrap
 from autotune.errors import ConfigError
 from autotune.export.base import Export, Exporter, Space
 from autotune.export.source import Source
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
-from autotune.records.config import Choice
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TORCH, At

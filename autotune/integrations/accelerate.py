@@ -24,9 +24,8 @@ import torch
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.integrations.words import read, search
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
-from autotune.records.config import Choice
-from autotune.records.coupling import Coupling
+from autotune.records.check import Coupling
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import find_techniques

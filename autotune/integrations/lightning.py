@@ -32,7 +32,7 @@ from autotune.integrations.live import LiveModel
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.integrations.words import read, require_said, search, words_of_changes
 from autotune.randomness import keep_randomness
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader

@@ -28,8 +28,7 @@ from autotune.errors import TaskError
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
 from autotune.integrations.live import LiveModel
 from autotune.integrations.words import find_changes, read, search, words_of_changes
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
-from autotune.records.config import Choice
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
 from autotune.task import Task

@@ -25,7 +25,7 @@ from autotune.errors import ConfigError, TaskError
 from autotune.integrations.live import LiveModel
 from autotune.integrations.words import plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
+from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS

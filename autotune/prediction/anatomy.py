@@ -17,9 +17,9 @@ from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.fake_steps import Run, TraceError, Tracer
 from autotune.prediction.passes import Event
 from autotune.prediction.traces import Purpose
-from autotune.probe.module_scopes import Scopes
-from autotune.records.calibration import Work
+from autotune.probe.module_times import Scopes
 from autotune.records.config import Config
+from autotune.records.device import Work
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
 from autotune.task import Task
 from autotune.task.batches import tensors

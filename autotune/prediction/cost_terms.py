@@ -16,8 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autotune.prediction import Array
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Choice, Config
+from autotune.records.config import BATCH_KEYS, Choice, Config
 from autotune.space import Space
 from autotune.techniques import Factor
 

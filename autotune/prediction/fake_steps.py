@@ -24,9 +24,8 @@ from autotune.prediction.fakes import Fakes, why_values_are_needed
 from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.storages import StorageTracker
 from autotune.prediction.traces import Purpose
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
-from autotune.records.calibration import Work
-from autotune.records.config import Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice, Config
+from autotune.records.device import Work
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task

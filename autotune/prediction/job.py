@@ -36,7 +36,7 @@ from autotune.prediction.traces import (
     model_label,
     update_label,
 )
-from autotune.records.calibration import Work
+from autotune.records.device import Work
 from autotune.task import Task
 from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size

@@ -20,7 +20,7 @@ from autotune.prediction.cost_terms import CostTerm, Layout, Residual
 from autotune.prediction.traces import TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
-from autotune.records.intervals import NORMAL_95
+from autotune.records.measured import NORMAL_95
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space
 from autotune.techniques import Factor

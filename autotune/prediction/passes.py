@@ -17,7 +17,7 @@ import numpy as np
 
 from autotune.prediction import Array
 from autotune.prediction.traces import PeakFit, Piece, Purpose, WorkTrace
-from autotune.records.calibration import Work
+from autotune.records.device import Work
 
 F = TypeVar("F", float, Array)
 NUM_MODULES = 5

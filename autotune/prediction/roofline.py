@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.prediction.traces import Traces, UpdateTrace, WorkTrace
-from autotune.records.calibration import BF16, FP16, FP32, MATMUL, Calibration
 from autotune.records.config import Config
+from autotune.records.device import BF16, FP16, FP32, MATMUL, Calibration
 from autotune.records.result import DeviceUse
 from autotune.techniques import Phase, Techniques
 

@@ -15,7 +15,7 @@ from autotune.devices.kernels.rules import Hidden, Scratch
 from autotune.devices.kernels.stand_ins import SUBSTITUTES
 from autotune.devices.kernels.work import count
 from autotune.prediction.passes import Event
-from autotune.records.calibration import Work
+from autotune.records.device import Work
 from autotune.task.batches import strided_parts
 
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation

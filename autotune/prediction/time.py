@@ -12,10 +12,9 @@ import numpy as np
 from autotune.prediction.cost_fit import CostModel, Observation, Posterior, Probes, Scales
 from autotune.prediction.cost_terms import CostTerm, Layout, Residual
 from autotune.prediction.roofline import Roofline
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.calibration import BF16, FP16, FP32, TF32
-from autotune.records.config import Config
-from autotune.records.intervals import NORMAL_95
+from autotune.records.config import BATCH_KEYS, Config
+from autotune.records.device import BF16, FP16, FP32, TF32
+from autotune.records.measured import NORMAL_95
 from autotune.records.outcome import Measurement
 from autotune.space import Space
 from autotune.task.lengths import LengthDistribution

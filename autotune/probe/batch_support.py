@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan, divisors, share_of
-from autotune.records.coupling import Coupling, Verdict
+from autotune.records.check import Coupling, Verdict
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, divisors, share_of
 from autotune.records.inspection import BatchSupport
 from autotune.units import plural
 

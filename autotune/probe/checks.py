@@ -13,9 +13,8 @@ from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
 from autotune.randomness import keep_randomness, seed_everything
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.check import Check
-from autotune.records.config import Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
 from autotune.techniques import Techniques, find_techniques

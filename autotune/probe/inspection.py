@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,28 +17,32 @@ from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.probe.batch_support import batch_support
-from autotune.probe.signature import signature_of
-from autotune.records.batch_plan import (
+from autotune.records.check import Coupling
+from autotune.records.config import (
     ACCUMULATION,
+    ALONE,
     BATCH_SIZE,
     DEFAULT_BATCH_SIZE,
     BatchPlan,
+    Choice,
+    Config,
+    World,
     largest_batch_size,
     share_of,
 )
-from autotune.records.calibration import Calibration
-from autotune.records.config import Choice, Config
-from autotune.records.coupling import Coupling
-from autotune.records.inspection import BatchSupport, Inspection, Support
-from autotune.records.progress import COMPARING, Progress
-from autotune.records.world import ALONE, World
-from autotune.task import Task, samples
+from autotune.records.device import Calibration
+from autotune.records.inspection import BatchSupport, Inspection, Layer, LossKind, ModelSignature, Support
+from autotune.records.outcome import COMPARING, Progress
+from autotune.task import Task, adapters, losses, samples
 from autotune.task.batches import to_device
 from autotune.task.facts import check_task, gather_facts, uses_batch_statistics
 from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import REACHES_INTO_STEP, Phase, Technique
 from autotune.techniques.build import Setting
 from autotune.units import format_bytes
+
+if TYPE_CHECKING:
+    from autotune.task.task import Task
 
 CHANGES_LEARNING = "it changes what is learned"
 
@@ -140,7 +145,6 @@ def _setting(
         optimizer=task.optimizer(model),
         batch=few,
         baseline=baseline.as_dict(),
-        global_batch=task.global_batch,
         dataset_size=dataset_size,
         calibration=Calibration.from_dict(calibration or {}),
     )
@@ -186,7 +190,7 @@ def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None)
     """Which batches may be tried, and why others may not."""
     return batch_support(
         plan,
-        global_batch=setting.global_batch,
+        global_batch=setting.task.global_batch,
         dataset_size=setting.dataset_size,
         normalises=uses_batch_statistics(setting.model),
         fixed_accumulation=setting.task.fixed_accumulation,
@@ -313,3 +317,35 @@ def _optional(technique: Technique, support: Support) -> Support:
         reason=support.reason or (CHANGES_LEARNING if others else ""),
         note=support.note or f"{CHANGES_LEARNING}: compare validation results before you use it",
     )
+
+
+def signature_of(task: Task, model: torch.nn.Module, batch: Any) -> ModelSignature:
+    """The signature of a task's model.
+
+    Args:
+        batch: a small one, whose targets say which loss is the default.
+    """
+    parameters = list(model.parameters())
+    return ModelSignature(
+        layers=_layers(model),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+        loss=_loss_kind(task, model, batch),
+    )
+
+
+def _layers(model: torch.nn.Module) -> tuple[Layer, ...]:
+    found: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()
+    for module in model.modules():
+        shapes = tuple(tuple(parameter.shape) for parameter in module.parameters(recurse=False))
+        if shapes or not any(True for _ in module.children()):
+            found[type(module).__name__, shapes] += 1
+    return tuple(Layer(kind=kind, shapes=shapes, count=count) for (kind, shapes), count in sorted(found.items()))
+
+
+def _loss_kind(task: Task, model: torch.nn.Module, batch: Any) -> LossKind:
+    if task.takes_whole_steps:
+        return LossKind.WHOLE_STEP
+    if task.training_step is not None:
+        return LossKind.OWN
+    return LossKind.MODULE if adapters.is_lightning(model) else losses.default_kind(batch)

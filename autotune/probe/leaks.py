@@ -43,7 +43,8 @@ def kept(step: Callable[[], object]) -> tuple[Kept, ...]:
         for births.step in range(_STEPS):
             step()
     gc.collect()
-    living = {number: birth for number, birth in births.known.items() if birth.lives and birth.step < _STEPS - 1}
+    earlier = {number: birth for number, birth in births.known.items() if birth.step < _STEPS - 1}
+    living = {number: birth for number, birth in earlier.items() if not birth.storage.expired()}
     held = _held_by_code(living.keys())
     kinds: dict[tuple[str, tuple[int, ...], str, bool, bool], list[_Birth]] = {}
     for number, birth in living.items():
@@ -78,10 +79,6 @@ class _Birth:
     dtype: str
     num_bytes: int
     place: str
-
-    @property
-    def lives(self) -> bool:
-        return not self.storage.expired()
 
 
 class _Births(TorchDispatchMode):

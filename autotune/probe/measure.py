@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -14,24 +15,30 @@ from typing import Any
 
 import torch
 
-from autotune.devices import Device
+from autotune.devices import Device, capabilities_of
+from autotune.errors import TaskError
 from autotune.probe.leaks import kept
-from autotune.probe.micro_batches import micro_batches
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
-from autotune.records.outcome import Measurement
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
+from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import StepBatch
+from autotune.task.batches import StepBatch, map_tensors, num_bytes, tensors
+from autotune.units import GIB, plural
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
+PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
 
 
 class NonFiniteError(Exception):
     """The loss or a gradient is NaN or infinite."""
+
+
+class TooFewSamplesError(TaskError):
+    """A pass over the training set gives no batch as large as the config's."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Run:
         measured = self._observers.stop(measured)
         # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
         if measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
-            with suppress(Exception):  # memory runs out, say
+            with contextlib.suppress(Exception):  # memory runs out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
 
@@ -353,3 +360,36 @@ def _compiler_counters() -> Any:
     """Nothing in a process that has not imported the compiler."""
     module: Any = sys.modules.get("torch._dynamo.utils")
     return module.counters if module is not None else {}
+
+
+def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
+    """Full micro batches without end, and their size.
+
+    They come from the data loader if there is a dataset, so that loading is timed; else prepared ones are repeated.
+    """
+    if session.task.dataset() is None:
+        yield from itertools.cycle(_prepare_batches(session))
+    found = True
+    while found:
+        found = False
+        for micro, num_samples in session.loader.micro_batches():
+            if num_samples >= session.config.batch_size:  # an epoch's last one may be smaller
+                found = True
+                yield micro, num_samples
+    raise TooFewSamplesError(
+        f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
+        "choose a smaller batch_size, or give more data"
+    )
+
+
+def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
+    """Some batches, few where they are large; for a GPU in page-locked memory, as a data loader that keeps up would hand them over."""
+    batches = session.loader.micro_batches()
+    first = next(batches)
+    first_bytes = sum(map(num_bytes, tensors(first[0])))
+    number = max(1, min(NUM_PREPARED, PREPARED_BYTES // max(1, first_bytes)))
+    prepared = [first, *itertools.islice(batches, number - 1)]
+    if capabilities_of(session.device.type).page_locked:
+        with contextlib.suppress(RuntimeError):  # the host allows no more of it
+            return [(map_tensors(torch.Tensor.pin_memory, micro), size) for micro, size in prepared]
+    return prepared

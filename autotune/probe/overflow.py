@@ -17,12 +17,10 @@ import torch
 
 from autotune.devices import Device
 from autotune.probe.measure import Run, dense_values, is_finite
-from autotune.probe.module_scopes import graph_nodes
+from autotune.probe.module_times import graph_nodes
 from autotune.randomness import seed_everything
-from autotune.records.config import Choice
-from autotune.records.outcome import BACKWARD, FORWARD, INPUT, LOSS, Overflow
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import Choice, ProbeSettings
+from autotune.records.outcome import BACKWARD, FORWARD, INPUT, LOSS, Overflow, Progress
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from autotune.records.intervals import NORMAL_95
-from autotune.records.outcome import Measurement
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
+from autotune.records.measured import NORMAL_95
+from autotune.records.outcome import Measurement, Progress
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
@@ -72,18 +71,13 @@ def rate_interval(samples_per_s: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass
 class Blocks:
-    """The throughputs of timed blocks so far, and whether there are enough of them.
+    """The throughputs of timed blocks so far, and whether there are enough of them, by `interval` and the times of the settings.
 
     Attributes:
-        interval: half-width of the 95 % interval to reach, as a share of the throughput.
-        max_timed_s: time after which no further block is worth it.
-        min_timed_s: time before which there are not enough, however little they differ.
         unequal: samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
     """
 
-    interval: float
-    max_timed_s: float
-    min_timed_s: float = 0.0
+    settings: ProbeSettings
     unequal: bool = False
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
@@ -115,12 +109,13 @@ class Blocks:
     def enough(self) -> bool:
         """Whether the interval is reached, the noise no longer shrinks, or the time is up."""
         count = len(self.samples_per_s)
-        if self.timed_s < self.min_timed_s:
+        if self.timed_s < self.settings.min_timed_s:
             return False
         if count < MIN_BLOCKS:
-            return count >= 2 and self.timed_s >= OVERTIME * self.max_timed_s
+            return count >= 2 and self.timed_s >= OVERTIME * self.settings.max_timed_s
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
-        return self.half_width <= self.interval or stalled or self.timed_s >= self.max_timed_s
+        is_late = self.timed_s >= self.settings.max_timed_s
+        return self.half_width <= self.settings.interval or stalled or is_late
 
 
 @dataclass
@@ -141,8 +136,7 @@ class Timing:
     blocks: Blocks = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        self.blocks = Blocks(settings.interval, settings.max_timed_s, settings.min_timed_s, self.unequal)
+        self.blocks = Blocks(self.settings, self.unequal)
 
     def is_warm(self, num_steps: int, steps_s: Sequence[float], warmup_s: float) -> bool:
         """Whether enough steps were taken, and they have settled or the time for that is up.

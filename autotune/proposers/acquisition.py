@@ -14,11 +14,10 @@ from autotune.prediction import Array
 from autotune.prediction.cost_fit import Probes
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
-from autotune.records.config import Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import Prediction
+from autotune.records.study import Prediction
 from autotune.space import Space
 from autotune.techniques import Techniques
 

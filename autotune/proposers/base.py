@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.study.history import History
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from autotune.proposers.cost_model import CostModel
-from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE
-from autotune.records.config import Config
-from autotune.records.trial import Proposal
+from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Config
+from autotune.records.study import Proposal
 from autotune.study.history import History
 from autotune.techniques import Techniques
 

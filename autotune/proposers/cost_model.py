@@ -12,9 +12,9 @@ from autotune.prediction.time import TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Config
-from autotune.records.trial import Prediction, Proposal
+from autotune.records.device import NOT_MEASURED, Calibration
+from autotune.records.study import Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Choice, Config
+from autotune.records.config import BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

@@ -8,7 +8,7 @@ from autotune.proposers.base import InTurn
 from autotune.proposers.design import StartingDesign
 from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.config import Config
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from autotune.proposers.acquisition import Pair, Switch, pairs_of
 from autotune.proposers.cost_model import CostModel
-from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.config import Config
+from autotune.records.config import ACCUMULATION, Config
 from autotune.records.objective import Objective
-from autotune.records.trial import ABLATION, Prediction, Proposal
+from autotune.records.study import ABLATION, Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 

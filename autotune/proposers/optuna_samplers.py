@@ -16,7 +16,7 @@ from autotune.proposers.base import InTurn, Proposer
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.design import StartingDesign
 from autotune.proposers.one_at_a_time import UndoChanges
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.space import Space, SpaceExhausted
 from autotune.study.history import History
 from autotune.study.store import distributions_of

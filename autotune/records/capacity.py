@@ -34,8 +34,7 @@ class Breakdown:
     @property
     def total_bytes(self) -> int:
         """The sum over all purposes."""
-        held_bytes = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return held_bytes + self.activations_bytes + self.temporaries_bytes
+        return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of each purpose by its name, without its unit."""

@@ -1,15 +1,16 @@
-"""What comparing a config with plain fp32 found."""
+"""What comparing gradients found: those of a config with plain fp32's, and those of a batch with its own micro batches'."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autotune.records.config import Choice
 from autotune.records.formats import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Record):
     """The gradients, buffers and names of a config on the user's own model, compared with plain fp32."""
 
     technique: str  # `config` for the whole answer, else one technique's name
@@ -25,9 +26,6 @@ class Check:
     reason: str = ""
     cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", tuple(self.cause))  # a list where it comes from JSON
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
@@ -35,3 +33,61 @@ class Comparison(Record):
 
     changes: tuple[tuple[str, Choice], ...]
     check: Check
+
+
+class Verdict(StrEnum):
+    """What comparing a batch with its own micro batches found."""
+
+    SEPARABLE = "separable"
+    COUPLED = "coupled"
+    UNKNOWN = "unknown"
+
+
+class Cause(StrEnum):
+    """Why micro batches give another gradient than the whole batch."""
+
+    SAMPLES = "samples"  # the loss of a sample depends on the others of its batch
+    PADDING = "padding"  # samples are padded to the longest of their batch, and the loss sees how far
+    TERMS = "terms"  # the loss adds means over unequal numbers of terms, of which one weight cannot make a mean
+    PARTNERS = "partners"  # they are drawn at random among the samples of the batch
+    STATE = "state"  # each forward pass changes something in the model on which the next one depends
+    WEIGHTS = "weights"  # the loss is a mean over other terms than are counted
+    SCALE = "scale"  # the loss grows with the number of samples: a sum, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling(Record):
+    """Whether the mean loss of a batch is that of its micro batches, with its gradient.
+
+    Attributes:
+        cause: where it is not, why; None otherwise.
+        num_samples: the largest batch that was compared, or the one that showed it; 0 for none.
+        gradient_error: of that batch, relative; None where none was compared.
+        reason: what was found, in one sentence without an end; empty for `SEPARABLE`.
+        remedy: what would allow micro batches, in which `{include}` stands for the option; empty for `SEPARABLE`.
+    """
+
+    verdict: Verdict
+    cause: Cause | None = None
+    num_samples: int = 0
+    gradient_error: float | None = None
+    reason: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def unknown(cls, why: str) -> Coupling:
+        """The answer that nobody knows, with the reason."""
+        return cls(
+            verdict=Verdict.UNKNOWN,
+            reason=f"whether the loss couples the samples of a batch is not known: {why}",
+            remedy="{include} allows micro batches, if you know that the loss is a mean over samples or what loss_weight counts",
+        )
+
+    def allows(self, name: str) -> str:
+        """What the user can do to allow other batches, where including `name` allows them."""
+        return self.remedy.format(include=f"--include {name}")
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether micro batches were found to learn the same."""
+        return self.verdict is Verdict.SEPARABLE

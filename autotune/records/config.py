@@ -1,13 +1,122 @@
-"""A config: the batch plan and one choice for each technique, as plain frozen data."""
+"""What a process of a probe is given: a config, the processes that share its samples, how they cut an optimizer step, and the settings of
+the measurement. Plain frozen data; the rule about a global batch stands here alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, BatchPlan
-from autotune.records.world import ALONE, World
+from autotune.errors import ConfigError
+from autotune.records.formats import Record
+
+BATCH_SIZE = "batch_size"
+ACCUMULATION = "accumulation_steps"
+BATCH_KEYS = (BATCH_SIZE, ACCUMULATION)  # the first keys of every config; all others name techniques
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class World(Record):
+    """One process's place among those that train one model together.
+
+    Attributes:
+        size: how many processes there are.
+        rank: the number of this one, counted from 0.
+        data_parallel: how many of them share the samples of an optimizer step, each with samples of its own: all of them
+            unless stated, which 0 stands for. The others compute on the same samples.
+
+    Raises:
+        ConfigError: so many processes cannot share the samples evenly.
+    """
+
+    size: int = 1
+    rank: int = 0
+    data_parallel: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.data_parallel:
+            object.__setattr__(self, "data_parallel", self.size)
+        if self.size % self.data_parallel:
+            raise ConfigError(
+                f"a world of {self.size} processes does not divide into {self.data_parallel} that share the samples"
+            )
+
+
+ALONE = World()  # one process, as most train
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an optimizer step is cut: samples per micro step of one process, micro steps, and the processes that share its samples."""
+
+    batch_size: int
+    accumulation_steps: int = 1
+    world: World = ALONE
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step, of all processes together."""
+        return self.batch_size * self.accumulation_steps * self.world.data_parallel
+
+    def keeps(self, global_batch: int | None) -> bool:
+        """Whether an optimizer step takes exactly the global batch; any plan does where none is given."""
+        return global_batch is None or self.samples_per_step == global_batch
+
+    @staticmethod
+    def keeping(global_batch: int, batch_size: int, world: World = ALONE) -> BatchPlan:
+        """The plan that keeps a global batch with micro batches of `batch_size`.
+
+        Raises:
+            ConfigError: `batch_size` does not divide a process's share of the global batch, or there is no even share.
+        """
+        share = share_of(global_batch, world)
+        steps, rest = divmod(share, batch_size)
+        if not rest:
+            return BatchPlan(batch_size, steps, world)
+        near = min(divisors(share), key=lambda size: abs(size - batch_size))
+        whose = "" if share == global_batch else f"each process's {share} of "
+        raise ConfigError(
+            f"{BATCH_SIZE} {batch_size} does not divide {whose}the global batch {global_batch}, so accumulation cannot "
+            f"keep it; the nearest {BATCH_SIZE} that does is {near}"
+        )
+
+
+def describe_batch(config: Mapping[str, Any]) -> str:
+    """`batch 16 x3`: 16 samples a micro batch, accumulated over three."""
+    steps = config.get(ACCUMULATION, 1)
+    return f"batch {config[BATCH_SIZE]}" + ("" if steps == 1 else f" x{steps}")
+
+
+def share_of(global_batch: int, world: World) -> int:
+    """One process's samples of an optimizer step.
+
+    Raises:
+        ConfigError: the processes cannot share the global batch evenly.
+    """
+    share, rest = divmod(global_batch, world.data_parallel)
+    if rest:
+        raise ConfigError(
+            f"a global batch of {global_batch} cannot be shared by {world.data_parallel} processes; "
+            f"give --global-batch {(share or 1) * world.data_parallel}"
+        )
+    return share
+
+
+def largest_batch_size(most: int, global_batch: int | None, world: World = ALONE) -> int:
+    """The largest micro batch of at most `most` samples that keeps the global batch, where there is one."""
+    return (
+        most if global_batch is None else max(size for size in divisors(share_of(global_batch, world)) if size <= most)
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, in increasing order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
 
 Choice = int | str | bool
 
@@ -72,3 +181,42 @@ class Config(Mapping[str, Choice]):
     def differences(self, other: Config | Mapping[str, Choice]) -> dict[str, Choice]:
         """This config's choices that differ from `other`'s."""
         return {key: choice for key, choice in self.choices if choice != other[key]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings(Record):
+    """One rule of warming up, timing and stopping for all probes of a study, which travels to the probe's process as JSON.
+
+    Attributes:
+        memory_limit_bytes: allocations beyond it fail; None for no limit.
+        interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
+        max_timed_s: timing stops then, if the noise has not let it stop before.
+        min_timed_s: timing goes on for so long.
+        max_warmup_s: warming up stops then, once the minimum is done.
+        slowest_samples_per_s: a config that is slower than this while it warms up is not worth timing: its warm-up steps
+            are its measurement.
+        front: peak bytes and samples/s of what was measured: timing stops when its interval says that one of these is
+            faster in no more memory, and does not begin where even the fastest step of the warm-up is far from it.
+        phases: a step is split by phase in the end, which takes one more.
+        num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
+        seed: of torch, numpy and random, set before the model is built.
+        timeout_s: the probe is killed then.
+        world: the processes that train the config together.
+    """
+
+    memory_limit_bytes: int | None
+    interval: float = 0.02
+    max_timed_s: float = 3.0
+    min_timed_s: float = 0.0
+    max_warmup_s: float = 5.0
+    slowest_samples_per_s: float = 0.0
+    front: tuple[tuple[float, float], ...] = ()
+    phases: bool = True
+    num_steps: int = 0
+    seed: int = 0
+    timeout_s: float = 60.0
+    world: World = ALONE
+
+    def replace(self, **changes: Any) -> ProbeSettings:
+        """The same settings with changes."""
+        return replace(self, **changes)

@@ -1,10 +1,14 @@
-"""A device as plain data."""
+"""A device as plain data: what it is, where on it jobs run, and its rates, measured before any task."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autotune.records.formats import Record
+
+FP32, TF32, BF16, FP16, FP8 = "fp32", "tf32", "bf16", "fp16", "fp8"
+MATMUL, CONVOLUTION = "matmul", "convolution"
+CALLED = {MATMUL: "matrix products", CONVOLUTION: "convolutions"}
 
 
 def same_memory(first_bytes: int, second_bytes: int) -> bool:
@@ -45,3 +49,101 @@ class DeviceInfo(Record):
     def kind(self) -> str:
         """torch's name of its type; what the type can do: `autotune.devices.capabilities_of`."""
         return self.name.partition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot(Record):
+    """A place for one job at a time.
+
+    Attributes:
+        name: as its runner calls it, no two of its slots alike: `cpu`, `cuda:1`.
+        device: that a job trains on there, as it is now.
+    """
+
+    name: str
+    device: DeviceInfo
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What operators do, counted.
+
+    Attributes:
+        flops: (kind of work, type) -> FLOPs of matrix products and convolutions.
+        moved_bytes: that operators read and write, as if there were no caches.
+        plain_bytes: of them those of operators without FLOPs of these kinds: elementwise ones, norms, copies.
+        num_operators: that do more than to look at a tensor in another way.
+    """
+
+    flops: dict[tuple[str, str], float] = field(default_factory=dict)
+    moved_bytes: float = 0.0
+    plain_bytes: float = 0.0
+    num_operators: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate(Record):
+    """How fast a device does one kind of work in one type.
+
+    Attributes:
+        work: `matmul` (square matrices) or `convolution` (3x3, forward and backward).
+        arithmetic: the type.
+        sizes: rising, as far as there was time: rows of the matrices, or channels.
+        flops_per_s: at each size, the best of several runs; empty where not even the smallest ended.
+        failure: why there are no larger sizes, if that was no matter of course.
+    """
+
+    work: str
+    arithmetic: str
+    sizes: tuple[int, ...] = ()
+    flops_per_s: tuple[float, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Record):
+    """The measured rates of a device. What is missing was not measured; without anything it stands for "not measured".
+
+    Attributes:
+        bytes_per_s: of its memory, read and written, by a copy that no cache holds.
+        launch_s: between one small operator and the next.
+        host_to_device_bytes_per_s: from page-locked memory; None on a CPU.
+        allocation_s: to allocate and free a block.
+        of: what it holds for: device, driver, torch, power limit, threads, variables of the environment.
+        measured_at: in ISO 8601; empty where nothing was measured.
+        wall_s: that it took.
+        contention: share of the time in which others held the processors or the GPU.
+    """
+
+    rates: tuple[Rate, ...] = ()
+    bytes_per_s: float | None = None
+    launch_s: float | None = None
+    host_to_device_bytes_per_s: float | None = None
+    allocation_s: float | None = None
+    of: dict[str, str] = field(default_factory=dict)
+    measured_at: str = ""
+    wall_s: float = 0.0
+    contention: float = 0.0
+
+    def rate(self, work: str, arithmetic: str) -> Rate | None:
+        """The rate of a kind of work in a type; None where it was not tried."""
+        return next((rate for rate in self.rates if (rate.work, rate.arithmetic) == (work, arithmetic)), None)
+
+    def best(self, work: str, arithmetic: str) -> float | None:
+        """The highest rate seen, in FLOP/s."""
+        rate = self.rate(work, arithmetic)
+        return max(rate.flops_per_s, default=None) if rate else None
+
+    def gain(self, work: str, arithmetic: str) -> float | None:
+        """The rate in a type over fp32's, each the best at the sizes that both were measured at; 0 where not even the smallest ended."""
+        rate, plain = self.rate(work, arithmetic), self.rate(work, FP32)
+        if rate is None or plain is None or not plain.sizes:
+            return None
+        at, plain_at = (dict(zip(one.sizes, one.flops_per_s, strict=True)) for one in (rate, plain))
+        common = at.keys() & plain_at.keys()
+        if not common:
+            return 0.0 if rate.failure else None
+        return max(at[size] for size in common) / max(plain_at[size] for size in common)
+
+
+NOT_MEASURED = Calibration()

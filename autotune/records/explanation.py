@@ -1,7 +1,8 @@
-"""Where a config's memory and time go, and what would change it: plain data."""
+"""Where a config's memory and time go, and what would change it: plain data, and its modules folded for a reader."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 # What runs outside of every layer has a name in brackets: the model's own code between layers, what comes before its
 # first layer and after its last one, the update, and all modules together where no module is known.
 MODEL, BATCH, LOSS, UPDATE = "(model)", "(batch)", "(loss)", "(optimizer)"
+ALIKE = 0.2  # by which the figures of equal blocks may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +183,83 @@ class Explanation(Record):
             return max(0, measured.peak_bytes - (known or 0))
         allocator = self.memory.reserved_bytes - self.memory.peak_bytes if self.memory is not None else 0
         return self.outside_bytes + allocator
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Some equal blocks, or one module.
+
+    Attributes:
+        label: `blocks.0-5`, `head`.
+        block: the name of the first block, `blocks.0`.
+        blocks: the names of each block's modules, the block's own, if it is there, first.
+    """
+
+    label: str
+    block: str
+    blocks: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all modules in it."""
+        return frozenset(name for block in self.blocks for name in block)
+
+
+def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
+    """Fold modules for a reader by the first number in their names, in the order of the names.
+
+    A repeated block counts as one, and so do equal blocks beside each other. A block without an equal beside it is taken apart
+    by the next number where there are equal blocks in it.
+
+    Args:
+        figures: qualified name -> its figure. Blocks whose sums differ by more than `ALIKE` stay apart.
+    """
+    return list(_fold_run(figures, 0))
+
+
+def _fold_run(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
+    blocks: dict[str, list[str]] = {}
+    for name in figures:
+        blocks.setdefault(_block(name, depth), []).append(name)
+    folds: list[list[str]] = []
+    for block in sorted(blocks, key=lambda block: (_stem(block), _number(block))):
+        if folds and _are_alike(folds[-1][-1], block, blocks, figures):
+            folds[-1].append(block)
+        else:
+            folds.append([block])
+    for fold in folds:
+        names = blocks[fold[0]]
+        if len(fold) == 1 and len(names) > 1:
+            inside = list(_fold_run({name: figures[name] for name in names}, depth + 1))
+            if any(len(one.blocks) > 1 and one.blocks[0] != (one.block,) for one in inside):  # layers are no blocks
+                yield from inside
+                continue
+        yield Fold(_label(fold), fold[0], tuple(tuple(sorted(blocks[block])) for block in fold))
+
+
+def _block(name: str, depth: int) -> str:
+    """`transformer.h.0` of `transformer.h.0.attn`, to the number after `depth` others; the name itself where there is none."""
+    parts = name.split(".")
+    numbered = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[depth] + 1]) if len(numbered) > depth else name
+
+
+def _stem(block: str) -> str:
+    return block.rpartition(".")[0] if _number(block) >= 0 else block
+
+
+def _number(block: str) -> int:
+    last = block.rpartition(".")[2]
+    return int(last) if last.isdigit() else -1
+
+
+def _are_alike(one: str, other: str, blocks: Mapping[str, list[str]], figures: Mapping[str, float]) -> bool:
+    if _number(one) < 0 or _number(other) != _number(one) + 1 or _stem(one) != _stem(other):
+        return False
+    inside = [{name.removeprefix(block) for name in blocks[block]} for block in (one, other)]
+    totals = [sum(figures[name] for name in blocks[block]) for block in (one, other)]
+    return inside[0] == inside[1] and abs(totals[0] - totals[1]) <= ALIKE * max(totals)
+
+
+def _label(fold: list[str]) -> str:
+    return fold[0] if len(fold) == 1 else f"{fold[0]}-{_number(fold[-1])}"

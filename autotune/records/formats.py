@@ -35,14 +35,14 @@ class Group(Record):
 
 def encode(value: Any) -> Any:
     """A value of a record's field as plain data."""
+    if isinstance(value, Mapping):  # a config, too
+        return {key: encode(item) for key, item in value.items()}
     if is_dataclass(value):
         data: dict[str, Any] = {}
         for field in fields(value):
             item = getattr(value, field.name)
             data |= encode(item) if isinstance(item, Group) else {field.name: encode(item)}
         return data
-    if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
     return type(value)(map(encode, value)) if isinstance(value, list | tuple) else value
 
 

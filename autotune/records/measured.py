@@ -1,12 +1,21 @@
-"""Configs with what fresh processes found them to do, in training and where they evaluate; and the best of them."""
+"""Configs with what fresh processes found them to do, in training and where they evaluate; the best of them, and how rounds differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TypeVar
 
 from autotune.records.config import Choice
 from autotune.records.formats import Record
+
+# every room takes its intervals of 95 % from this one
+NORMAL_95 = 1.96  # standard deviations of a normal distribution, on either side of the mean, that hold 95 % of it
+MOST_POLISHES = 50
+SETTLED = 1e-5  # a polish settles at once where every round holds every config, and by halves where few rounds do
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +107,25 @@ def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
     """The configs that no other beats in both memory and throughput, by increasing memory."""
     points = list(measured)
     return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
+
+
+def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:
+    """By how much each round's logarithms are above the rest's; they add up to zero.
+
+    With log = config + round, fitted by medians in turn (Tukey's median polish, Exploratory Data Analysis, 1977,
+    chapter 10). A config may have missed any of the rounds.
+
+    Args:
+        logs: of each config, by round.
+    """
+    numbers = sorted({number for values in logs.values() for number in values})
+    effects = dict.fromkeys(numbers, 0.0)
+    for _ in range(MOST_POLISHES):
+        before = effects
+        levels = {k: median(value - effects[n] for n, value in values.items()) for k, values in logs.items() if values}
+        effects = {n: median(values[n] - levels[k] for k, values in logs.items() if n in values) for n in numbers}
+        level = fmean(effects.values()) if effects else 0.0
+        effects = {number: effect - level for number, effect in effects.items()}
+        if all(abs(effects[number] - before[number]) < SETTLED for number in numbers):
+            break
+    return effects

@@ -130,12 +130,10 @@ class Objective(ABC):
         if measured is None:
             if outcome.kind is not Kind.OOM:
                 return FAULT_INFEASIBILITY
+            if not outcome.attempted_bytes:
+                return OOM_INFEASIBILITY
             known = (outcome.peak_bytes + outcome.attempted_bytes) / self.usable_bytes - 1
-            return (
-                max(OOM_INFEASIBILITY, min(known, FAULT_INFEASIBILITY))
-                if outcome.attempted_bytes
-                else OOM_INFEASIBILITY
-            )
+            return max(OOM_INFEASIBILITY, min(known, FAULT_INFEASIBILITY))
         excess = self._excess(measured)
         if (needed := self.least_samples_per_s) is not None:
             excess = max(excess, 1 - measured.samples_per_s / needed)

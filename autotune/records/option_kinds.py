@@ -114,10 +114,6 @@ def _memory(value: Any) -> Any:
     return int(_number(parse_fraction, 1, math.inf, "more than 0 bytes, such as 12GiB, 1500MiB or 80%", value))
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(_items(value, "a name, or a list of names"))
-
-
 def _items(value: Any, expected: str) -> Iterator[str]:
     """The texts in a text or a list of them."""
     items = [value] if isinstance(value, str) else value
@@ -167,10 +163,6 @@ def _texts(value: Any) -> dict[str, dict[Any, str]]:
     return found
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:g}%"
-
-
 SWITCH = Kind(read=_switch, python="bool", metavar="")  # on a command line a word without a value
 COUNT = whole(1, "at least 1")
 SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
@@ -184,12 +176,17 @@ SHARE = Kind(
     read=partial(_number, parse_fraction, 0.0, 1.0, "a share from 0% to below 100%"),
     python="str | float",
     metavar="5%",
-    write=_percent,
+    write=lambda share: f"{100 * share:g}%",
 )
 MEMORY = Kind(
     read=_memory, python="str | int", metavar="12GiB|80%", write=lambda num_bytes: format_exact_bytes(int(num_bytes))
 )
-NAMES = Kind(read=_names, python="Iterable[str]", metavar="NAME", repeated=True)
+NAMES = Kind(
+    read=lambda value: tuple(_items(value, "a name, or a list of names")),
+    python="Iterable[str]",
+    metavar="NAME",
+    repeated=True,
+)
 CHOICE_OF = Kind(
     read=partial(_named, _choice, "amp=bf16"), python="Mapping[str, Choice]", metavar="NAME=CHOICE", repeated=True
 )

@@ -1,4 +1,4 @@
-"""What a probe found. Plain frozen data that survives JSON; every field carries its unit in its name."""
+"""How far a probe has come, and what it found. Plain frozen data that survives JSON; every field carries its unit in its name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from autotune.records.config import ALONE, World
 from autotune.records.formats import Record
-from autotune.records.world import ALONE, World
 from autotune.units import format_bytes, plural
 
 
@@ -74,14 +74,12 @@ class Measurement:
     warmup_s: float
     timed_s: float
     explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    compile_s: float = (
-        0.0  # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
-    )
+    # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
+    compile_s: float = 0.0
     compile_cold_s: float = 0.0  # the same with an empty cache, where techniques of the config compile
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
-    num_recompilations: int = (
-        0  # graphs compiled after the first optimizer step: batches differ in what code depends on
-    )
+    # graphs compiled after the first optimizer step: batches differ in what code depends on
+    num_recompilations: int = 0
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
@@ -93,9 +91,8 @@ class Measurement:
     cut_short: bool = False  # too slow to be worth timing: the blocks are the warm-up's steps
     disturbances: tuple[str, ...] = ()  # what was seen to disturb the timing, in words
     memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
-    telemetry: dict[str, float] = field(
-        default_factory=dict
-    )  # device-specific: gpu_utilization, temperature_c, power_w
+    # device-specific: gpu_utilization, temperature_c, power_w
+    telemetry: dict[str, float] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)  # technique -> modules that it acted on, by role
 
     @property
@@ -264,3 +261,34 @@ def calmer(first: Outcome, second: Outcome) -> Outcome:
 def _unrest(outcome: Outcome) -> tuple[int, float]:
     assert outcome.measurement is not None
     return len(outcome.measurement.disturbances), outcome.measurement.contention
+
+
+COMPILING = "compiling"  # a stage before all others, in a process of its own
+COMPARING = "comparing a batch with its micro batches"  # a stage of an inspection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Record):
+    """What a probe had done when it last reported.
+
+    Attributes:
+        stage: `compiling`, `setup`, `warmup` or `timing`; of an inspection `setup` or `COMPARING`.
+        train_s: seconds inside training steps.
+        num_micro_steps: micro batches trained on.
+        peak_bytes: the most memory held so far, comparable with the memory limit; 0 before the first micro step.
+        samples_per_s_high: the throughput of its fastest micro step after the first optimizer step, which compiles and
+            allocates; None before there is one. A whole step, with its update, is no faster.
+    """
+
+    stage: str = "setup"
+    train_s: float = 0.0
+    num_micro_steps: int = 0
+    peak_bytes: int = 0
+    samples_per_s_high: float | None = None
+
+    @property
+    def bound(self) -> Bound | None:
+        """What is known of the config if the probe ends here; None before its first micro step is done."""
+        if not self.num_micro_steps:
+            return None
+        return Bound(samples_per_s_high=self.samples_per_s_high, peak_bytes_low=self.peak_bytes)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from autotune.given import given
-from autotune.records.check import Check
+from autotune.records.check import Check, Coupling
 from autotune.records.config import Choice
-from autotune.records.coupling import Coupling
 from autotune.records.formats import Group, Record, require_readable
 from autotune.records.measured import Dropped, Evaluation, Measured, Rival
 

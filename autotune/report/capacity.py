@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune.records.batch_plan import describe_batch
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
-from autotune.records.config import Choice
+from autotune.records.config import Choice, describe_batch
 from autotune.report.figures import limit_words
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table, warnings_section
 from autotune.techniques import Techniques

@@ -16,9 +16,8 @@ from rich.text import Text
 
 from autotune.records.config import Config
 from autotune.records.measured import pareto_front
-from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
-from autotune.records.trial import Trial
+from autotune.records.outcome import Outcome, Progress
+from autotune.records.study import Trial
 from autotune.report.figures import counts, expected, measured_rate, times
 from autotune.report.progress import best_speed, describe_progress, introduction, is_best, summary
 from autotune.techniques import Techniques

@@ -17,8 +17,7 @@ from autotune.devices import available, capabilities_of, nvml
 from autotune.devices.base import Telemetry
 from autotune.devices.calibration import holds_for
 from autotune.errors import DeviceError
-from autotune.records.calibration import CALLED, Calibration
-from autotune.records.device import DeviceInfo
+from autotune.records.device import CALLED, Calibration, DeviceInfo
 from autotune.report.document import document
 from autotune.report.sections import Paragraph, Section, table
 from autotune.report.terminal import as_text

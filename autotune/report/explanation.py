@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, UPDATE, Advice, Anatomy, Explanation
-from autotune.records.modules import Fold, fold_repeats
+from autotune.records.config import ACCUMULATION
+from autotune.records.explanation import (
+    BACKWARD,
+    BATCH,
+    FORWARD,
+    LOSS,
+    MODEL,
+    UPDATE,
+    Advice,
+    Anatomy,
+    Explanation,
+    Fold,
+    fold_repeats,
+)
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.techniques import Techniques

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, ConfigError
-from autotune.records.explanation import KINDS, Anatomy, Explanation
-from autotune.records.modules import fold_repeats
+from autotune.records.explanation import KINDS, Anatomy, Explanation, fold_repeats
 from autotune.report.explanation import named
 from autotune.report.plots import COLOURS, GREY
 from autotune.techniques import Techniques

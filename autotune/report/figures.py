@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement
-from autotune.records.trial import Prediction
+from autotune.records.study import Prediction
 from autotune.units import format_bytes
 
 MENTIONED_BELOW = 0.95  # chance to fit: a higher one is not mentioned

@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AutotuneError
-from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.config import Choice
+from autotune.records.config import ACCUMULATION, Choice
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind
 from autotune.study.reading import Study

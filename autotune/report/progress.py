@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autotune.records.config import Config
-from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
+from autotune.records.outcome import Outcome, Progress
 from autotune.report.figures import measured_rate
 from autotune.tuning.events import ProbeEnded, SearchStarted
 from autotune.units import format_bytes, format_seconds, plural

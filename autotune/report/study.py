@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from autotune.records.batch_plan import BATCH_KEYS, describe_batch
+from autotune.records.config import BATCH_KEYS, describe_batch
 from autotune.records.outcome import Kind
-from autotune.records.trial import BASELINE, PLAY_OFF, Trial
+from autotune.records.study import BASELINE, PLAY_OFF, Trial
 from autotune.report.answer import answer_sections, front_section
 from autotune.report.figures import counts, limit_words, measured_rate, rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table

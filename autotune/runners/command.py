@@ -15,20 +15,22 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.probe.batch_support import batch_support
-from autotune.records.batch_plan import (
+from autotune.records.config import (
     ACCUMULATION,
+    ALONE,
     BATCH_KEYS,
     BATCH_SIZE,
     DEFAULT_BATCH_SIZE,
+    Choice,
+    Config,
+    ProbeSettings,
+    World,
     largest_batch_size,
     share_of,
 )
-from autotune.records.calibration import NOT_MEASURED
-from autotune.records.config import Choice, Config
+from autotune.records.device import NOT_MEASURED
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import ALONE, World
 from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
@@ -185,11 +187,9 @@ class CommandRunner(LocalRunner):
 
     @property
     def techniques(self) -> Techniques:
-        """As `Runner.techniques`."""
         return self._switches
 
     def command(self, config: Config) -> str:
-        """As `Runner.command`."""
         return self._command.line(config)
 
     def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:

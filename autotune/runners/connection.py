@@ -31,7 +31,7 @@ class Connection:
         fork: False starts a new interpreter for each job.
 
     Attributes:
-        hello: what the supervisor says of the task: `global_batch`, `baseline`, `trained`, the `attribute` that it was found under, and in
+        hello: what the supervisor says of the task: in `stated` what its author does (a `Stated`), where there is a task, and in
             `no_fork` why every job has to start a new interpreter, empty when none has to.
 
     Raises:

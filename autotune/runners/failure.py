@@ -23,8 +23,7 @@ def outcome_of_failure(error: BaseException, device: Device | None, stage: str, 
         device: None where the device could not be entered; if memory was short for that, others hold it.
     """
     from autotune.devices.oom import attempted_bytes, is_out_of_memory
-    from autotune.probe.measure import NonFiniteError
-    from autotune.probe.micro_batches import TooFewSamplesError
+    from autotune.probe.measure import NonFiniteError, TooFewSamplesError
 
     oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
     kind = Kind.OOM if oom else Kind.NONFINITE if isinstance(error, NonFiniteError) else None

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import describe_exit
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPILING, Progress
+from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
 from autotune.runners.jobs import Job, TracingJob
 from autotune.units import format_bytes, format_seconds
 
@@ -56,8 +55,10 @@ class Host:
             wanted: the slot that it must be; empty for any.
 
         Raises:
-            RuntimeError: it, or each of them, is taken.
+            RuntimeError: there is none of that name, or it, or each of them, is taken.
         """
+        if wanted and wanted not in slots:
+            raise RuntimeError(f"there is no slot {wanted}; there is {', '.join(slots)}")
         taken = {stay.slot for stay in self._stays.values()}
         free = [name for name in slots if name not in taken and wanted in ("", name)]
         if not free:

@@ -13,18 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import Plan
 from autotune.prediction.traces import Traces
-from autotune.records.batch_plan import describe_batch
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.check import Check
-from autotune.records.config import Choice, Config
-from autotune.records.device import DeviceInfo
+from autotune.records.config import ALONE, Choice, Config, ProbeSettings, World, describe_batch
+from autotune.records.device import NOT_MEASURED, Calibration, DeviceInfo
 from autotune.records.explanation import Anatomy, ModuleTimes
-from autotune.records.formats import Record
+from autotune.records.formats import encode
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPARING
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import ALONE, World
+from autotune.records.outcome import COMPARING, Kind, Outcome
 
 CALIBRATION_TIMEOUT_S = 30.0  # 3 s of measuring, and what a context on a GPU takes
 
@@ -71,7 +66,7 @@ class Job(Generic[R]):
 
     def arguments(self) -> dict[str, Any]:
         """What the worker's function takes beside the device: the fields as plain data."""
-        return {name: _plain(value) for name, value in vars(self).items() if name != "timeout_s"}
+        return {name: encode(value) for name, value in vars(self).items() if name != "timeout_s"}
 
     def read(self, answer: Message, earlier: Sequence[Message] = ()) -> R | Outcome:
         """What the worker's answer says.
@@ -222,7 +217,7 @@ class CheckJob(ConfigJob[Check | NotCompared | Outcome]):
         return {**super().arguments(), "memory_limit_bytes": self.settings.memory_limit_bytes}
 
     def decode(self, answer: Message) -> Check | NotCompared:
-        return Check(**answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
+        return Check.from_dict(answer["check"]) if "check" in answer else NotCompared(reason=answer["not_compared"])
 
     def result(self, found: Check | NotCompared | Outcome) -> Check | NotCompared | Outcome:
         return found
@@ -286,9 +281,3 @@ class AnatomyJob(TracingJob[Anatomies]):
 
     def decode(self, answer: Message) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value.to_dict() if isinstance(value, Record) else dict(value) if isinstance(value, Mapping) else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import shutil
 import subprocess
 import time
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.devices import HIDDEN, capabilities_of
+from autotune.devices.cpu import bound_private_memory
 from autotune.devices.oom import failed_allocation, kernel_oom_kills
 from autotune.errors import describe_exit
+from autotune.records.config import World
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.world import World
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.hook import SETTINGS
 from autotune.runners.watch import RankReport
 from autotune.units import plural
@@ -127,7 +126,7 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
             stdin=subprocess.DEVNULL,
             env=_environment(scratch, arguments["device"], arguments["world"] and World.from_dict(arguments["world"])),
             start_new_session=True,
-            preexec_fn=None if limit_bytes is None else partial(_limit, limit_bytes),
+            preexec_fn=None if limit_bytes is None else partial(bound_private_memory, limit_bytes),
         )
         while True:
             exit_code = process.poll()  # before the reports are read, which a process writes before it ends
@@ -137,14 +136,6 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
             if exit_code is not None or any(one.is_done for one in ran.reports):
                 return replace(ran, tail=_tail(Path(arguments["log"])))
             time.sleep(LOOK_EVERY_S)
-
-
-def _limit(limit_bytes: int) -> None:
-    """Of the command and of each process that it starts."""
-    _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard_bytes != resource.RLIM_INFINITY:
-        limit_bytes = min(limit_bytes, hard_bytes)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def _environment(scratch: Path, device: str, world: World | None) -> dict[str, str]:

@@ -19,10 +19,9 @@ from autotune.devices import open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config
+from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.slot import Slot
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import Host, InFlight, Stay
@@ -89,7 +88,6 @@ class OneSlotRunner(Runner):
         return running.progress
 
     def found(self, ticket: int) -> Any:
-        """As `Runner.found`."""
         running = self._in_flight(ticket)
         return None if running is None else running.found()
 
@@ -164,8 +162,7 @@ class LocalRunner(OneSlotRunner):
                 raise
             self._resources = stack.pop_all()
         if self._source is not None:
-            stated = {key: hello[key] for key in ("global_batch", "baseline", "trained")}
-            self.stated = Stated(model=replace(self._source, attribute=hello["attribute"]).spec, **stated)
+            self.stated = Stated.from_dict(hello["stated"])
         if hello["no_fork"]:
             self.slow_start = f"every probe starts a new interpreter: {hello['no_fork']}"
             self.notes += (self.slow_start,)

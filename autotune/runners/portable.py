@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,12 +44,7 @@ class PortableRunner(OneSlotRunner):
             task = load_source(self._source)
             self._source = self._source.hand_over(self._folder)
             self._resources = stack.pop_all()
-        self.stated = Stated(
-            model=replace(self._source, attribute=TaskSource.of(task).attribute).spec,
-            global_batch=task.global_batch,
-            baseline=task.baseline,
-            trained=self.techniques.trained_by(task, task.baseline or {}),
-        )
+        self.stated = Stated.of(task, self._source)
         return self
 
     def _start(self, stay: Stay) -> InFlight:
@@ -81,7 +75,6 @@ class PortableRunner(OneSlotRunner):
         return running
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
-        """As `Runner.collect`."""
         if self._running is None:
             raise RuntimeError("nothing is in flight; submit a job first")
         running, process = self._running, self._process
@@ -105,7 +98,6 @@ class PortableRunner(OneSlotRunner):
         return Finished(ticket=running.stay.ticket, result=result)
 
     def cancel(self, ticket: int) -> None:
-        """As `Runner.cancel`."""
         if self._in_flight(ticket) is not None:
             self._kill()
 

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import NOT_MEASURED
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
+from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
 from autotune.runners import jobs
 from autotune.runners import table as table_file
-from autotune.runners.recorded import Row, Table, TableError
 from autotune.runners.runner import InstantRunner, Stated
+from autotune.runners.table import Row, Table, TableError
 
 
 class ReplayRunner(InstantRunner):

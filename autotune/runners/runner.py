@@ -16,13 +16,14 @@ from typing import Any, Self
 from autotune.errors import AutotuneError
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
-from autotune.records.config import Choice, Config
-from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
+from autotune.records.config import Choice, Config, ProbeSettings
+from autotune.records.device import Slot
+from autotune.records.formats import Record
+from autotune.records.outcome import Outcome, Progress
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
+from autotune.task import Task
+from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 
 TRACE_ATTEMPTS = 3  # jobs in one call of `trace`: one that dies on a group leaves the others to the next
@@ -42,7 +43,7 @@ class ProbeFault(AutotuneError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stated:
+class Stated(Record):
     """What the task's author states, and how the task is named in a command.
 
     Attributes:
@@ -56,6 +57,16 @@ class Stated:
     global_batch: int | None = None
     baseline: Mapping[str, Any] | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: Task, source: TaskSource) -> Self:
+        """What is stated of a task that was loaded from a source."""
+        return cls(
+            model=replace(source, attribute=TaskSource.of(task).attribute).spec,
+            global_batch=task.global_batch,
+            baseline=None if task.baseline is None else dict(task.baseline),
+            trained=find_techniques().trained_by(task, task.baseline or {}),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +90,11 @@ class Runner(ABC):
     that has the jobs run on another machine, over a connection of its own:
 
         class Remote(Runner):
+            def __init__(self, address: str, task_name: str) -> None:
+                self._address, self.task_name = address, task_name
+
             def __enter__(self) -> Self:
-                self._line = connect(self._address)
-                self.task_name, self._host = self._line.task_name, Host()
+                self._line, self._host = connect(self._address), Host()
                 return self
 
             def slots(self) -> tuple[Slot, ...]:
@@ -107,7 +120,7 @@ class Runner(ABC):
     Attributes:
         keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
         slowest_start: times the longest start so far that a probe's own may take: more where the user's code starts.
-        task_name: of the task; it names the study.
+        task_name: of the task; it names the study, and is known before entering.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
     """

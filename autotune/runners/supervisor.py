@@ -26,7 +26,6 @@ from unittest import mock
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 _CUDA_ERROR_NOT_INITIALIZED = 3
-_NO_TASK: dict[str, Any] = {"no_fork": "", "global_batch": None, "baseline": None, "trained": {}}  # a command trains
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -43,7 +42,7 @@ def main() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
     if os.getppid() != greeting["parent"]:
         os._exit(0)
-    hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else (_NO_TASK, None)
+    hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else ({"no_fork": ""}, None)
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
@@ -81,18 +80,19 @@ class Inbox:
 def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
     from autotune.errors import AutotuneError
+    from autotune.runners.runner import Stated
     from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
-    from autotune.techniques import find_techniques
     from autotune.units import plural
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _import_everything()
+    origin = TaskSource.from_dict(source)
     before = _num_threads()
     try:
         with _capability_without_cuda():
-            task = load_source(TaskSource.from_dict(source))
+            task = load_source(origin)
     except AutotuneError as error:
         return {"error": str(error), "frames": error.frames}, None
     except BaseException as error:
@@ -107,11 +107,8 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
         no_fork = "importing the model file initialised CUDA; build and move models inside build_model"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
-    baseline = None if task.baseline is None else dict(task.baseline)
-    trained = find_techniques().trained_by(task, task.baseline or {})
-    attribute = TaskSource.of(task).attribute
-    hello = {"no_fork": no_fork, "global_batch": task.global_batch, "baseline": baseline, "trained": trained}
-    return {**hello, "attribute": attribute}, None if no_fork else task
+    stated = Stated.of(task, origin).to_dict()
+    return {"no_fork": no_fork, "stated": stated}, None if no_fork else task
 
 
 def _import_everything() -> None:
@@ -182,14 +179,8 @@ def _has_cuda_context() -> bool:
     with contextlib.suppress(OSError):  # not loaded
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED
-    return any(_links_to(f"/proc/self/fd/{number}").startswith("/dev/kfd") for number in os.listdir("/proc/self/fd"))
-
-
-def _links_to(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""
+    opened = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return any(path.startswith("/dev/kfd") for path in opened)
 
 
 def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:

@@ -24,12 +24,9 @@ from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
-from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
+from autotune.records.outcome import Kind, Measurement, Outcome, Progress
 from autotune.runners.failure import outcome_of_failure
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,9 @@ from autotune.devices.cpu import bound_host_memory
 from autotune.prediction.plan import Plan
 from autotune.probe.timing import LATE
 from autotune.randomness import seed_everything
+from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPARING, COMPILING, Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
+from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
 from autotune.task import Task
 from autotune.task.loading import load_source
@@ -59,13 +57,8 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        try:
-            data = json.dumps(message).encode() + b"\n"
-            while data:
-                data = data[os.write(descriptor, data) :]
-        finally:
-            os.close(descriptor)
+        with open(self._path, "ab") as pipe:
+            pipe.write(json.dumps(message).encode() + b"\n")
 
     def offer(self, message: dict[str, Any]) -> None:
         """Send one short message, or drop it where nobody reads the pipe and it is full: it must not hold up training."""
@@ -229,8 +222,8 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     from autotune.probe.inspection import inspect_task
 
     name, absent, trains = arguments.pop("device"), arguments.pop("absent"), arguments.pop("trains")
-    arguments["world"] = World.from_dict(arguments.get("world", {}))
-    longest_s = HANGING_TIMES * arguments.get("comparing_s", 0.0)
+    arguments["world"] = World.from_dict(arguments["world"])
+    longest_s = HANGING_TIMES * arguments["comparing_s"]
 
     def watched(progress: Progress) -> None:
         report(progress)
@@ -269,7 +262,7 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
         size = enough_samples(task, device, arguments["batch_size"])
-        return {"check": asdict(run_checks(task, arguments["config"], device, batch_size=size))}
+        return {"check": run_checks(task, arguments["config"], device, batch_size=size).to_dict()}
     except BaseException as error:
         return {"outcome": outcome_of_failure(error, device, "checks").to_dict()}
 

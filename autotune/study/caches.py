@@ -9,49 +9,67 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from autotune.devices import capabilities_of
 from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import Calibration
 from autotune.records.config import Choice
+from autotune.records.device import Calibration
 from autotune.records.inspection import TaskFacts
 from autotune.version import __version__
 
-T = TypeVar("T")
+T = TypeVar("T", Calibration, Traces)
 
 CALIBRATIONS, TRACES = ".calibration", ".traces"  # folders beside the studies' databases
 KEPT_FILES, KEPT_BYTES = 100, 64 * 2**20  # traces of all tasks: the oldest go
 
 
-class CalibrationCache:
+class _Cache(Generic[T]):
+    """One kind of record in a file of its own.
+
+    Attributes:
+        kind: the record's class.
+    """
+
+    kind: type[T]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> T | None:
+        """What is kept; None where there is nothing, or nothing that can be read."""
+        try:
+            return self.kind.from_dict(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+    def write(self, record: T) -> None:
+        """Keep a record."""
+        with contextlib.suppress(OSError):
+            write_whole(self.path, json.dumps(record.to_dict()))
+
+
+class CalibrationCache(_Cache[Calibration]):
     """The kept calibration that holds for `of` (`autotune.devices.calibration.holds_for`).
 
     Args:
         folder: of the studies.
     """
 
+    kind = Calibration
+
     def __init__(self, folder: Path, of: Mapping[str, str]) -> None:
-        self.path = folder / CALIBRATIONS / f"{_key(dict(of))}.json"
-
-    def read(self) -> Calibration | None:
-        """What is kept; None where there is nothing, or nothing that can be read."""
-        return _read(self.path, Calibration.from_dict)
-
-    def write(self, calibration: Calibration) -> None:
-        """Keep a calibration."""
-        with contextlib.suppress(OSError):
-            write_whole(self.path, json.dumps(calibration.to_dict()))
+        super().__init__(folder / CALIBRATIONS / f"{_key(dict(of))}.json")
 
 
-class TraceCache:
+class TraceCache(_Cache[Traces]):
     """The kept traces of one task on one kind of device.
 
     Args:
@@ -61,6 +79,8 @@ class TraceCache:
         batch_sizes: of the configs that are traced.
         trained: what is trained of the task.
     """
+
+    kind = Traces
 
     def __init__(
         self,
@@ -76,29 +96,18 @@ class TraceCache:
         processor = [processor_model(), *arithmetic().values()] if on_host else []
         task = [facts.source_hash, facts.num_parameters]
         key = _key([*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor])
-        self._path = folder / TRACES / f"{facts.name}-{key}.json"
+        super().__init__(folder / TRACES / f"{facts.name}-{key}.json")
 
-    def read(self) -> Traces | None:
-        """What is kept; None where there is nothing, or nothing that can be read."""
-        return _read(self._path, Traces.from_dict)
-
-    def write(self, traces: Traces) -> None:
+    def write(self, record: Traces) -> None:
         """Keep traces, but not failures."""
+        super().write(replace(record, failures={}))
         with contextlib.suppress(OSError):
-            write_whole(self._path, json.dumps(replace(traces, failures={}).to_dict()))
-            files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            files = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
             drop_oldest(files, KEPT_FILES, KEPT_BYTES)
 
 
 def _key(known: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _read(path: Path, decode: Callable[[Mapping[str, Any]], T]) -> T | None:
-    try:
-        return decode(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
 
 
 def agrees(plain: Traces, kept: Traces) -> bool:

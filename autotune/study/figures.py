@@ -9,8 +9,7 @@ from statistics import fmean, median, stdev
 
 from autotune.devices.contention import DISTURBED
 from autotune.records.config import Config
-from autotune.records.intervals import NORMAL_95
-from autotune.records.measured import Measured
+from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.outcome import Outcome
 
 SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
@@ -18,14 +17,14 @@ DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than thre
 MOST_HELD = 0.95  # share of its time that others can have held of a process that took steps
 
 
-def ratio_interval(logs: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Geometric mean and its Student interval, from logarithms. A single value is given an interval of 25 %."""
+def ratio_interval(logs: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean and its 95 % Student interval, from logarithms. A single value is given an interval of 25 %."""
     from scipy.special import stdtrit  # Student's quantile; scipy.stats takes a second to import
 
     mean = fmean(logs)
     if len(logs) < 2:
         return math.exp(mean), math.exp(mean) / SINGLE_SPREAD, math.exp(mean) * SINGLE_SPREAD
-    half = float(stdtrit(len(logs) - 1, (1 + confidence) / 2)) * stdev(logs) / math.sqrt(len(logs))
+    half = float(stdtrit(len(logs) - 1, 0.975)) * stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from autotune.records.config import Choice
 from autotune.records.measured import Measured
 from autotune.records.outcome import Measurement
-from autotune.records.trial import Prediction, Trial
+from autotune.records.study import Prediction, Trial
 from autotune.techniques import Techniques
 from autotune.units import MIB
 

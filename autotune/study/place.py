@@ -1,4 +1,8 @@
-"""Where a study is kept, and the lock that admits one search of this machine at a time."""
+"""Where a study is kept, and which search may write there: one of this machine at a time, whose measurements are comparable with it.
+
+Whose a running trial is, is here as well, and whether that controller still lives: on this machine its process is asked, elsewhere its
+beats.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,32 @@ import contextlib
 import errno
 import hashlib
 import os
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import filelock
+import psutil
 
+from autotune.devices.procfs import PROC
 from autotune.errors import StudyError
 from autotune.records.config import Choice
+from autotune.records.device import same_memory
+from autotune.records.study import BegunTrial, Fingerprint, Owner, StudyFacts
 from autotune.techniques import Techniques
-from autotune.units import format_exact_bytes
+from autotune.units import format_bytes, format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
+BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk
+# after the last sign of life a controller elsewhere counts as gone: 20 beats, since a write may wait for a busy database, and
+# the clocks of two machines differ
+GONE_AFTER_S = 600.0
+MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +163,89 @@ def lock_study(place: Place) -> Iterator[None]:
         if is_new:
             with contextlib.suppress(OSError):  # it is not empty where anything was kept
                 folder.rmdir()
+
+
+def this_process() -> Owner:
+    """This process as a controller."""
+    namespace = ""  # a process's number means something within it alone: containers may share a name
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(PROC / "self/ns/pid")
+    return Owner(host=f"{socket.gethostname()} {namespace}".strip(), pid=os.getpid(), started=_started(os.getpid()))
+
+
+def is_gone(trial: BegunTrial) -> bool:
+    """Whether nobody runs a trial any more that was left running.
+
+    A process runs one search of a study at a time. What it left running before, nobody runs. Nor does anybody where the study
+    does not say whose a trial is: it is an older one, and this search has its lock.
+    """
+    owner, here = trial.owner, this_process()
+    if owner is None or owner == here:
+        return True
+    if owner.host == here.host:
+        return _started(owner.pid) != owner.started
+    return time.time() - trial.seen_at_s > GONE_AFTER_S
+
+
+def _started(pid: int) -> str:
+    """When a process was started, as the kernel counts, whatever becomes of the clock; empty where it has ended."""
+    try:
+        if not PROC.exists():
+            return str(psutil.Process(pid).create_time())
+        stat = (PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (OSError, psutil.Error):
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return "" if state in "ZX" else f"{fields[18]} ticks after boot {boot}".strip()
+
+
+def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerprint) -> None:
+    """Refuse a study that cannot be resumed, by what of its fingerprint is known before anything takes seconds.
+
+    Raises:
+        StudyError: it has other values.
+    """
+    if stored is not None:
+        known = vars(stored.fingerprint)
+        in_both = {name: value for name, value in vars(early).items() if None not in (value, known[name])}
+        require_equal(place, stored.fingerprint, replace(stored.fingerprint, **in_both))
+
+
+def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None:
+    """Refuse a study of another fingerprint, and show what differs.
+
+    Raises:
+        StudyError: it has other values.
+    """
+    was, now = _flat(known), _flat(wanted)
+    differences = []
+    for key in sorted({*was, *now}):
+        if was.get(key) == now.get(key) or (key == "total_bytes" and same_memory(was[key] or 0, now[key] or 0)):
+            continue
+        before, after = _shown(was, key), _shown(now, key)
+        if before == after:  # a few bytes apart
+            before, after = f"{was[key]} bytes", f"{now[key]} bytes"
+        differences.append(f"{MEMORIES.get(key, key)} was {before} and is {after}")
+    if differences:
+        raise StudyError(
+            f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
+            f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
+        )
+
+
+def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
+    """Each value by its name, variables of the environment among them."""
+    found = vars(fingerprint)
+    return {**{key: value for key, value in found.items() if key != "environment"}, **fingerprint.environment}
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key, "")  # a variable of the environment that is not set
+    if value is None:
+        return "none" if key == "global_batch" else "not recorded"  # by another version
+    if key in MEMORIES:
+        return format_bytes(value)
+    return repr(list(value) if isinstance(value, tuple) else value)

@@ -20,8 +20,7 @@ from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
 from autotune.records.measured import Measured, front_of
 from autotune.records.result import Result
-from autotune.records.study import StudyFacts
-from autotune.records.trial import Trial
+from autotune.records.study import StudyFacts, Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Unpack
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -26,12 +26,18 @@ from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.study import BegunTrial, ChangedFacts, EndedTrial, SearchFacts, StudyFacts
-from autotune.records.trial import PLAY_OFF, Prediction, Proposal, Trial
+from autotune.records.study import (
+    PLAY_OFF,
+    BegunTrial,
+    EndedTrial,
+    Prediction,
+    Proposal,
+    SearchFacts,
+    StudyFacts,
+    Trial,
+)
 from autotune.space import Space
-from autotune.study import owners
-from autotune.study.comparable import require_equal
-from autotune.study.place import PLAY_OFF_OF, Place
+from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
 
 # 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
 # feasible value. Both open.
@@ -99,7 +105,7 @@ class Store:
         warnings.filterwarnings("ignore", category=ExperimentalWarning)
         self.place = place
         self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
-        self._objective = OBJECTIVES.get(facts.objective)
+        self._objective = OBJECTIVES[facts.objective]
         with _opening(place):
             self._storage = get_storage(connect(place.storage))
             self._study = self._open(place.study, "fingerprint")
@@ -124,7 +130,7 @@ class Store:
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
-        if self._objective is not None and study.metric_names is None:
+        if study.metric_names is None:
             study.set_metric_names([self._objective.score_name()])
         return study
 
@@ -147,8 +153,8 @@ class Store:
         """What the study keeps beside its trials."""
         return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
-    def keep(self, **changed: Unpack[ChangedFacts]) -> None:
-        """Keep what has changed of the study's facts."""
+    def keep(self, **changed: Any) -> None:
+        """Keep what has changed of the study's facts: fields of `StudyFacts`. Raises TypeError for another name."""
         self._write(self.facts, changed)
 
     def _write(self, known: StudyFacts, changed: Mapping[str, Any]) -> None:
@@ -175,7 +181,7 @@ class Store:
             reason=proposal.reason or (prediction.reason if prediction else ""),
             prediction=prediction,
             round=proposal.round,
-            owner=owners.this_process(),
+            owner=this_process(),
             seen_at_s=time.time(),
         )
         study = self._study_of(proposal.stage)
@@ -193,7 +199,7 @@ class Store:
     def beat(self) -> None:
         """Say of the trials that run that their controller lives. Ask for it often: it is written once in a while."""
         now_s = time.monotonic()
-        if now_s - self._beaten_s > owners.BEAT_S:
+        if now_s - self._beaten_s > BEAT_S:
             self._beaten_s = now_s
             for _, trial in self._running.values():
                 trial.set_user_attr("seen_at_s", time.time())
@@ -246,7 +252,7 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
     """Optuna's own heartbeats do not work with ask and tell, and cannot ask a process whether it lives."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        if not owners.is_gone(BegunTrial.from_dict(trial.user_attrs)):
+        if not is_gone(BegunTrial.from_dict(trial.user_attrs)):
             continue
         if "outcome" in trial.user_attrs:  # measured, and not yet told
             study.tell(trial.number, EndedTrial.from_dict(trial.user_attrs).score)

@@ -13,8 +13,7 @@ from autotune.errors import TaskError, first_line
 from autotune.given import given
 from autotune.lazy import torch
 from autotune.randomness import keep_randomness
-from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
-from autotune.records.config import Choice
+from autotune.records.config import BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice
 from autotune.task import adapters, losses, samples, validation
 from autotune.task.describe import describe
 from autotune.task.lightning_validation import Validation

@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import plugins
 from autotune.errors import ConfigError
-from autotune.records.batch_plan import (
+from autotune.records.config import (
     ACCUMULATION,
+    ALONE,
     BATCH_KEYS,
     BATCH_SIZE,
     DEFAULT_BATCH_SIZE,
     BatchPlan,
+    Choice,
+    Config,
+    World,
     describe_batch,
     largest_batch_size,
 )
-from autotune.records.config import Choice, Config
 from autotune.records.inspection import Support
-from autotune.records.world import ALONE, World
 from autotune.techniques.base import (
     MANTISSA_BITS,
     REACHES_INTO_STEP,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
-from autotune.records.calibration import BF16, FP16, FP32
 from autotune.records.config import Choice
+from autotune.records.device import BF16, FP16, FP32
 from autotune.techniques import (
     REACHES_INTO_STEP,
     Build,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.records.calibration import BF16, FP16, FP32, TF32
 from autotune.records.config import Choice, Config
+from autotune.records.device import BF16, FP16, FP32, TF32
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
 from autotune.techniques.expectation import Expectation, Factor

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autotune.records.calibration import NOT_MEASURED, Calibration
-from autotune.records.config import Choice, Config
-from autotune.records.world import ALONE, World
+from autotune.records.config import ALONE, Choice, Config, World
+from autotune.records.device import NOT_MEASURED, Calibration
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,6 @@ class Setting:
         optimizer: the task's own optimizer for `model`, no state yet; for a `train_step` all that the task configures.
         batch: a micro batch of two samples, on the device.
         baseline: what the user runs today, complete.
-        global_batch: samples per optimizer step, or None when the user left it open.
         dataset_size: samples in the training set, or None without a dataset.
         calibration: what was measured of the device; nothing, where it is not the machine's own.
     """
@@ -38,7 +36,6 @@ class Setting:
     optimizer: Any
     batch: Any
     baseline: Mapping[str, Choice]
-    global_batch: int | None
     dataset_size: int | None
     calibration: Calibration = NOT_MEASURED
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
-from autotune.records.config import Choice
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
 DEEPSPEED, DATALOADER, LOOP, TORCH = "deepspeed", "dataloader", "loop", "torch"

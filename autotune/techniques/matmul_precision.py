@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autotune.lazy import torch
-from autotune.records.calibration import FP32, MATMUL, TF32
 from autotune.records.config import Choice
+from autotune.records.device import FP32, MATMUL, TF32
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 from autotune.techniques.precision import worth

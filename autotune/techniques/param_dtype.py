@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from autotune.lazy import torch
-from autotune.records.calibration import BF16, FP32
 from autotune.records.config import Choice, Config
+from autotune.records.device import BF16, FP32
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao

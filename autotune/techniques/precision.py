@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotune.records.calibration import CALLED, CONVOLUTION, FP32, Calibration
+from autotune.records.device import CALLED, CONVOLUTION, FP32, Calibration
 from autotune.techniques.build import Setting
 from autotune.units import format_per_s
 

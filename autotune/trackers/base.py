@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from autotune.errors import ConfigError, in_one_line
 from autotune.records.config import Choice
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.tuning.events import Event, Listener, ProbeEnded, SearchEnded, SearchStarted
 
 _FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s", "peak_bytes")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.study.history import History
 from autotune.tuning import finalists
 

@@ -10,7 +10,7 @@ from statistics import median
 from autotune.records.config import Config
 from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Outcome
-from autotune.study.failures import find_excused
+from autotune.study.history import find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
 from autotune.tuning.entrant import Standing, failure

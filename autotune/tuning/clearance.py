@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.check import Check, Comparison
-from autotune.records.config import Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.runner import ProbeFault

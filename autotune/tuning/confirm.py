@@ -10,7 +10,7 @@ from statistics import median
 from autotune.devices import capabilities_of
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
-from autotune.records.trial import PLAY_OFF, Proposal
+from autotune.records.study import PLAY_OFF, Proposal
 from autotune.study.figures import unrest
 from autotune.tuning import finalists
 from autotune.tuning.entrant import Entrant, Standing

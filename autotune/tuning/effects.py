@@ -6,10 +6,9 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 
-from autotune.records.batch_plan import ACCUMULATION
-from autotune.records.config import Config
+from autotune.records.config import ACCUMULATION, Config
 from autotune.records.result import Effect
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.study.figures import unrest
 from autotune.study.history import feasible_each_time
 from autotune.tuning.evidence import SEARCH, Evidence

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Config
+from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.inspection import Inspection
 from autotune.records.measured import Evaluated, Evaluation
 from autotune.records.options import SearchOptions

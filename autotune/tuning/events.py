@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from autotune.records.config import Config
-from autotune.records.outcome import Outcome
-from autotune.records.progress import Progress
+from autotune.records.outcome import Outcome, Progress
 from autotune.records.result import Result
-from autotune.records.trial import Prediction, Trial
+from autotune.records.study import Prediction, Trial
 from autotune.techniques import Techniques
 
 

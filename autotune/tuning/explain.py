@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 
 from autotune.devices import capabilities_of
 from autotune.devices.targets import Target
-from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, describe_batch
-from autotune.records.config import Choice, Config
-from autotune.records.explanation import LOSS, Advice, Anatomy, Explanation, ModuleTimes, Remark
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config, ProbeSettings, describe_batch
+from autotune.records.explanation import LOSS, Advice, Anatomy, Explanation, ModuleTimes, Remark, fold_repeats
 from autotune.records.inspection import Inspection
-from autotune.records.modules import fold_repeats
 from autotune.records.outcome import Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import AnatomyJob, JobFailed, ModulesJob
 from autotune.runners.runner import Runner
 from autotune.techniques import Techniques

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.batch_plan import BATCH_SIZE
+from autotune.records.config import BATCH_SIZE
 from autotune.records.outcome import Kind
-from autotune.records.study import Traced
-from autotune.records.trial import BASELINE, Proposal, Trial
+from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
 from autotune.tuning import finalists, shortage, why
 from autotune.tuning.state import Search

@@ -10,8 +10,7 @@ from pathlib import Path
 from autotune.devices.calibration import holds_for
 from autotune.devices.contention import DISTURBED
 from autotune.errors import AutotuneError, DeviceError, TaskError
-from autotune.records.calibration import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration
-from autotune.records.device import DeviceInfo
+from autotune.records.device import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration, DeviceInfo
 from autotune.records.inspection import Inspection, Support
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed

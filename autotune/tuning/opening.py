@@ -13,15 +13,12 @@ from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.records.batch_plan import BATCH_KEYS, BATCH_SIZE, BatchPlan
-from autotune.records.calibration import Calibration
-from autotune.records.config import Choice
+from autotune.records.config import BATCH_KEYS, BATCH_SIZE, BatchPlan, Choice, ProbeSettings, World
+from autotune.records.device import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
-from autotune.records.settings import ProbeSettings
 from autotune.records.study import Fingerprint, SearchFacts
-from autotune.records.world import World
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection
 from autotune.records.measured import pareto_front
-from autotune.records.outcome import Bound, Outcome
-from autotune.records.progress import COMPILING, Progress
-from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
+from autotune.records.outcome import COMPILING, Bound, Outcome, Progress
+from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.study.history import History
 from autotune.tuning.budget import Budget
 from autotune.units import format_seconds, plural

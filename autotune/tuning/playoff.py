@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Config
-from autotune.records.intervals import NORMAL_95
-from autotune.records.measured import Measured
+from autotune.records.config import BATCH_KEYS, Config
+from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import PLAY_OFF, Trial
-from autotune.study.failures import find_excused
+from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval, times_as_fast, unrest
+from autotune.study.history import find_excused
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.told import within_measured

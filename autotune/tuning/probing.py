@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autotune.proposers.cost_model import CostModel
+from autotune.records.config import ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import BASELINE, PLAY_OFF, Prediction, Proposal, Trial
+from autotune.records.study import BASELINE, PLAY_OFF, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.history import History

@@ -12,8 +12,7 @@ from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.study import Fingerprint, StudyFacts
-from autotune.study.comparable import require_comparable
-from autotune.study.place import Place, lock_study, place_of
+from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.store import storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques

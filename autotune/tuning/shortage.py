@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.proposers.cost_model import LIKELY
-from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Choice, Config
+from autotune.records.config import BATCH_SIZE, Choice, Config
 from autotune.records.outcome import Kind
 from autotune.tuning.state import Search
 from autotune.units import format_bytes

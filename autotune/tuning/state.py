@@ -9,8 +9,8 @@ from typing import Any
 from autotune.proposers import sampler_named
 from autotune.proposers.base import Proposer
 from autotune.proposers.one_at_a_time import UndoChanges, Untried
-from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
+from autotune.records.device import NOT_MEASURED, Calibration
 from autotune.records.options import SearchOptions
 from autotune.space import Changes
 from autotune.tuning.events import Note

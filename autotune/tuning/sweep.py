@@ -11,17 +11,15 @@ from typing import Any
 
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
-from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS
-from autotune.records.config import Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, Choice, Config, ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome, calmer
-from autotune.records.settings import ProbeSettings
 from autotune.runners import table
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.recorded import Figure, Header, Row, Table, TableError, figures_of
 from autotune.runners.runner import Runner
+from autotune.runners.table import Figure, Header, Row, Table, TableError, figures_of
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques

@@ -9,8 +9,7 @@ from typing import Self
 
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
-from autotune.records.batch_plan import BATCH_SIZE
-from autotune.records.config import Config
+from autotune.records.config import BATCH_SIZE, Config
 from autotune.runners.jobs import TraceJob
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.caches import TraceCache, agrees

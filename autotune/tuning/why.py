@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autotune.errors import AutotuneError, DeviceError, OwnFault, TaskError
-from autotune.records.batch_plan import BATCH_KEYS
-from autotune.records.config import Config
+from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.measured import Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import DeviceUse
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.tuning.effects import differ

@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.outcome import Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.study.figures import measured, ratio_interval
 from autotune.task.source import TaskSource

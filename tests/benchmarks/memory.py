@@ -26,7 +26,7 @@ from autotune.records.inspection import Inspection
 from autotune.runners import table
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.recorded import Table
+from autotune.runners.table import Table
 from autotune.space import Space, build_space
 from autotune.task import load_task
 from autotune.task.source import TaskSource

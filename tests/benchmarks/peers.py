@@ -24,10 +24,8 @@ from statistics import geometric_mean, median
 from unittest import mock
 
 from autotune.devices.cpu import processor_model
-from autotune.records.batch_plan import divisors
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings, divisors
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.report.figures import rate, times
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner

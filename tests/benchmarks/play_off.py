@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.objective import Throughput
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Measurement, Outcome
 from autotune.records.result import Result
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import InspectJob, Job, ProbeJob
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner

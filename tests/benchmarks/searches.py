@@ -29,10 +29,10 @@ import numpy as np
 from autotune.records.config import Config
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
-from autotune.records.trial import PLAY_OFF
+from autotune.records.study import PLAY_OFF
 from autotune.runners import table
-from autotune.runners.recorded import Table
 from autotune.runners.replay import ReplayRunner
+from autotune.runners.table import Table
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.search import search as run_search

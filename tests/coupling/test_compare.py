@@ -14,7 +14,7 @@ from autotune.coupling.compare import find_coupling
 from autotune.coupling.samples import SamplesOf, TypicalSamples
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
-from autotune.records.coupling import Cause, Verdict
+from autotune.records.check import Cause, Verdict
 from autotune.task import Task
 from tests.coupling import losses
 from tests.coupling.losses import CLASSES, WIDTH, cross_entropy, encoder, info_nce, simclr, task_of, views

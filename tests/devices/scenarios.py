@@ -10,16 +10,12 @@ from typing import Any
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
 from autotune.probe.observers.base import Observers
-from autotune.records.calibration import NOT_MEASURED
-from autotune.records.config import Config
+from autotune.records.config import ALONE, Config, ProbeSettings
+from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.inspection import BatchSupport, TaskFacts
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
+from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.records.result import Result
-from autotune.records.settings import ProbeSettings
-from autotune.records.slot import Slot
-from autotune.records.world import ALONE
 from autotune.runners.failure import outcome_of_failure
 from autotune.runners.jobs import CalibrateJob, CheckJob, InspectJob, Job, NotCompared, ProbeJob, TraceJob
 from autotune.runners.runner import InstantRunner

@@ -14,7 +14,7 @@ from autotune.devices.calibration import holds_for, measure
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
-from autotune.records.calibration import Calibration
+from autotune.records.device import Calibration
 from autotune.runners import worker
 from autotune.runners.jobs import CalibrateJob
 from autotune.runners.local import LocalRunner

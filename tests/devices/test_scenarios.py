@@ -16,8 +16,8 @@ import torch
 from autotune.devices import cuda
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import CheckJob, InspectJob, Job
 from autotune.techniques import find_techniques
 from autotune.tuning.why import as_error

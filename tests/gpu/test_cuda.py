@@ -18,9 +18,9 @@ from autotune.devices import nvml, open_device, selftest
 from autotune.devices.compiler import why_not_on
 from autotune.devices.targets import target_of
 from autotune.doctor import verdicts
+from autotune.records.config import ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import AnatomyJob, CheckJob, InspectJob, ModulesJob
 from autotune.runners.local import LocalRunner

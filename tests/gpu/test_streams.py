@@ -18,9 +18,8 @@ from torch import nn
 
 from autotune import prepare
 from autotune.devices import open_device
-from autotune.probe.measure import Run
-from autotune.probe.micro_batches import micro_batches
-from autotune.records.settings import ProbeSettings
+from autotune.probe.measure import Run, micro_batches
+from autotune.records.config import ProbeSettings
 from autotune.task import Task
 from autotune.techniques import activation_offload
 from autotune.techniques.activation_offload import _Store

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autotune import prepare
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import CheckJob, InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task import Task

@@ -14,8 +14,8 @@ from autotune.prediction.roofline import Roofline
 from autotune.prediction.time import TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
-from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
 from autotune.records.config import Choice, Config
+from autotune.records.device import NOT_MEASURED, Calibration, Rate
 from autotune.records.inspection import Support
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome

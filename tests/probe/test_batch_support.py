@@ -7,8 +7,8 @@ from torch import nn
 
 from autotune.errors import ConfigError
 from autotune.probe.batch_support import batch_support, fine_sizes
-from autotune.records.batch_plan import BatchPlan
-from autotune.records.coupling import Coupling, Verdict
+from autotune.records.check import Coupling, Verdict
+from autotune.records.config import BatchPlan
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import find_techniques
 

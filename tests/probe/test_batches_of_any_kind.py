@@ -12,7 +12,7 @@ from autotune.prediction.plan import plan_traces
 from autotune.probe.checks import run_checks
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import Run
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 from autotune.task.batches import StepBatch
 from autotune.techniques import find_techniques

@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
 from autotune.probe import measure
-from autotune.probe import micro_batches as batches
 from autotune.probe.measure import NonFiniteError, Run, is_finite
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.failure import outcome_of_failure
 from autotune.session import prepare
 from autotune.task import Task
@@ -140,7 +139,7 @@ def test_a_stream_that_gives_no_batch_as_large_is_an_error_of_its_own():
         def __iter__(self):
             return iter([(torch.randn(6), 1)] * 5)
 
-    with pytest.raises(batches.TooFewSamplesError, match="gives no batch of 8 samples") as raised:
+    with pytest.raises(measure.TooFewSamplesError, match="gives no batch of 8 samples") as raised:
         run_of(task_of(make_batch=None, train_dataset=Stream), {"batch_size": 8}).measure(0.0)
     outcome = outcome_of_failure(raised.value, None, "warmup")
     assert outcome.kind is Kind.ERROR and outcome.too_few_samples
@@ -206,24 +205,24 @@ def largest_result():
 def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
     made = []
     large = torch.empty(batch_bytes, dtype=torch.uint8, device="meta")
-    monkeypatch.setattr(batches, "tensors", lambda batch: [large])
+    monkeypatch.setattr(measure, "tensors", lambda batch: [large])
     session = SimpleNamespace(
         task=SimpleNamespace(dataset=lambda: None),
         loader=SimpleNamespace(micro_batches=lambda: ((made.append(number), 4) for number in range(100))),
         device=torch.device("cpu"),
     )
-    next(batches.micro_batches(session))
+    next(measure.micro_batches(session))
     assert made == list(range(prepared))
 
 
 @pytest.mark.parametrize(("device", "where"), [("cuda", "page-locked"), ("cpu", "anywhere")])
 def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: "page-locked")
-    monkeypatch.setattr(batches, "map_tensors", lambda change, micro: change(torch.ones(1)))
+    monkeypatch.setattr(measure, "map_tensors", lambda change, micro: change(torch.ones(1)))
     session = SimpleNamespace(
         loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
     )
-    assert batches._prepare_batches(session) == [(where, 4)] * 4
+    assert measure._prepare_batches(session) == [(where, 4)] * 4
 
 
 def test_what_was_timed_has_to_do_when_the_time_out_is_near():

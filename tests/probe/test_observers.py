@@ -5,7 +5,7 @@ import pytest
 from autotune.devices.cpu import CpuDevice
 from autotune.probe.observers.base import Observer, Observers, kinds
 from autotune.probe.observers.memory_growth import growth_per_step
-from autotune.records.world import ALONE, World
+from autotune.records.config import ALONE, World
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement
 

@@ -8,9 +8,8 @@ from torch import nn
 
 from autotune.devices import open_device
 from autotune.probe.overflow import first_overflow
-from autotune.records.outcome import Kind, Outcome, Overflow
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
+from autotune.records.outcome import Kind, Outcome, Overflow, Progress
 from autotune.runners import worker
 from autotune.task import Task
 

@@ -11,8 +11,8 @@ from autotune.coupling.dropout_off import dropout_off
 from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
 from autotune.probe.measure import dense_values
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.runners.failure import failure
 from autotune.task import load_task

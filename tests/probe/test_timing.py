@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from autotune.probe.timing import LATE, MIN_BLOCKS, Blocks, Timing, is_warm, median_interval, rate_interval
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
 
 
 def test_one_step_alone_is_never_warm():
@@ -69,21 +69,21 @@ def test_one_block_has_no_interval():
 
 
 def test_unequal_blocks_are_not_judged_by_their_median():
-    blocks = Blocks(interval=0.02, max_timed_s=100, unequal=True)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.02, max_timed_s=100), unequal=True)
     for speed in (100.0, 100.0, 10.0):
         blocks.add(speed, 0.1)
     assert blocks.throughput[0] == 25.0
 
 
 def test_quiet_blocks_end_at_the_fewest():
-    blocks = Blocks(interval=0.02, max_timed_s=100)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.02, max_timed_s=100))
     while not blocks.enough:
         blocks.add(100.0, 0.1)
     assert len(blocks.samples_per_s) == MIN_BLOCKS
 
 
 def test_noisy_blocks_end_when_the_time_is_up():
-    blocks = Blocks(interval=0.001, max_timed_s=2.0)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=2.0))
     generator = random.Random(1)
     while not blocks.enough:
         blocks.add(generator.uniform(50, 150), 0.2)
@@ -92,14 +92,14 @@ def test_noisy_blocks_end_when_the_time_is_up():
 
 @pytest.mark.parametrize(("block_s", "fewest"), [(1.5, 2), (0.6, 3), (0.3, 5)])
 def test_blocks_longer_than_the_time_allowed_need_only_be_two(block_s, fewest):
-    blocks = Blocks(interval=0.001, max_timed_s=0.5)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=0.5))
     while not blocks.enough:
         blocks.add(100.0 + len(blocks.samples_per_s), block_s)
     assert len(blocks.samples_per_s) == fewest
 
 
 def test_noise_that_no_longer_shrinks_ends_the_timing_before_the_time_is_up():
-    blocks = Blocks(interval=0.001, max_timed_s=math.inf)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=math.inf))
     for index in range(1000):
         if blocks.enough:
             break
@@ -108,14 +108,14 @@ def test_noise_that_no_longer_shrinks_ends_the_timing_before_the_time_is_up():
 
 
 def test_one_disturbed_block_does_not_move_the_throughput():
-    blocks = Blocks(interval=0.02, max_timed_s=100)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.02, max_timed_s=100))
     for speed in (100, 100.5, 99.5, 12, 100, 100.2, 99.8, 100, 100.1, 100, 99.9, 100):
         blocks.add(speed, 0.1)
     assert blocks.half_width < 0.02
 
 
 def test_a_devices_sustained_speed_takes_its_time_however_quiet_the_blocks():
-    blocks = Blocks(interval=0.02, max_timed_s=0.5, min_timed_s=2.0)
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.02, max_timed_s=0.5, min_timed_s=2.0))
     while not blocks.enough:
         blocks.add(100.0, 0.05)
     assert blocks.timed_s == pytest.approx(2.0, abs=0.06)

@@ -16,12 +16,11 @@ from autotune.prediction.time import TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
 from autotune.proposers.cost_model import CostModel
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Bound, Kind, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import Prediction, Proposal
+from autotune.records.study import Prediction, Proposal
 from autotune.space import Space, build_space
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import measure_baseline

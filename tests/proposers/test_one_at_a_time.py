@@ -11,11 +11,10 @@ import pytest
 from autotune.proposers import acquisition
 from autotune.proposers.acquisition import pairs_of
 from autotune.proposers.one_at_a_time import TakeApart
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.inspection import Support
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.state import Search

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
-from autotune.records.measured import pareto_front
+import pytest
+
+from autotune.records.measured import pareto_front, round_effects
 
 
 def test_no_points_have_an_empty_front() -> None:
@@ -34,3 +37,26 @@ def test_it_agrees_with_the_definition_on_random_points() -> None:
         unbeaten = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)}
         front = [points[index] for index in pareto_front(points)]
         assert front == sorted(unbeaten)
+
+
+def logs(**figures):
+    return {name: {n: math.log(value) for n, value in values.items()} for name, values in figures.items()}
+
+
+def test_rounds_that_all_ran_differ_by_what_they_have_in_common():
+    effects = round_effects(logs(a={0: 100, 1: 130}, b={0: 50, 1: 65}, c={0: 10, 1: 13}))
+    assert effects[1] - effects[0] == pytest.approx(math.log(1.3))
+    assert sum(effects.values()) == pytest.approx(0)
+
+
+def test_one_that_missed_most_rounds_is_held_against_the_others_in_its_own():
+    values = logs(first=dict(enumerate([100, 100, 100, 130, 130])), late={3: 120, 4: 120})
+    effects = round_effects(values)
+    first, late = ([value - effects[n] for n, value in rounds.items()] for rounds in values.values())
+    assert first == pytest.approx([first[0]] * 5, abs=1e-3)
+    assert late[0] - first[0] == pytest.approx(math.log(120 / 130), abs=1e-3)
+
+
+def test_who_ran_in_no_round_and_no_round_at_all_are_nothing_special():
+    assert round_effects({"a": {0: 1.0}, "b": {}}) == {0: 0.0}
+    assert round_effects({}) == {}

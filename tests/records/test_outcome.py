@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.outcome import Bound, Kind, Outcome, calmer
-from autotune.records.progress import Progress
+from autotune.records.outcome import Bound, Kind, Outcome, Progress, calmer
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement
 

@@ -22,7 +22,7 @@ from autotune.records.formats import Group
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Cost, Effect, Goal, PlayOff, Reasons, Result, Subject
-from autotune.records.trial import Prediction
+from autotune.records.study import Prediction
 from autotune.techniques import find_techniques
 from autotune.units import MIB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.devices import open_device
 from autotune.devices.calibration import holds_for
-from autotune.records.calibration import Calibration, Rate
+from autotune.records.device import Calibration, Rate
 from autotune.report.devices import render_devices
 from autotune.study.caches import CalibrationCache
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install

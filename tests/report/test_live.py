@@ -14,9 +14,8 @@ from typing import Any, TextIO, cast
 
 import pytest
 
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.trial import Trial
+from autotune.records.outcome import Kind, Outcome, Progress
+from autotune.records.study import Trial
 from autotune.report.dashboard import Dashboard
 from autotune.report.live import Lines, live_listener
 from autotune.report.progress import best_speed

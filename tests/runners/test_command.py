@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.config import ProbeSettings, World
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import InspectJob
 from autotune.techniques import find_techniques

@@ -9,8 +9,8 @@ import pytest
 
 from autotune.devices.compiler import why_not_on
 from autotune.devices.cpu import CpuDevice
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import EvaluateJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.replay import ReplayRunner

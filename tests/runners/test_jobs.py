@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from autotune.prediction.plan import plan_traces
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import COMPARING
-from autotune.records.settings import ProbeSettings
+from autotune.records.config import ProbeSettings
+from autotune.records.outcome import COMPARING, Kind, Outcome
 from autotune.runners import worker
 from autotune.runners.jobs import (
     AnatomyJob,

@@ -10,8 +10,8 @@ import pytest
 
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Overflow
-from autotune.records.settings import ProbeSettings
 from autotune.runners import local
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.local import LocalRunner

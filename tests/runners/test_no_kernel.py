@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques

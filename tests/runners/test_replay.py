@@ -9,14 +9,13 @@ import pytest
 
 from autotune.api import search
 from autotune.prediction.traces import Traces, UpdateTrace
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners import table
 from autotune.runners.jobs import CheckJob, InspectJob, NotCompared
-from autotune.runners.recorded import Header, Row, Table, TableError
 from autotune.runners.replay import ReplayRunner
+from autotune.runners.table import Header, Row, Table, TableError
 from autotune.space import Space, build_space
 from autotune.techniques import find_techniques
 from tests.runners.test_table import HEADER, config, ok, written

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from autotune.records.check import Check
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.in_flight import InFlight, Stay
 from autotune.runners.jobs import CheckJob, InspectJob, ProbeJob
 from autotune.runners.local import LocalRunner

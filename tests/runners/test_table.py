@@ -14,7 +14,7 @@ import pytest
 from autotune.records.config import Config
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
-from autotune.runners.recorded import Header, Row, TableError, figures_of
+from autotune.runners.table import Header, Row, TableError, figures_of
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement
 

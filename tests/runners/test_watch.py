@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.records.settings import ProbeSettings
-from autotune.records.world import World
+from autotune.records.config import ProbeSettings, World
 from autotune.runners import hook, launch, watch
 
 

@@ -9,8 +9,8 @@ import autotune.probe.inspection
 import autotune.session
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners import worker
 from autotune.task import Task
 from autotune.techniques import find_techniques
@@ -66,7 +66,12 @@ def test_where_nothing_says_what_was_asked_for_the_peak_is_what_is_known(fail, e
 @pytest.mark.parametrize(
     ("job", "module", "function", "arguments"),
     [
-        ("inspect", autotune.probe.inspection, "inspect_task", {"absent": None, "trains": True}),
+        (
+            "inspect",
+            autotune.probe.inspection,
+            "inspect_task",
+            {"absent": None, "trains": True, "world": {}, "comparing_s": 0.0},
+        ),
         ("check", autotune.probe.checks, "run_checks", {"config": {}, "batch_size": 4}),
     ],
 )
@@ -96,7 +101,8 @@ def test_memory_of_the_host_that_a_gpus_job_lacked_is_told_as_the_hosts(monkeypa
     monkeypatch.setattr(Card, "is_crowded", lambda self, attempted_bytes: True)
     monkeypatch.setattr(worker, "open_device", lambda name: Card())
     monkeypatch.setattr(autotune.probe.inspection, "inspect_task", fail)
-    given = {"device": "cuda:0", "memory_limit_bytes": None, "absent": None, "trains": True}
+    given = {"device": "cuda:0", "memory_limit_bytes": None, "absent": None, "trains": True, "world": {}}
+    given["comparing_s"] = 0.0
     outcome = Outcome.from_dict(worker.JOBS["inspect"](None, given, lambda progress: None)["outcome"])
     assert (outcome.kind, outcome.on_host, outcome.crowded) == (Kind.OOM, True, False)
     told = str(inspection_failed(outcome, 8 * GIB))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autotune.files import drop_oldest
 from autotune.prediction.traces import Traces
-from autotune.records.calibration import Calibration, Rate
+from autotune.records.device import Calibration, Rate
 from autotune.records.inspection import TaskFacts
 from autotune.study.caches import TRACES as FOLDER
 from autotune.study.caches import CalibrationCache, TraceCache, agrees

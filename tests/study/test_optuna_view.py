@@ -8,13 +8,11 @@ import optuna
 import pytest
 
 from autotune.errors import StudyError
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
-from autotune.records.settings import ProbeSettings
-from autotune.records.study import Fingerprint, SearchFacts
-from autotune.records.trial import PLAY_OFF, Proposal
+from autotune.records.study import PLAY_OFF, Fingerprint, Proposal, SearchFacts
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.study.store import Store

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autotune.errors import TaskError
+from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task import Task, samples
 from autotune.task.odd_samples import odd_sample

@@ -31,7 +31,6 @@ def make_setting() -> Callable[..., Setting]:
             optimizer=task.optimizer(model),
             batch=task.batch(2),
             baseline=techniques.complete(baseline or {}, global_batch=task.global_batch).as_dict(),
-            global_batch=task.global_batch,
             dataset_size=len(dataset) if hasattr(dataset, "__len__") else None,
         )
 

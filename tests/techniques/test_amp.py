@@ -8,7 +8,7 @@ import torch
 
 from autotune import prepare
 from autotune.devices.cuda import CudaDevice
-from autotune.records.calibration import Calibration, Rate
+from autotune.records.device import Calibration, Rate
 from autotune.techniques.amp import Amp
 from tests.arithmetic import has_arithmetic
 
@@ -92,7 +92,7 @@ def test_short_types_that_the_processor_only_emulates_are_optional_with_the_reas
         "import torch\n"
         "from types import SimpleNamespace\n"
         "from autotune.devices import capabilities_of\n"
-        "from autotune.records.calibration import NOT_MEASURED\n"
+        "from autotune.records.device import NOT_MEASURED\n"
         "from autotune.techniques.amp import Amp\n"
         "device = SimpleNamespace(capabilities=capabilities_of('cpu'), torch_device=torch.device('cpu'))\n"
         "task = SimpleNamespace(takes_whole_steps=False)\n"

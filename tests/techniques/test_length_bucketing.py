@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from autotune import prepare
-from autotune.probe.micro_batches import micro_batches
+from autotune.probe.measure import micro_batches
 from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.techniques.length_bucketing import LengthBucketing

@@ -8,7 +8,7 @@ import torch
 from autotune import prepare
 from autotune.devices.cuda import CudaDevice
 from autotune.probe.runs import exact_convolutions
-from autotune.records.calibration import Calibration, Rate
+from autotune.records.device import Calibration, Rate
 from autotune.techniques import find_techniques
 from autotune.techniques.matmul_precision import MatmulPrecision
 from tests.devices.processes import in_process

@@ -18,7 +18,7 @@ import pytest
 
 from autotune.cli import main
 from autotune.errors import ConfigError
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.trackers import Answer, Point, Start, Tracker, tracker, trackers
 from autotune.trackers.mlflow import MLflow
 from autotune.trackers.tensorboard import TensorBoard

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.prediction.memory import MemoryEstimate
-from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice, Config, divisors
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.capacity import Question
 from autotune.units import GIB, MIB

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.trial import PLAY_OFF
+from autotune.records.study import PLAY_OFF
 from autotune.tuning.effects import effects
 from tests.tuning.test_why import config, probed
 

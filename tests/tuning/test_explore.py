@@ -12,7 +12,7 @@ from autotune.proposers.one_at_a_time import one_change_back
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques

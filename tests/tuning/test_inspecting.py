@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.records.calibration import NOT_MEASURED, Calibration, Rate
+from autotune.records.device import NOT_MEASURED, Calibration, Rate
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CalibrateJob, Job
 from autotune.runners.runner import ProbeFault

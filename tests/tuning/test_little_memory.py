@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import InspectJob, NotCompared
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource

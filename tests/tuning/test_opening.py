@@ -13,11 +13,11 @@ import pytest
 
 import autotune
 from autotune.errors import StudyError
+from autotune.records.config import World
 from autotune.records.inspection import Inspection, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
-from autotune.records.world import World
 from autotune.report.study import study_sections
 from autotune.study.place import place_of
 from autotune.study.reading import load_study

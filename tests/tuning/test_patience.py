@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Kind, Outcome
-from autotune.records.progress import Progress
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import BASELINE, PLAY_OFF, Proposal
+from autotune.records.outcome import Kind, Outcome, Progress
+from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.runners.jobs import Job, ProbeJob
 from autotune.runners.runner import Finished
 from autotune.space import Space

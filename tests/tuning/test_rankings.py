@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.device import Slot
 from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
-from autotune.records.slot import Slot
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job

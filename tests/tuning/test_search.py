@@ -9,7 +9,7 @@ from autotune.records.check import Check
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.outcome import Kept, Kind, Outcome
 from autotune.records.result import Result
-from autotune.records.trial import Proposal
+from autotune.records.study import Proposal
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.runner import Stated

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection, Support
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
-from autotune.records.settings import ProbeSettings
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
 from autotune.runners.jobs import NotCompared

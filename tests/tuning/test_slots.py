@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from autotune.records.batch_plan import describe_batch
-from autotune.records.settings import ProbeSettings
-from autotune.records.trial import Proposal
+from autotune.records.config import ProbeSettings, describe_batch
+from autotune.records.study import Proposal
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import ProbeFault
 from autotune.space import build_space

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.options import SweepOptions
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.settings import ProbeSettings
 from autotune.runners import table
-from autotune.runners.recorded import TableError
+from autotune.runners.table import TableError
 from autotune.space import build_space
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques

@@ -13,9 +13,9 @@ from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
+from autotune.records.config import ProbeSettings
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
-from autotune.records.settings import ProbeSettings
 from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Finished

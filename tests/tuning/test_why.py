@@ -8,7 +8,7 @@ from autotune.records.measured import front_of
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import DeviceUse
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.study import figures
 from autotune.techniques import find_techniques
 from autotune.tuning import why

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from autotune.records.calibration import BF16, CONVOLUTION, FP16, FP32, MATMUL, Work
+from autotune.records.device import BF16, CONVOLUTION, FP16, FP32, MATMUL, Work
 
 _aten = torch.ops.aten
 _TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from autotune import plugins
 from autotune.devices import Device
+from autotune.records.config import World
 from autotune.records.outcome import Measurement
-from autotune.records.world import World
 
 GROUP = "autotune.observers"
 

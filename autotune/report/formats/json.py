@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from autotune.records.trial import Trial
+from autotune.records.study import Trial
 from autotune.report.document import document
 from autotune.study.reading import Study
 

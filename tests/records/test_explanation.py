@@ -1,8 +1,6 @@
-"""How modules are folded for a reader."""
-
 from __future__ import annotations
 
-from autotune.records.modules import fold_repeats
+from autotune.records.explanation import fold_repeats
 
 
 def test_equal_blocks_beside_each_other_are_one() -> None:
