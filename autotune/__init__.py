@@ -54,8 +54,8 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 
 _give(
-    in_short=_later("autotune.report.text", "in_short"),
-    page=_later("autotune.report.text", "page"),
+    in_short=_later("autotune.report.answer", "in_short"),
+    page=_later("autotune.report.answer", "page"),
     export=_later("autotune.export", "of_result"),
     task_of_loop=_later("autotune.integrations.loops", "task_of"),
 )

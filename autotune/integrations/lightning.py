@@ -27,7 +27,7 @@ import torch
 
 from autotune.devices import TYPES
 from autotune.errors import TaskError
-from autotune.export.arguments import arguments
+from autotune.export.base import arguments
 from autotune.integrations.live import LiveModel
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.integrations.words import read, require_said, search, words_of_changes

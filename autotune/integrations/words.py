@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import api
 from autotune.errors import ConfigError
-from autotune.export.arguments import arguments
+from autotune.export.base import arguments
 from autotune.integrations.live import refuse_several_processes
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.report.gain import said_of
+from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
 from autotune.techniques import find_techniques

@@ -19,8 +19,7 @@ from autotune.devices.calibration import holds_for
 from autotune.errors import DeviceError
 from autotune.records.calibration import CALLED, Calibration
 from autotune.records.device import DeviceInfo
-from autotune.report.document import document
-from autotune.report.sections import Paragraph, Section, table
+from autotune.report.sections import Paragraph, Section, document, table
 from autotune.report.terminal import as_text
 from autotune.study.caches import CalibrationCache
 from autotune.study.place import DEFAULT_FOLDER

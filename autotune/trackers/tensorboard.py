@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune.trackers.base import Answer, Point, Start, Tracker
+from autotune.trackers import Answer, Point, Start, Tracker
 
 
 class TensorBoard(Tracker):

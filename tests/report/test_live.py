@@ -17,9 +17,7 @@ import pytest
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import Progress
 from autotune.records.trial import Trial
-from autotune.report.dashboard import Dashboard
-from autotune.report.live import Lines, live_listener
-from autotune.report.progress import best_speed
+from autotune.report.live import Dashboard, Lines, best_speed, live_listener
 from autotune.techniques import find_techniques
 from autotune.tuning.events import (
     Event,
