@@ -201,7 +201,7 @@ def test_the_process_that_searches_imports_no_torch() -> None:
 def test_a_whole_search_runs_without_torch(tmp_path: Path) -> None:
     gpt = PACKAGE.parent / "studies" / "gpt"
     options = ["--replay", str(gpt / "cpu.csv"), "--budget", "15s", "--storage", f"sqlite:///{tmp_path / 'gpt.db'}"]
-    code = f"from autotune.cli.main import main; main({['search', str(gpt / 'model.py'), *options]!r})"
+    code = f"from autotune.cli import main; main({['search', str(gpt / 'model.py'), *options]!r})"
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; {code}; sys.exit('torch' in sys.modules)"],
         capture_output=True,

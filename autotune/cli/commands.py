@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.files import read_config, require_other, require_writable, write
+from autotune.cli.files import read_config, read_options, require_other, require_writable, write
 from autotune.cli.parser import ANSWERED, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
-from autotune.cli.project import read_options
 from autotune.errors import ConfigError
 from autotune.records.options import (
     CommandOptions,
