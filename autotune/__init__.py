@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autotune.given import give as _give
+from autotune.lazy import give as _give
 from autotune.version import __version__ as __version__
 
 if TYPE_CHECKING:

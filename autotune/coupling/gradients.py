@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from autotune.coupling.buffers import Buffers, hold_still
-from autotune.coupling.dropout_off import dropout_off
-from autotune.coupling.same_draws import SameDraws
+from autotune.coupling.draws import SameDraws, dropout_off
 from autotune.coupling.samples import Halves
 from autotune.devices import Device
 from autotune.randomness import RandomState

@@ -36,8 +36,8 @@ from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
-from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
+from autotune.task.usercode import describe
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener

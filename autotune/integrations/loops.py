@@ -35,7 +35,7 @@ from autotune.session import Ready, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
-from autotune.task.describe import describe
+from autotune.task.usercode import describe
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import DATALOADER, LOOP
 from autotune.tuning.events import Listener

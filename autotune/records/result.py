@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from autotune.given import given
+from autotune.lazy import given
 from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.coupling import Coupling

@@ -10,10 +10,9 @@ from autotune.errors import TaskError, first_line
 from autotune.lazy import torch
 from autotune.records.inspection import TaskFacts
 from autotune.task import adapters, samples
-from autotune.task.describe import describe, element_type, shape
+from autotune.task.model_file import CONSTANTS, SIGNATURES
 from autotune.task.source import source_hash
-from autotune.task.usercode import is_allocation_failure, user_code
-from autotune.task.validation import CONSTANTS, SIGNATURES
+from autotune.task.usercode import describe, element_type, is_allocation_failure, shape, user_code
 
 if TYPE_CHECKING:
     from autotune.task.task import Task

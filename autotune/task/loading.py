@@ -19,11 +19,18 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.task import adapters
-from autotune.task.model_file import MODULE_PREFIX, did_you_mean, find_model_file, loaded_modules, name_of
+from autotune.task.model_file import (
+    CONSTANTS,
+    MODULE_PREFIX,
+    SIGNATURES,
+    did_you_mean,
+    find_model_file,
+    loaded_modules,
+    name_of,
+)
 from autotune.task.source import TaskSource, origin_of
 from autotune.task.task import Task
 from autotune.task.usercode import user_code, user_frames
-from autotune.task.validation import CONSTANTS, SIGNATURES
 
 _NAMES = (*SIGNATURES, *CONSTANTS)
 _SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole

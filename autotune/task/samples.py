@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
-from autotune.task.describe import describe
-from autotune.task.usercode import user_code
+from autotune.task.usercode import describe, user_code
 from autotune.units import plural
 
 NUM_SAMPLED = 512

@@ -10,15 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError, first_line
-from autotune.given import given
-from autotune.lazy import torch
+from autotune.lazy import given, torch
 from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.config import Choice
-from autotune.task import adapters, losses, samples, validation
-from autotune.task.describe import describe
-from autotune.task.lightning_validation import Validation
+from autotune.task import adapters, losses, model_file, samples
+from autotune.task.adapters import Validation
 from autotune.task.model_file import Origin
+from autotune.task.usercode import describe
 
 if TYPE_CHECKING:
     from autotune.task.batches import CannotCutError, Cuts
@@ -88,7 +87,7 @@ class Task:
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        validation.check_fields(vars(self))
+        model_file.check_fields(vars(self))
         if self.make_batch is None and self.train_dataset is None:
             data = adapters.LightningData(
                 partial(self.build_model, *self.variants[:1]) if self.variants else self.build_model
@@ -288,7 +287,7 @@ class Task:
         """
         if self.eval_step is None:
             if self.takes_whole_steps:
-                raise TaskError(validation.NOTHING_TO_EVALUATE)
+                raise TaskError(model_file.NOTHING_TO_EVALUATE)
             return {"loss": self.loss(model, batch)}
         found = self.eval_step(model, batch)
         values = dict(found) if isinstance(found, Mapping) else {"loss": found}
