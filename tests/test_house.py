@@ -82,7 +82,7 @@ MAY_ASK_FOR_TECHNIQUES = {
     "integrations/lightning.py",
     "integrations/loops.py",
     "integrations/transformers.py",
-    "integrations/words.py",
+    "integrations/base.py",
     "runners/supervisor.py",
     "runners/worker.py",
     "probe/checks.py",

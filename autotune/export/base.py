@@ -87,10 +87,12 @@ def arguments(
     techniques = find_techniques()
     users_own = techniques.trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
-        words = {framework: _words(techniques, framework, name, result, space) for framework in frameworks}
-        for framework, found in words.items():
+        searched = space.get(name, ())
+        choices = searched if len(searched) > 1 else ()
+        words = [words_of(techniques, each, name, choice, choices, result.subject.optimizer) for each in frameworks]
+        for framework, found in zip(frameworks, words, strict=True):
             said[framework] |= found or {}
-        if all(found is None for found in words.values()):
+        if all(found is None for found in words):
             if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif choice != techniques[name].off and name not in users_own:
@@ -109,14 +111,15 @@ def arguments(
     return said, unsaid
 
 
-def _words(
-    techniques: Techniques, framework: str, name: str, result: Result, space: SearchedChoices
+def words_of(
+    techniques: Techniques,
+    framework: str,
+    name: str,
+    choice: Choice,
+    choices: Sequence[Choice] = (),
+    optimizer: str = "",
 ) -> dict[str, Any] | None:
-    choice = result.config[name]
+    """A framework's arguments for one key of a config; None where it has no words for it. The rest is as in `Technique.write`."""
     if name in BATCH:
         return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
-    if name not in techniques:
-        return None
-    searched = space.get(name, ())
-    searched = searched if len(searched) > 1 else ()
-    return techniques[name].write(framework, choice, searched, optimizer=result.subject.optimizer)
+    return techniques[name].write(framework, choice, choices, optimizer=optimizer) if name in techniques else None

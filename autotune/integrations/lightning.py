@@ -28,9 +28,8 @@ import torch
 from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.base import arguments
-from autotune.integrations.live import LiveModel
+from autotune.integrations.base import LiveModel, read, require_said, search, words_of_changes
 from autotune.integrations.loops import baseline_of, data_of
-from autotune.integrations.words import read, require_said, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result

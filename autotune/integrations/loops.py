@@ -26,8 +26,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
-from autotune.integrations.live import LiveModel
-from autotune.integrations.words import find_changes, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, find_changes, read, search, words_of_changes
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.result import Result

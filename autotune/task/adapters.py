@@ -169,7 +169,7 @@ def take_manual_steps(model: Any) -> None:
 def configured(model: Any, result: Any) -> None:
     """Let a LightningModule find the optimizers and schedulers that its `configure_optimizers` returned."""
     model._trainer.optimizers = optimizers_in(result)
-    model._trainer.lr_schedulers = [leaf for leaf in _leaves(result) if hasattr(leaf, "get_last_lr")]
+    model._trainer.lr_schedulers = [leaf for leaf in leaves(result) if hasattr(leaf, "get_last_lr")]
 
 
 def hook_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -204,12 +204,12 @@ def optimizers_of(result: Any) -> tuple[list[torch.optim.Optimizer], int]:
             f"configure_optimizers returned {describe(result)}; expected a torch.optim.Optimizer, for example `return "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)`"
         )
-    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in _leaves(result))
+    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in leaves(result))
 
 
 def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in what `configure_optimizers` returned."""
-    return [leaf for leaf in _leaves(result) if isinstance(leaf, torch.optim.Optimizer)]
+    return [leaf for leaf in leaves(result) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -223,12 +223,13 @@ def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optim
     return optimizers[0]
 
 
-def _leaves(result: Any) -> Iterator[Any]:
-    if isinstance(result, Mapping | list | tuple):
-        for part in result.values() if isinstance(result, Mapping) else result:
-            yield from _leaves(part)
+def leaves(made: Any) -> Iterator[Any]:
+    """What stands in mappings, lists and tuples in each other, or alone."""
+    if isinstance(made, Mapping | list | tuple):
+        for part in made.values() if isinstance(made, Mapping) else made:
+            yield from leaves(part)
     else:
-        yield result
+        yield made
 
 
 def no_data(build_model: Any, near: str = "") -> TaskError:

@@ -20,6 +20,7 @@ import numpy as np
 from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.task import samples
+from autotune.task.adapters import leaves
 from autotune.task.task import Task
 from autotune.task.usercode import describe, element_type, shape
 from autotune.units import plural
@@ -106,25 +107,22 @@ class Look(NamedTuple):
     differences: tuple[Any, ...]
 
 
-def odd_sample(
-    task: Task, raises: Callable[[Any], bool] | None = None, *, nonfinite: bool = False, max_s: float = MAX_SEARCH_S
-) -> str:
+def odd_sample(task: Task, raises: Callable[[Any], bool] | None = None, *, nonfinite: bool = False) -> str:
     """Which sample is unlike the others, what is usual, and what to do; empty where none stands out.
 
     Looked at are, in this order: whether a sample can be read, its types, its shapes, with `nonfinite` its values, and whether
-    it fails alone. The first difference that few samples have is told.
+    it fails alone. The first difference that few samples have is told. Reading samples ends after 5 s, and so does training on them.
 
     Args:
         raises: whether the training step of a sample alone raises what was seen; None to leave that out.
         nonfinite: nan or inf is what was seen.
-        max_s: for reading samples, and again for training on them; no more are looked at after this time.
     """
     dataset = task.dataset()
     if dataset is None:
         return ""
     looks: dict[int, Look] = {}
     try:
-        for position, sample in _in_time(dataset, max_s):
+        for position, sample in _in_time(dataset):
             seen = (_structure(sample), _sizes(sample), nonfinite and _is_nonfinite(sample))
             looks[position] = Look(describe(sample), seen)
     except TaskError as error:  # which names the sample
@@ -138,7 +136,7 @@ def odd_sample(
             return f"{_named(odd)} {what}, and {plural(len(usual), 'other')} looked at {others}; {_ADVICE}"
     if raises is None:
         return ""
-    odd, usual = _few({position: raises(sample) for position, sample in _in_time(dataset, max_s)})
+    odd, usual = _few({position: raises(sample) for position, sample in _in_time(dataset)})
     if not odd:
         return ""
     return (
@@ -147,9 +145,9 @@ def odd_sample(
     )
 
 
-def _in_time(dataset: Any, max_s: float) -> Iterator[tuple[int, Any]]:
+def _in_time(dataset: Any) -> Iterator[tuple[int, Any]]:
     """Samples with their positions, always in the same order, until the time is over."""
-    deadline = time.monotonic() + max_s
+    deadline = time.monotonic() + MAX_SEARCH_S
     if samples.is_stream(dataset):
         found = samples.read_stream(dataset)
     else:
@@ -203,28 +201,12 @@ def _sizes(sample: Any) -> Any:
 
 
 def _is_nonfinite(sample: Any) -> bool:
-    from autotune.task.batches import tensors
-
-    if isinstance(sample, float):
-        return not math.isfinite(sample)
-    if any(isinstance(part, float) and not math.isfinite(part) for part in _numbers(sample)):
-        return True
-    return any(not bool(torch.isfinite(part).all()) for part in tensors(_as_tensors(sample)))
-
-
-def _numbers(sample: Any) -> Iterator[Any]:
-    if isinstance(sample, Mapping):
-        yield from itertools.chain.from_iterable(map(_numbers, sample.values()))
-    elif isinstance(sample, tuple | list):
-        yield from itertools.chain.from_iterable(map(_numbers, sample))
-    else:
-        yield sample
-
-
-def _as_tensors(sample: Any) -> list[Any]:
-    """The tensors and arrays in a sample."""
-    found = []
-    for part in _numbers(sample):
-        with contextlib.suppress(Exception):
-            found.append(part if isinstance(part, torch.Tensor) else torch.from_numpy(part))
-    return found
+    """Whether a number, a tensor or an array in a sample is nan or inf."""
+    for part in leaves(sample):
+        if isinstance(part, float) and not math.isfinite(part):
+            return True
+        with contextlib.suppress(Exception):  # what is no array
+            values = part if isinstance(part, torch.Tensor) else torch.from_numpy(part)
+            if not torch.isfinite(values).all():
+                return True
+    return False

@@ -16,7 +16,7 @@ from autotune.records.outcome import Kind
 from autotune.records.settings import ProbeSettings
 from autotune.runners.local import LocalRunner
 from autotune.task import Task, samples
-from autotune.task import lengths as module
+from autotune.task import unequal_samples as module
 from autotune.task.source import TaskSource
 from autotune.task.unequal_samples import LengthDistribution, odd_sample, sample_lengths
 from autotune.techniques import find_techniques
