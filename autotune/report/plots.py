@@ -143,19 +143,19 @@ def pictures(study: Study) -> Iterator[tuple[str, str]]:
         yield "Throughput and memory", _as_svg(partial(plot_front, study))
         yield "Throughput and batch size", _as_svg(partial(plot_throughput, study))
     if study.result and study.result.reasons.peak_by_kind:
-        held = {role: _scaled(kinds, 1 / MIB) for role, kinds in study.result.reasons.peak_by_kind.items()}
-        yield "Memory of tensors at the peak, by kind", _as_svg(partial(_plot_parts, held, "MiB, as traced"), 2.4)
-    if phases := _phases(study):
-        split = {role: _scaled(phases_s, 1e3) for role, phases_s in phases.items()}
-        unit = "milliseconds of one optimizer step"
-        yield "Where a step's time goes", _as_svg(partial(_plot_parts, split, unit), 2.4)
+        plot = partial(_plot_parts, study.result.reasons.peak_by_kind, MIB, "MiB, as traced")
+        yield "Memory of tensors at the peak, by kind", _as_svg(plot, 2.4)
+    if phases_s := _phases(study):
+        plot = partial(_plot_parts, phases_s, 1e-3, "milliseconds of one optimizer step")
+        yield "Where a step's time goes", _as_svg(plot, 2.4)
 
 
-def _plot_parts(split: Mapping[str, Mapping[str, float]], unit: str, ax: Axes) -> None:
-    """A bar for each of `split`, in parts: role -> part -> size."""
+def _plot_parts(split: Mapping[str, Mapping[str, float]], unit: float, called: str, ax: Axes) -> None:
+    """A bar for each of `split`, in parts: role -> part -> size. They are drawn in a unit."""
     names = dict.fromkeys(name for parts in split.values() for name in parts)
-    _stack(ax, split, dict(zip(names, itertools.cycle(COLOURS), strict=False)))
-    ax.set(xlabel=unit)
+    drawn = {role: {name: size / unit for name, size in parts.items()} for role, parts in split.items()}
+    _stack(ax, drawn, dict(zip(names, itertools.cycle(COLOURS), strict=False)))
+    ax.set(xlabel=called)
     _finish(ax)
     ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.4), ncols=3)
 
@@ -199,10 +199,6 @@ def _phases(study: Study) -> dict[str, dict[str, float]]:
             if phases_s and useful and probe.config.as_dict() == config:
                 found[role] = phases_s
     return found
-
-
-def _scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
-    return {name: value * factor for name, value in parts.items()}
 
 
 def _new_axes() -> Axes:

@@ -181,7 +181,8 @@ def _compiling(search: Search, answer: Config, ran_through: Sequence[Measured]) 
     won = None
     if plain and answer in known:
         fastest = max(plain, key=lambda found: found.samples_per_s)
-        won = why.break_even(answer, known[answer], fastest, cold_s)
+        samples_per_step = answer.plan_in(search.inspection.known_world).samples_per_step
+        won = why.break_even(samples_per_step, known[answer], fastest, cold_s)
     steps, seconds = won or (None, None)
     return Compiling(compile_cold_s=cold_s or None, break_even_steps=steps, break_even_s=seconds)
 
