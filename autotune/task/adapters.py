@@ -80,9 +80,10 @@ def is_pretrained(module: Any) -> bool:
 
 def is_lazy(module: torch.nn.Module) -> bool:
     """Whether a module will know the shapes of its parameters or buffers only once a batch has passed through it."""
-    from torch.nn.parameter import is_lazy
-
-    return any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    return any(
+        torch.nn.parameter.is_lazy(tensor)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:

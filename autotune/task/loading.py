@@ -18,6 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task import adapters
 from autotune.task.model_file import (
     CONSTANTS,
@@ -85,8 +86,6 @@ def load_source(source: TaskSource) -> Task:
 
 
 def _unpickle(source: TaskSource) -> Task:
-    import torch
-
     # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
     with (
         user_code("unpickling the task", "move its functions into a file model.py and give its path"),

@@ -335,10 +335,8 @@ class Task:
 
     def batch_of(self, positions: Sequence[int]) -> Any:
         """A micro batch of the training set's samples at these positions (of a stream, counted from its start). Raises TaskError."""
-        from torch.utils.data import default_collate
-
         members = samples.widest_samples(self.dataset(), positions, len(positions))
-        return (self.collate_fn or default_collate)(members)
+        return (self.collate_fn or torch.utils.data.default_collate)(members)
 
     def cuts(self) -> Cuts:
         """Where the samples of a batch are, so that others than `make_batch` can cut it; found once per process.
@@ -424,13 +422,11 @@ class Task:
         _KNOWN.setdefault(self, _Known()).widest = tuple(positions)
 
     def _batch(self, batch_size: int, positions: Sequence[int] | None) -> Any:
-        from torch.utils.data import default_collate
-
         if self.make_batch is not None:
             name, batch = "make_batch", self.make_batch(batch_size)
         else:
             members = samples.widest_samples(self.dataset(), positions or self.widest(), batch_size)
-            name, batch = "collate_fn", (self.collate_fn or default_collate)(members)
+            name, batch = "collate_fn", (self.collate_fn or torch.utils.data.default_collate)(members)
         if batch is None:
             raise TaskError(f"{name} returned None; expected a batch: is `return` missing?")
         if isinstance(batch, Iterator):

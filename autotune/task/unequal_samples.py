@@ -64,14 +64,12 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
     Raises:
         Exception: what the user's dataset or collate function raises.
     """
-    from torch.utils.data import IterableDataset, default_collate
-
     from autotune.task.batches import tensors
 
     dataset = task.dataset()
-    if dataset is None or isinstance(dataset, IterableDataset):
+    if dataset is None or samples.is_stream(dataset):
         return None
-    collate = task.collate_fn or default_collate
+    collate = task.collate_fn or torch.utils.data.default_collate
 
     def width_of(*indices: int) -> int:
         return sum(tensor.numel() for tensor in tensors(collate([dataset[index] for index in indices])))
