@@ -17,7 +17,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from autotune.cli.parser import options_given
+from autotune.cli.parser import COMMANDS, options_given
 from autotune.errors import ConfigError
 from autotune.records.batch_plan import BATCH_KEYS
 from autotune.records.options import (
@@ -33,20 +33,14 @@ from autotune.records.options import (
     TRAIN_EPOCHS,
     TRAIN_STEPS,
     CommandOptions,
-    ExplainOptions,
     Option,
-    PredictOptions,
-    ProbeOptions,
     RunOptions,
-    SweepOptions,
-    VerifyOptions,
     table,
 )
 
 FILE = "pyproject.toml"
 _EXAMPLE = '{"batch_size": 16}'
 _INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # one of the two is given
-_CLASSES = (CommandOptions, ProbeOptions, VerifyOptions, PredictOptions, ExplainOptions, SweepOptions)
 
 
 def read_options(
@@ -128,8 +122,9 @@ def _known() -> dict[str, Option]:
     """The options that a project can give, by the key that it gives them under."""
     return {
         option.flag.removeprefix("--"): option
-        for options in _CLASSES
-        for option, default in table(options).items()
+        for command in COMMANDS
+        if command.options is not None
+        for option, default in table(command.options).items()
         if default is not MISSING
     }
 
