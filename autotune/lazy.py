@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
         def __getattr__(self, attribute: str) -> Any:
             if "_module" not in vars(self):
-                self._module = importlib.import_module(self._name)
+                self._module = importlib.import_module("torch")
             return getattr(self._module, attribute)
 
-    torch = _Lazy("torch")
+    torch = _Lazy()
 Function = Callable[..., Any]
 _GIVEN: dict[str, Function] = {}
 

@@ -54,8 +54,11 @@ def answer_sections(
     """
     goal = result.goal
     about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
-    verdict = (Paragraph(_verdict(result, techniques)), *_unconfirmed(result))
-    yield Section("Answer", verdict) if in_study else Section(result.study, verdict, about)
+    verdict = [Paragraph(_verdict(result, techniques))]
+    if not result.play_off.confirmed and not result.undecided:
+        why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
+        verdict.append(Paragraph(Span(why, Tone.WARNING)))
+    yield Section("Answer", tuple(verdict)) if in_study else Section(result.study, tuple(verdict), about)
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
     yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
     yield _play_off(result, techniques)
@@ -204,12 +207,6 @@ def _rival(result: Result, techniques: Techniques) -> str:
     else:
         found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
     return f" The best of the others, {techniques.describe(rival.config)}: {found}."
-
-
-def _unconfirmed(result: Result) -> Iterator[Paragraph]:
-    if not result.play_off.confirmed and not result.undecided:
-        why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
-        yield Paragraph(Span(why, Tone.WARNING))
 
 
 def _play_off(result: Result, techniques: Techniques) -> Section:
