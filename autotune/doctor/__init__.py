@@ -15,7 +15,7 @@ from autotune.devices import open_device, require_linux
 from autotune.devices.compiler import why_not_on
 from autotune.devices.selftest import Facts
 from autotune.doctor import checks, verdicts
-from autotune.doctor.checks import TASKS, trainings
+from autotune.doctor.checks import TASKS, run_trainings
 from autotune.doctor.verdicts import Judge, State
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
 from autotune.units import format_bytes
@@ -74,7 +74,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
         meaning="; ".join(info.notes),
         facts={**asdict(info), "python": platform.python_version(), "autotune": __version__},
     )
-    with trainings(name) as trained:
+    with run_trainings(name) as trained:
         for test, judges in DEVICE_CHECKS.items():
             tell(", ".join(judges))
             if not possible.get(test, True):

@@ -169,7 +169,7 @@ TASKS = (
 
 
 @contextlib.contextmanager
-def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
+def run_trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
     """The tasks, with what inspecting, predicting and probing them finds; the first one twice, with the device's calibration.
 
     From the outset each task has a process that imports torch, which takes seconds, beside whatever is done meanwhile. The
@@ -179,10 +179,10 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(TASKS)) as threads:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-")))
 
-        def opened(task: Task) -> LocalRunner:
+        def open_runner(task: Task) -> LocalRunner:
             return stack.enter_context(LocalRunner(TaskSource.of(task), device=device, logs=folder / task.name))
 
-        runners: dict[str, Future[LocalRunner]] = {task.name: threads.submit(opened, task) for task in TASKS}
+        runners: dict[str, Future[LocalRunner]] = {task.name: threads.submit(open_runner, task) for task in TASKS}
 
         def facts_of(task: Task) -> Facts:
             try:
@@ -190,7 +190,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
             except AutotuneError as error:
                 return {"failure": str(error)}
 
-        def found() -> Iterator[tuple[Task, Facts]]:
+        def run_each() -> Iterator[tuple[Task, Facts]]:
             for runner in runners.values():
                 runner.exception()  # waits until it is open
             first, *others = TASKS
@@ -198,7 +198,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
             yield first, facts_of(first)
             yield from zip(others, (threads.map if at_once else map)(facts_of, others), strict=True)
 
-        yield found()
+        yield run_each()
 
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:

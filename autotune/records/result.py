@@ -124,7 +124,7 @@ class Subject(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayOff(Group):
+class PlayOffOutcome(Group):
     """The fresh processes that took turns, from which the answer was chosen.
 
     Attributes:
@@ -237,7 +237,7 @@ class Result(Record):
     speedup_ci: tuple[float, float] | None
     verdict: str
     undecided: str = ""
-    play_off: PlayOff = field(default_factory=PlayOff)
+    play_off: PlayOffOutcome = field(default_factory=PlayOffOutcome)
     front: tuple[Measured, ...] = ()
     reasons: Reasons = field(default_factory=Reasons)
     checks: tuple[Check, ...] = ()

@@ -129,7 +129,7 @@ def lightning_hook(model: Any, name: str, batch: Any, index: int) -> Any:
     return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
-def accumulates(model: Any, num_micro_batches: int) -> None:
+def set_accumulation(model: Any, num_micro_batches: int) -> None:
     """Let a LightningModule count optimizer steps of so many micro batches."""
     if is_lightning(model) and isinstance(model._trainer, TrainerStandIn):
         model._trainer.accumulate_grad_batches = num_micro_batches
@@ -167,7 +167,7 @@ def take_manual_steps(model: Any) -> None:
     model.toggle_optimizer, model.untoggle_optimizer = toggle_optimizer, untoggle_optimizer
 
 
-def configured(model: Any, result: Any) -> None:
+def give_optimizers(model: Any, result: Any) -> None:
     """Let a LightningModule find the optimizers and schedulers that its `configure_optimizers` returned."""
     model._trainer.optimizers = optimizers_in(result)
     model._trainer.lr_schedulers = [leaf for leaf in leaves(result) if hasattr(leaf, "get_last_lr")]

@@ -223,7 +223,7 @@ class Task:
                     "given; expected one over `model.parameters()` of its argument, not over those of another model"
                 )
         if adapters.is_lightning(model):
-            adapters.configured(model, result)
+            adapters.give_optimizers(model, result)
         if self.takes_whole_steps:
             if self.train_step is None:
                 adapters.take_manual_steps(model)
