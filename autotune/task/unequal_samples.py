@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,6 @@ MAX_SEARCH_S = 5.0  # for odd samples
 MAX_SHARE = 0.1  # of the samples looked at that differ; where more do, unequal samples are this set's nature
 MIN_LOOKED_AT = 8  # fewer tell nothing about what is usual
 MAX_LOOKED_AT = 10_000
-_VALUES = "values"
-_RESPECTS = ("types", "shapes", _VALUES)
 _ADVICE = "correct it, or leave it out of the dataset"
 
 
@@ -93,18 +91,6 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
     return LengthDistribution(tuple(found[place][0] for place in places))
 
 
-class Look(NamedTuple):
-    """What is compared between samples, so that none of them is kept.
-
-    Attributes:
-        words: the sample described.
-        differences: how it looks in each respect, the plainest first.
-    """
-
-    words: str
-    differences: tuple[Any, ...]
-
-
 def odd_sample(task: Task, raises: Callable[[Any], bool] | None = None, *, nonfinite: bool = False) -> str:
     """Which sample is unlike the others, what is usual, and what to do; empty where none stands out.
 
@@ -118,27 +104,29 @@ def odd_sample(task: Task, raises: Callable[[Any], bool] | None = None, *, nonfi
     dataset = task.dataset()
     if dataset is None:
         return ""
-    looks: dict[int, Look] = {}
+    words: dict[int, str] = {}  # by position, as all that follows: no sample itself is kept
+    types, sizes, values = dict[int, Any](), dict[int, Any](), dict[int, Any]()
     try:
         for position, sample in _in_time(dataset):
-            seen = (_structure(sample), _sizes(sample), nonfinite and _is_nonfinite(sample))
-            looks[position] = Look(describe(sample), seen)
+            words[position] = describe(sample)
+            types[position], sizes[position] = _structure(sample), _sizes(sample)
+            values[position] = nonfinite and _is_nonfinite(sample)
     except TaskError as error:  # which names the sample
         return str(error)
-    for respect in range(len(_RESPECTS)):
-        odd, usual = _few({position: look.differences[respect] for position, look in looks.items()})
+    for looks in (types, sizes, values):  # the plainest difference first
+        odd, usual = _few(looks)
         if odd:
-            is_value = _RESPECTS[respect] == _VALUES
-            what = "holds nan or inf" if is_value else f"is {looks[odd[0]].words}"
-            others = "do not" if is_value else f"are like sample {usual[0]}, {looks[usual[0]].words}"
+            is_value = looks is values
+            what = "holds nan or inf" if is_value else f"is {words[odd[0]]}"
+            others = "do not" if is_value else f"are like sample {usual[0]}, {words[usual[0]]}"
             return f"{_named(odd)} {what}, and {plural(len(usual), 'other')} looked at {others}; {_ADVICE}"
     if raises is None:
         return ""
-    odd, usual = _few({position: raises(sample) for position, sample in _in_time(dataset)})
+    odd, usual = _few({position: raises(sample) for position, sample in _in_time(dataset) if position in words})
     if not odd:
         return ""
     return (
-        f"{_named(odd)}, {looks[odd[0]].words}, fails so by itself, and {plural(len(usual), 'other')} looked at "
+        f"{_named(odd)}, {words[odd[0]]}, fails so by itself, and {plural(len(usual), 'other')} looked at "
         f"{'does' if len(usual) == 1 else 'do'} not; {_ADVICE}"
     )
 
