@@ -168,7 +168,7 @@ def _role(result: Result) -> str:
 
 
 def _verdict(result: Result, techniques: Techniques) -> Span:
-    """The verdict in a sentence. What may be said of the gain is decided in `gain.py`."""
+    """The verdict in a sentence. What may be said of the gain is decided in `figures.py`."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
     verdict = found.verdict[0].upper() + found.verdict[1:]

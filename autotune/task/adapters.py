@@ -18,6 +18,7 @@ from autotune.lazy import torch
 from autotune.task.trainer_stand_in import TrainerStandIn
 from autotune.task.usercode import describe
 
+_LIGHTNING = ("lightning", "pytorch_lightning")  # one library under two names
 _REPLACING_HOOKS = ("optimizer_step", "backward")
 _UNUSED_HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_train_batch_start", "on_before_backward",
@@ -28,7 +29,9 @@ WHOLE_STEP = "write the whole step yourself, as train_step(model, optimizers, ba
 
 def is_lightning_class(cls: Any) -> bool:
     """Whether `cls` is a subclass of `lightning.LightningModule` (also under its older import name)."""
-    return isinstance(cls, type) and any(_is_lightnings_own(base) for base in cls.__mro__)
+    return isinstance(cls, type) and any(
+        base.__name__ == "LightningModule" and _is_lightnings_own(base) for base in cls.__mro__
+    )
 
 
 def is_lightning(model: Any) -> bool:
@@ -39,7 +42,11 @@ def is_lightning(model: Any) -> bool:
 def overrides(cls: type, method: str) -> bool:
     """Whether a LightningModule subclass has its own `method`."""
     owner = next((base for base in cls.__mro__ if method in vars(base)), None)
-    return owner is not None and owner.__module__.split(".")[0] not in ("lightning", "pytorch_lightning")
+    return owner is not None and not _is_lightnings_own(owner)
+
+
+def _is_lightnings_own(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _LIGHTNING
 
 
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
@@ -246,7 +253,7 @@ def may_be_lightning(build_model: Any) -> bool:
     """Whether `build_model` may return a LightningModule. Only calling it would tell for certain."""
     if isinstance(build_model, type):
         return is_lightning_class(build_model)
-    return not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
+    return any(name in sys.modules for name in _LIGHTNING)
 
 
 def may_have_data(build_model: Any) -> bool:
@@ -333,10 +340,6 @@ class LightningData:
                 )
             self._made = module, loader
         return self._made
-
-
-def _is_lightnings_own(base: type) -> bool:
-    return base.__name__ == "LightningModule" and base.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
 
 
 class Validation:
