@@ -157,11 +157,6 @@ class Dashboard(Listener):
         with contextlib.suppress(Exception):  # a view must not end a search
             self._take(event)
 
-    def refresh(self) -> None:
-        """Draw now."""
-        with contextlib.suppress(Exception):
-            self._live.refresh()
-
     def _take(self, event: Event) -> None:
         match event:
             case SearchStarted():
