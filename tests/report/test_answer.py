@@ -42,6 +42,11 @@ def test_the_verdict_comes_with_its_interval(result: Result) -> None:
     )
 
 
+def test_compiling_that_nothing_shows_to_be_won_back_is_not_said_to_be_lost(result: Result) -> None:
+    said = "against the fastest config that compiles nothing, what was measured does not show that this is won back."
+    assert said in _flat(text_of(but(result, compile_cold_s=40.0)))
+
+
 def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_counted(result: Result) -> None:
     assert "tokens/s" not in text_of(result) and "FLOP/s" not in text_of(result)
     use = DeviceUse(arithmetic="bf16", flops_per_s=3.1e11, flops_share=0.62, bytes_per_s=9e9, bandwidth_share=0.25)
