@@ -37,7 +37,7 @@ from autotune.report.terminal import as_text
 from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
-VERIFY_STEPS = 100
+VERIFY_STEPS = 100  # of the command that is offered
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
